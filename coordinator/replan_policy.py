@@ -5,11 +5,12 @@ A change is answered at once with a repaired layout, and a search for a better o
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shoal.coordinator.allocate.dividing import Change, following_change, lacking_bytes
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
-from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching
+from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, Snapshot
 from shoal.coordinator.cluster_view import RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import Disks, HolderWatch, disks_of, group_name, holders, next_beginning
@@ -34,13 +35,16 @@ NOTICE_TIMES_MAX = 16
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A layout that is to end is kept after all if nothing has moved for so long, whichever is more."""
+SEEN_AHEAD_S = 30.0
+"""How quickly state comes ahead is known after so long."""
 FETCH_S_MAX = 600.0
 """No search begins while members fetch the state of new places, for so long at most."""
 TOLD_HEARTBEATS = 4.0
 """Within so many everybody has told what is on its disk, copies that it was asked for a moment ago included."""
 NETWORK_PEERS_MAX = 256
-"""The shares of a repaired plan follow speeds alone in a swarm of more peers: putting together what lies between the
-peers takes too long for a plan that must come at once. A search always has it."""
+"""The shares of a repaired plan follow speeds alone in a swarm of more peers, and divisions are always fetched ahead:
+putting together what lies between the peers takes too long for a plan that must come at once. A search always has
+it."""
 
 Next = Layout | SearchJob | None
 """A layout to propose, a search to run, or neither."""
@@ -66,6 +70,11 @@ class ReplanPolicy:
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
         """What the members of the following layout lacked when that last became less, and when that was."""
+        self._following: tuple[Stage, ...] = ()
+        self._follows_s = 0.0
+        """The stages after the live plan's, and when they were new to us."""
+        self._change: Change | None = None
+        """What it costs to go on to these stages, as the first look after `SEEN_AHEAD_S` foresees it."""
         self._ended_s: float | None = None
         """When every stage was first seen at the end of the live layout."""
         self._too_few_s = math.inf
@@ -83,6 +92,8 @@ class ReplanPolicy:
         self.view.obey(plan, now_s, leads=leads)
         if places_of(plan) != self._places:
             self._places, self._placed_s = places_of(plan), now_s
+        if plan.following != self._following:
+            self._following, self._follows_s, self._change = plan.following, now_s, None
         if plan.era != self._era:
             self._era, self._holders, self._too_few_s = plan.era, HolderWatch(self._heartbeat_s, now_s), math.inf
 
@@ -160,7 +171,7 @@ class ReplanPolicy:
         if live.ends_at and not lost and is_whole:
             return self._end(live, disks, now_s)
         if live.following and not live.ends_at and swarm == self._settled_for and not lost and not under_way:
-            return self._prepared(live, now_s)
+            return self._prepared(live, peers, disks, now_s)
         if not lost and not under_way and swarm == self._settled_for:
             return self._better(live, peers, disks, now_s, sequence=sequence)
         if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
@@ -274,23 +285,28 @@ class ReplanPolicy:
                 return moved, moved.reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
-            return self._preparing(live, layout, now_s)
+            return self._preparing(live, peers, disks, layout, now_s)
         if layout is not None and keeps_state(layout, live, peers):
             return layout, layout.reason
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
         if self._fetches(live, now_s):
             return None, ""  # without those who are on their way to their places any other layout looks better
         if not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off):
-            snapshot = replace(
-                view.snapshot(peers, live, disks, now_s, knows_network=True),
-                seen_tokens_per_s=view.calibration.seen_tokens_per_s,
-                forecast_error=view.calibration.forecast_error,
-            )
+            snapshot = self._compared(peers, live, disks, now_s)
             job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off, has_pace=has_pace)
             if job is not None:
                 view.calibration.searched()
             return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
         return None, ""
+
+    def _compared(self, peers: tuple[MeasuredPeer, ...], live: Plan, disks: Disks, now_s: float) -> Snapshot:
+        """A snapshot that knows how fast the live layout is, and what promises are worth."""
+        calibration = self.view.calibration
+        return replace(
+            self.view.snapshot(peers, live, disks, now_s, knows_network=True),
+            seen_tokens_per_s=calibration.seen_tokens_per_s,
+            forecast_error=calibration.forecast_error,
+        )
 
     def _fetches(self, live: Plan, now_s: float) -> bool:
         """Whether a member has yet to get the state of its stage, and may."""
@@ -300,33 +316,69 @@ class ReplanPolicy:
 
     # --- another division into stages ---
 
-    def _preparing(self, live: Plan, layout: Layout, now_s: float) -> tuple[Next, str]:
+    def _preparing(
+        self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, layout: Layout, now_s: float
+    ) -> tuple[Next, str]:
         """The live layout, with `layout` as what follows it: members fetch what they lack for that, and the end is set
-        when they have it. If everybody has all it needs, or experts are placed, the end is set at once."""
+        when they have it. If everybody has all it needs, or it costs less to fetch in the standstill, or experts are
+        placed, the end is set at once."""
         announced = self._announced(live, layout, now_s)
         if announced[0] is None or live.experts or _holds_all(live, layout.stages):
+            return announced
+        change = self._foreseen_change(live, peers, disks, layout.stages, now_s)
+        if change is not None and change.stands_still():
             return announced
         self._unfetched_bytes, self._fetched_s = None, now_s
         reason = f"{layout.reason}: its members fetch what they lack"
         prepared = Layout(stages=live.stages, spares=live.spares, reason=reason, following=layout.stages)
         return prepared, reason
 
-    def _prepared(self, live: Plan, now_s: float) -> tuple[Next, str]:
+    def _prepared(self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float) -> tuple[Next, str]:
         """The end of the live layout, once its members have fetched what they can for the following one, or nothing
-        has come to them for long."""
+        has come to them for long, or it comes so slowly that it costs less to stand still for the rest."""
         presences = self.view.roster.presences
-        seen = [presences.get(peer) for stage in live.following for peer in stage.peers]
-        beats = [presence.heartbeat for presence in seen if presence is not None and presence.heartbeat is not None]
-        if len(beats) < len(seen) or any(beat.plan_sequence < live.sequence for beat in beats):
+        seen = {peer: presences.get(peer) for stage in live.following for peer in stage.peers}
+        beats = {peer: p.heartbeat for peer, p in seen.items() if p is not None and p.heartbeat is not None}
+        if len(beats) < len(seen) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
             return None, ""  # somebody has not obeyed the plan yet
-        left_bytes = sum(max(0, beat.unfetched_bytes) for beat in beats)
+        left = {peer: max(0, beat.unfetched_bytes) for peer, beat in beats.items()}
+        left_bytes = sum(left.values())
         if self._unfetched_bytes is None or left_bytes < self._unfetched_bytes:
             self._unfetched_bytes, self._fetched_s = left_bytes, now_s
         patience_s = max(END_PATIENCE_S, END_PATIENCE_STEPS * self.view.ledger.pace.usual_step_s)
-        if left_bytes > 0 and now_s < self._fetched_s + patience_s:
+        waits = left_bytes > 0 and now_s < self._fetched_s + patience_s
+        if waits and not self._is_too_slow(live, peers, disks, left, now_s):
             return None, ""
         after = Layout(stages=live.following, spares=(), reason="another division into stages")
         return self._announced(live, after, now_s)
+
+    def _is_too_slow(
+        self,
+        live: Plan,
+        peers: tuple[MeasuredPeer, ...],
+        disks: Disks,
+        left: Mapping[PeerID, int],
+        now_s: float,
+    ) -> bool:
+        """Whether state comes ahead so slowly that it costs less to stand still. Args: left: the bytes that members
+        lack."""
+        fetched_s = now_s - self._follows_s
+        if fetched_s < SEEN_AHEAD_S:
+            return False
+        if self._change is None:
+            self._change = self._foreseen_change(live, peers, disks, live.following, now_s)
+        lacked = lacking_bytes(self.view.survey.workload, live, live.following)
+        least = min((1.0 - left[peer] / lacked[peer] for peer in left if lacked[peer] > 0.0), default=1.0)
+        ahead_s = fetched_s / least if least > 0.0 else math.inf
+        return self._change is not None and self._change.stands_still(ahead_s)
+
+    def _foreseen_change(
+        self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, following: Sequence[Stage], now_s: float
+    ) -> Change | None:
+        """What it costs to go on to these stages; None: nobody can say, or it would take too long."""
+        if len(peers) > NETWORK_PEERS_MAX:
+            return None
+        return following_change(self._compared(peers, live, disks, now_s), live, following)
 
     def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
         """The live layout, with the version at which it gives way to `layout`: late enough for every member to know it

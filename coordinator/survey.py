@@ -25,9 +25,10 @@ class Survey:
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._layer_costs = layer_costs(spec.model)
-        self._workload = Workload.of(spec)
+        self.workload = Workload.of(spec)
+        """What a step asks of the devices."""
         told = trunk_costs(spec.model) if spec.swarm.expert_slots else self._layer_costs
-        self._told_flop = tuple(self._workload.tokens_per_microbatch * flop for flop in told)
+        self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
         """[L], what peers time as a forward (`Heartbeat.forward_s`): of placed experts nobody times any."""
         self._links, self._speeds = LinkBook(), SpeedBook()
         self.links = LinkSurvey(self._links, spec.swarm.heartbeat_s)
@@ -55,7 +56,7 @@ class Survey:
         """Note the measurements in a heartbeat."""
         self._links.note(peer, heartbeat.links)
         self.links.hear(peer, heartbeat.advert.machine)
-        plan, stage, w = self._plan, heartbeat.stage, self._workload
+        plan, stage, w = self._plan, heartbeat.stage, self.workload
         if plan is None or heartbeat.plan_sequence != plan.sequence or stage is None or heartbeat.forward_s <= 0.0:
             return
         if 0 <= stage < len(plan.stages):
@@ -66,7 +67,7 @@ class Survey:
 
     def shortage(self, peers: tuple[MeasuredPeer, ...]) -> str:
         """Say how much memory the run waits for; empty: the peers together have what the model takes at least."""
-        w = self._workload
+        w = self.workload
         needed_gb = (w.resident_bytes(0, w.num_layers, members=1) + sum(w.layer_held_bytes)) / 1e9
         here_gb = sum(peer.memory_bytes for peer in peers if not peer.draining) / 1e9
         if here_gb >= needed_gb:
@@ -96,7 +97,7 @@ class Survey:
 
         seen = self._links.seen_by_others()
         speeds = self._speeds.speeds({peer.peer: peer.flop_per_s for peer in peers}, seen=seen)
-        w = self._workload
+        w = self.workload
         in_flight_bytes = ((w.s_max + 1) * w.microbatches + 1) * sum(w.layer_held_bytes)
         whole_bytes = int(w.resident_bytes(0, w.num_layers, members=1) + in_flight_bytes)
         uploads = self._links.uploads({peer.peer: peer.upload_bytes_per_s for peer in peers})
@@ -113,6 +114,6 @@ class Survey:
             ),
             layer_costs=self._layer_costs,
             num_stages=self._spec.swarm.stages_for(sum(not peer.draining for peer in peers)),
-            workload=self._workload,
+            workload=self.workload,
             network=self._links.network([peer.peer for peer in peers]) if knows_network else None,
         )

@@ -83,6 +83,8 @@ class _Source:
     num_samples: int = 0
     rates: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Bytes a second of the last layer that each of the peers gave us."""
+    came_bytes: int = field(init=False, default=0)
+    """Of the layer that is being fetched so many are here."""
     is_full: bool = False
     """We can follow no more of its layers."""
     task: asyncio.Task[None] | None = None
@@ -187,7 +189,7 @@ class FetchingAhead:
             return 0
         left_bytes = 0
         for source in ready.sources.values():
-            left_bytes += sum(map(self._state_bytes, source.coming(ready.has)))
+            left_bytes += sum(map(self._state_bytes, source.coming(ready.has))) - source.came_bytes
             for key in source.here(ready.has):  # the last step is always on its way
                 left_bytes += self._gradients_bytes([key]) * max(0, source.reached - ready.has[key].version - 1)
         return left_bytes
@@ -327,10 +329,16 @@ class FetchingAhead:
         numel = layer_layout(self._spec.model, key).numel
         vectors = self._arithmetic.vectors
         tensors = [vectors.empty(size) for size in (numel, numel, moment2_numel(self._spec, key))]
-        for number, tensor in enumerate(tensors):
-            await self._fetch_tensor(
-                source.peer, StateChunkRequest(version=version, layer=key, tensor=number, start=0, stop=0), tensor
-            )
+
+        def came(num_elements: int) -> None:
+            source.came_bytes += 4 * num_elements
+
+        try:
+            for number, tensor in enumerate(tensors):
+                request = StateChunkRequest(version=version, layer=key, tensor=number, start=0, stop=0)
+                await self._fetch_tensor(source.peer, request, tensor, came)
+        finally:
+            source.came_bytes = 0
         ready.has[key] = _Replayed(version, vectors.layer_state(*tensors))
         return version
 
@@ -357,8 +365,15 @@ class FetchingAhead:
         source.in_vain = 0
         return took_s
 
-    async def _fetch_tensor(self, peer: PeerID, request: StateChunkRequest, into_N: Tensor) -> None:
-        """Fill `into_N` with the tensor of which `request` asks for a range; ranges are asked for in order."""
+    async def _fetch_tensor(
+        self,
+        peer: PeerID,
+        request: StateChunkRequest,
+        into_N: Tensor,
+        came: Callable[[int], None] = lambda num_elements: None,
+    ) -> None:
+        """Fill `into_N` with the tensor of which `request` asks for a range; ranges are asked for in order, and `came`
+        hears of each."""
         vectors = self._arithmetic.vectors
         todo = deque(ranges(into_N.numel(), vectors))
 
@@ -367,6 +382,7 @@ class FetchingAhead:
                 start, stop = todo.popleft()
                 wanted = msgspec.structs.replace(request, start=start, stop=stop)
                 await fetch_range(peer, wanted, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=vectors)
+                came(stop - start)
 
         working = [asyncio.create_task(work()) for _ in range(_RANGES_AT_ONCE)]
         try:

@@ -1,8 +1,16 @@
 """Looks for another division of the model into stages: other boundaries, more stages or fewer. Pure.
 
-Such a change has a price. While training goes on, everybody fetches the layers that it does not hold, and steps are
-slower. Then the run stands still (`Plan.ends_at`): the pipeline drains, what is still missing travels, and the pipeline
-fills again. What a search finds must gain more than that within the time for which a layout is expected to last.
+Such a change has a price, and there are two ways to pay it (`Change`). Either way the run stands still at a version
+(`Plan.ends_at`): the pipeline drains, state travels, and the pipeline fills again.
+
+- *Ahead*: while training goes on, everybody fetches the layers that it does not hold. That takes several times as long
+  as with the lines alone, steps that need the lines are slower meanwhile, and the gain comes later. What is left for
+  the standstill are gradients, and layers that could not be followed.
+- *At once*: the run stands still until everything has travelled.
+
+Whichever costs less work is taken, and what a search finds must gain more than that within the time for which a layout
+is expected to last. The first way may turn out to be slower than was foreseen; what it costs then is compared again
+(`Change.stands_still`).
 
 **What a gain is worth.** A search takes the best of many layouts by figures that err, so it takes those whose figures
 err upwards, and what comes is nearer to the live layout than what was foreseen. With s, by which promises of the plans
@@ -15,15 +23,18 @@ Source: regression to the mean, for normal errors; d is `FORECAST_ERROR`, as nob
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR, MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
-from shoal.protocol.plan import Plan
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Plan, Stage
 from shoal.protocol.topology import Topology
 
 DRAIN_STEPS = 2.0
@@ -32,53 +43,108 @@ FOLLOWED_PART = 0.5
 """A peer keeps up with the gradients of so many of the layers that it has fetched as travel in this part of a step; the
 others it fetches in the standstill (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
-"""State that is fetched ahead gets this part of a line while training uses it: it waits for a quiet moment, up to four
-times as long as it takes itself (`peer/handoff/server.py`)."""
-SLOWED = 0.17
-"""Steps that need the same lines are slower by this part while state travels (two-universities: 132,500 tokens/s, then
-110,000)."""
+"""State that is fetched ahead gets this part of a line, and training the rest: it waits for a quiet moment, up to four
+times as long as it takes itself (`peer/handoff/server.py`). So steps whose lines bound them are foreseen to be 20 %
+slower meanwhile (two-universities: 132,500 tokens/s, then 110,000), and others not at all (peer/MEASURED.md: 1 to
+3 %)."""
 WORTH_MIN = 0.05
 """What a gain in tokens/s must be worth (`expected_gain`), or nobody fetches anything for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """A placement that is worth its standstill."""
+class Change:
+    """What it costs to go from one layout to another. Seconds are those in which the other one would have worked."""
 
-    placement: Placement
     gain: float
     """The gain in tokens/s, relative."""
-    standstill_s: float
+    worth: float
+    """What that is worth (`expected_gain`)."""
+    drain_s: float
+    travel_s: float
+    """How long state travels while the run stands still for it."""
+    ahead_s: float
+    """How long it travels while training goes on."""
+    meanwhile: float
+    """The part of the other layout's work that is done while state travels ahead."""
+    left_s: float
+    """How long the run stands still after that, for what is left."""
+
+    @property
+    def price_s(self) -> float:
+        """What the cheaper way costs."""
+        return self.drain_s + min(self.travel_s, self._fetched_ahead_s(self.ahead_s))
+
+    def stands_still(self, ahead_s: float | None = None) -> bool:
+        """Whether it costs less to stand still than to fetch ahead. Args: ahead_s: how long that is seen to take; None:
+        as foreseen. What has come by then does not matter: each way has the same part left to do."""
+        return self.travel_s <= self._fetched_ahead_s(self.ahead_s if ahead_s is None else ahead_s)
+
+    def pays(self, horizon_s: float) -> bool:
+        """Whether the gain is worth anything, and makes up for the price within `horizon_s`."""
+        return self.worth >= WORTH_MIN and (1.0 - 1.0 / (1.0 + self.worth)) * horizon_s > self.price_s
+
+    def _fetched_ahead_s(self, ahead_s: float) -> float:
+        return self.left_s + (1.0 - self.meanwhile) * ahead_s
 
 
-def placement_of(plan: Plan, peers: tuple[MeasuredPeer, ...]) -> Placement:
-    """The live plan's layout, by the numbers of `peers`; peers that are not there are left out."""
+def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Placement:
+    """A plan's layout, by the numbers of `peers`; peers that are not there are left out."""
     number = {peer.peer: device for device, peer in enumerate(peers)}
     return Placement(
-        stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in plan.stages),
-        bounds=(0, *(stage.last_layer for stage in plan.stages)),
+        stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in stages),
+        bounds=(0, *(stage.last_layer for stage in stages)),
     )
 
 
-def worth_its_standstill(
-    snapshot: Snapshot, topology: Topology, current: Placement, found: Placement, *, horizon_s: float
-) -> Division | None:
-    """`found`, if it gains enough over `current` and the standstill pays within `horizon_s`."""
-    if found.bounds == current.bounds or not all(current.stages):
-        return None
+def change_to(snapshot: Snapshot, topology: Topology, current: Placement, found: Placement) -> Change | None:
+    """What it costs to go from `current` to `found`, and what that gains; None: that cannot be said."""
     workload = snapshot.workload
     assert workload is not None
     objective = ThroughputObjective(topology, workload)
     live, cost = objective.cost(current), objective.cost(found)
-    gain, before_s = foreseen_gain(snapshot, live, cost), seen_or_foreseen_s(snapshot, live)
-    travel_s = fetch_s(topology, workload, current, found)
-    standstill_s = DRAIN_STEPS * before_s + left_s(workload, travel_s, step_s=before_s)
-    price_s = standstill_s + SLOWED * travel_s / AHEAD_PART
-    worth = expected_gain(gain, snapshot.forecast_error)
-    saves = 1.0 - 1.0 / (1.0 + worth)
-    if not worth >= WORTH_MIN or not saves * (horizon_s - travel_s / AHEAD_PART) > price_s:
+    slowed = ThroughputObjective(_with_part(topology, 1.0 - AHEAD_PART), workload).cost(current)
+    if not all(math.isfinite(each.seconds) for each in (live, cost, slowed)):
         return None
-    return Division(placement=found, gain=gain, standstill_s=standstill_s)
+    gain, before_s = foreseen_gain(snapshot, live, cost), seen_or_foreseen_s(snapshot, live)
+    worth = expected_gain(gain, snapshot.forecast_error)
+    travel_s = fetch_s(topology, workload, current, found)
+    return Change(
+        gain=gain,
+        worth=worth,
+        drain_s=DRAIN_STEPS * before_s,
+        travel_s=travel_s,
+        ahead_s=travel_s / AHEAD_PART,
+        meanwhile=live.parts["foreseen_s"] / slowed.parts["foreseen_s"] / (1.0 + worth),
+        left_s=left_s(workload, travel_s, step_s=before_s),
+    )
+
+
+def worth_its_standstill(snapshot: Snapshot, topology: Topology, current: Placement, found: Placement) -> Change | None:
+    """The change from `current` to `found`, if it divides the layers otherwise and pays within the horizon."""
+    if found.bounds == current.bounds or not all(current.stages):
+        return None
+    change = change_to(snapshot, topology, current, found)
+    return change if change is not None and change.pays(snapshot.horizon_s) else None
+
+
+def following_change(snapshot: Snapshot, live: Plan, following: Sequence[Stage]) -> Change | None:
+    """The change from a live plan's stages to those that follow; None: that cannot be said."""
+    current, found = (placement_of(stages, snapshot.peers) for stages in (live.stages, following))
+    if not all(current.stages) or not all(found.stages):
+        return None
+    return change_to(snapshot, topology_of(snapshot), current, found)
+
+
+def lacking_bytes(workload: Workload, live: Plan, following: Sequence[Stage]) -> dict[PeerID, float]:
+    """The bytes of state that each member of `following` does not hold in the live plan."""
+    layer_bytes = [STATE_BYTES_PER_PARAMETER * parameters for parameters in workload.layer_parameters]
+    lacking = {}
+    for stage in following:
+        for peer in stage.peers:
+            now = live.stage_of(peer)
+            held = range(*live.stages[now].layers) if now is not None else range(0)
+            lacking[peer] = sum(layer_bytes[layer] for layer in range(*stage.layers) if layer not in held)
+    return lacking
 
 
 def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
@@ -136,6 +202,16 @@ def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:
     gradients_s = part * travel_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
     return travel_s * (1.0 - followed * (1.0 - part))
+
+
+def _with_part(topology: Topology, part: float) -> Topology:
+    """`topology` with so much of each line."""
+    return replace(
+        topology,
+        bytes_per_s=part * topology.bytes_per_s,
+        up_bytes_per_s=part * topology.up_bytes_per_s,
+        down_bytes_per_s=part * topology.down_bytes_per_s,
+    )
 
 
 def _ranges(placement: Placement) -> list[tuple[tuple[int, ...], int, int]]:

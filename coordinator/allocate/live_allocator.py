@@ -333,15 +333,15 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
 
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
-    current = placement_of(previous, snapshot.peers)
+    current = placement_of(previous.stages, snapshot.peers)
     searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
     found = with_second_holders(ThroughputObjective(topology, workload), searched, snapshot)
     asked = snapshot.num_stages not in (None, len(previous.stages))
-    division = worth_its_standstill(snapshot, topology, current, found, horizon_s=snapshot.horizon_s)
-    if division is None and not asked:
+    change = worth_its_standstill(snapshot, topology, current, found)
+    if change is None and not asked:
         return None
     stages, spares = _stages_of(snapshot, topology, workload, found)
-    why = f"for {100 * division.gain:.0f} % more" if division is not None else "as the run asks for"
+    why = f"for {100 * change.gain:.0f} % more" if change is not None else "as the run asks for"
     reason = f"search: {len(stages)} stages in place of {len(previous.stages)} {why}"
     return Layout(stages=stages, spares=spares, reason=reason), reason
 

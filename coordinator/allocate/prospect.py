@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
+from shoal.coordinator.allocate.dividing import placement_of
 from shoal.coordinator.allocate.interface import Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
-from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.protocol.plan import Foreseen, Stage
 
@@ -16,11 +16,7 @@ def foresee(snapshot: Snapshot, stages: Sequence[Stage]) -> Foreseen | None:
     Args: snapshot: with workload and network. Peers that are not in it are left out of the stages.
     """
     assert snapshot.workload is not None
-    number = {peer.peer: device for device, peer in enumerate(snapshot.peers)}
-    placement = Placement(
-        stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in stages),
-        bounds=(0, *(stage.last_layer for stage in stages)),
-    )
+    placement = placement_of(stages, snapshot.peers)
     if not all(placement.stages):
         return None
     objective = ThroughputObjective(topology_of(snapshot), snapshot.workload)

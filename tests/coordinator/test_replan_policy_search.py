@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from shoal.coordinator import replan_policy
+from shoal.coordinator.allocate.dividing import Change, lacking_bytes
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.calibration import OFF_STEPS, WARM_UP_STEPS
@@ -13,7 +15,7 @@ from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.plan_layout import Layout
-from shoal.coordinator.replan_policy import END_PATIENCE_S, LOOKING_FOR_FIRST, ReplanPolicy
+from shoal.coordinator.replan_policy import END_PATIENCE_S, LOOKING_FOR_FIRST, SEEN_AHEAD_S, ReplanPolicy
 from shoal.coordinator.search_schedule import (
     FIRST_PATIENCE_S,
     LINKS_PATIENCE_HEARTBEATS,
@@ -286,8 +288,17 @@ def hear_carried(policy, make_heartbeat, peers, *, version, now_s):
         policy.view.hear(peer, make_heartbeat(peer, **at), now_s)
 
 
-def preparing(policy, allocator, hear, make_plan, live, halves):
+def price(monkeypatch, **fields):
+    """Let the change to another layout cost so much."""
+    usual = {"gain": 0.2, "worth": 0.1, "drain_s": 4.0, "travel_s": 20.0, "ahead_s": 60.0, "meanwhile": 0.9}
+    change = Change(**{**usual, "left_s": 5.0, **fields})
+    monkeypatch.setattr(replan_policy, "following_change", lambda snapshot, plan, following: change)
+
+
+@pytest.fixture
+def preparing(policy, allocator, hear, make_plan, live, halves, monkeypatch):
     """The members of the following layout are fetching what they lack. Returns: (the plan that says so, when)."""
+    price(monkeypatch)
     now_s = found(policy, allocator, hear, live, halves)
     draft, reason = policy.next_plan(live.plan, now_s, sequence=2)
     assert (draft.stages, draft.spares, draft.following) == (live.plan.stages, live.plan.spares, halves.stages)
@@ -305,10 +316,8 @@ def hear_fetching(policy, make_heartbeat, plan, unfetched_bytes, *, now_s):
         policy.view.hear(peer, make_heartbeat(peer, plan_sequence=plan.sequence, **at), now_s)
 
 
-def test_the_end_of_a_layout_is_set_when_everybody_has_what_it_lacked(
-    policy, allocator, hear, make_plan, make_heartbeat, live, halves
-):
-    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+def test_the_end_of_a_layout_is_set_when_everybody_has_what_it_lacked(policy, make_heartbeat, live, halves, preparing):
+    plan, now_s = preparing
     assert policy.next_plan(plan, now_s, sequence=3) == (None, ""), "nobody has said that it knows of the plan"
     hear_fetching(policy, make_heartbeat, plan, 9_000, now_s=now_s + 1.0)
     assert policy.next_plan(plan, now_s + 1.0, sequence=3) == (None, "")
@@ -320,10 +329,34 @@ def test_the_end_of_a_layout_is_set_when_everybody_has_what_it_lacked(
     assert reason == f"another division into stages: at step {draft.ends_at}"
 
 
-def test_a_layout_ends_though_nothing_comes_to_its_members_any_more(
-    policy, allocator, hear, make_plan, make_heartbeat, live, halves
+def test_a_layout_ends_at_once_where_standing_still_costs_less_than_fetching_ahead(
+    policy, allocator, hear, live, halves, monkeypatch
 ):
-    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+    price(monkeypatch, travel_s=10.0)
+    now_s = found(policy, allocator, hear, live, halves)
+    draft, _ = policy.next_plan(live.plan, now_s, sequence=2)
+    assert draft.following == halves.stages
+    assert draft.ends_at > 57
+
+
+@pytest.mark.parametrize(("part_left", "ends"), [(0.7, False), (0.9, True)])
+def test_a_layout_ends_early_where_state_comes_more_slowly_than_foreseen(
+    policy, make_heartbeat, halves, part_left, ends, preparing
+):
+    """Standing still costs 20 s, fetching ahead 5 s and a tenth of the time that it takes. A third of that is over."""
+    plan, now_s = preparing
+    lacking = lacking_bytes(Workload.of(SPEC), plan, halves.stages)
+    for after_s in (1.0, SEEN_AHEAD_S):
+        for peer in "abcdef":
+            left = round(part_left * lacking.get(peer, 0.0))
+            at = {"stage": STAGE_OF[peer], "version": 57, "synced": True, "unfetched_bytes": left}
+            policy.view.hear(peer, make_heartbeat(peer, plan_sequence=plan.sequence, **at), now_s + after_s)
+    draft, _ = policy.next_plan(plan, now_s + SEEN_AHEAD_S, sequence=3)
+    assert (draft is not None and draft.ends_at > 57) == ends
+
+
+def test_a_layout_ends_though_nothing_comes_to_its_members_any_more(policy, make_heartbeat, preparing):
+    plan, now_s = preparing
     for after_s, left in ((1.0, 9_000), (20.0, 5_000), (END_PATIENCE_S + 10.0, 5_000)):
         hear_fetching(policy, make_heartbeat, plan, left, now_s=now_s + after_s)
         assert policy.next_plan(plan, now_s + after_s, sequence=3) == (None, "")
@@ -333,10 +366,8 @@ def test_a_layout_ends_though_nothing_comes_to_its_members_any_more(
     assert draft.ends_at > 57
 
 
-def test_a_coordinator_that_comes_back_looks_anew_at_what_its_members_lack(
-    policy, allocator, hear, make_plan, make_heartbeat, live, halves
-):
-    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+def test_a_coordinator_that_comes_back_looks_anew_at_what_its_members_lack(policy, make_heartbeat, preparing):
+    plan, now_s = preparing
     hear_fetching(policy, make_heartbeat, plan, 3_000, now_s=now_s + 1.0)
     assert policy.next_plan(plan, now_s + 1.0, sequence=3) == (None, "")
     late_s = now_s + 2.0 * END_PATIENCE_S
@@ -346,10 +377,8 @@ def test_a_coordinator_that_comes_back_looks_anew_at_what_its_members_lack(
     assert policy.next_plan(plan, late_s, sequence=3) == (None, "")
 
 
-def test_what_follows_is_called_off_if_a_member_leaves_while_others_fetch(
-    policy, allocator, hear, make_plan, make_heartbeat, live, halves
-):
-    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+def test_what_follows_is_called_off_if_a_member_leaves_while_others_fetch(policy, hear, make_heartbeat, preparing):
+    plan, now_s = preparing
     hear_fetching(policy, make_heartbeat, plan, 9_000, now_s=now_s + 1.0)
     hear("d", now_s=now_s + 1.0, draining=True)
     draft, _ = policy.next_plan(plan, now_s + 1.0, sequence=3)
@@ -440,9 +469,9 @@ def test_who_carries_a_version_of_another_era_does_not_count(policy, make_heartb
 
 
 def test_an_end_that_came_too_late_is_put_off_twice_as_far(
-    policy, allocator, hear, make_plan, make_heartbeat, live, halves
+    policy, hear, make_plan, make_heartbeat, live, halves, preparing
 ):
-    fetching, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+    fetching, now_s = preparing
     hear_fetching(policy, make_heartbeat, fetching, 0, now_s=now_s)
     draft, _ = policy.next_plan(fetching, now_s, sequence=2)
     notice = draft.ends_at - 57 - SPEC.training.s_max - 1
@@ -464,10 +493,10 @@ def test_an_end_that_came_too_late_is_put_off_twice_as_far(
     ],
 )
 def test_a_slow_layout_ends_at_the_version_that_is(
-    policy, allocator, hear, make_plan, make_heartbeat, live, halves, monkeypatch, step_s, times, ends_at
+    policy, make_heartbeat, monkeypatch, step_s, times, ends_at, preparing
 ):
     """Args: times: what follows should be so many times quicker."""
-    plan, now_s = preparing(policy, allocator, hear, make_plan, live, halves)
+    plan, now_s = preparing
     for step in range(50, 57):
         policy.view.ledger.pace.committed(0, step, SPEC.tokens_per_step, now_s - (56.5 - step) * step_s)
 

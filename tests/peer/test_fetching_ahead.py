@@ -143,6 +143,22 @@ def test_what_is_fetched_steps_as_its_holders_do(play: Callable[..., None]) -> N
     play(scene)
 
 
+def test_what_has_come_of_a_layer_on_its_way_is_told(play: Callable[..., None]) -> None:
+    """Whoever decides whether to wait for it sees how quickly it comes."""
+
+    async def scene(s: Scene) -> None:
+        s.obey(s.plan())
+        told = {s.ahead.unfetched_bytes}
+        for _ in range(1000):
+            await asyncio.sleep(STEP_S / 1000)
+            told.add(s.ahead.unfetched_bytes)
+        num_layers = len(s.keys)
+        assert len(told) > 2 * (num_layers + 1)
+        assert min(told) == 0
+
+    play(scene)
+
+
 def test_the_last_steps_are_replayed_after_the_end(play: Callable[..., None]) -> None:
     async def scene(s: Scene) -> None:
         s.obey(s.plan())

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from shoal.coordinator.allocate.dividing import (
+    AHEAD_PART,
     FOLLOWED_PART,
+    Change,
+    change_to,
     expected_gain,
     fetch_s,
     foreseen_gain,
@@ -81,19 +84,34 @@ def test_who_shares_a_card_shares_what_comes_over_it() -> None:
     assert both == pytest.approx(2.0 * alone)
 
 
-def is_worth(*, forecast_error: float = FORECAST_ERROR, horizon_s: float = 600.0, state_s: float = 0.0) -> bool:
-    """Whether two equal devices with 1 and 5 layers, a step of 5 s, should have 3 each. Args: state_s: how long the
-    state of two layers travels."""
+def pair(*, state_s: float = 0.0, card_bytes_per_s: float = np.inf) -> Topology:
+    """Two equal devices. Args: state_s: how long the state of two layers travels."""
     work = workload("fp32")
     state_bytes = STATE_BYTES_PER_PARAMETER * sum(work.layer_parameters[1:3])
-    pair = make_topology(
+    return make_topology(
         np.full((2, 2), 0.01),
         np.full((2, 2), state_bytes / state_s if state_s else 1e12),
         flop_per_s=work.microbatches * work.job_flop(1, 6) / 5.0,
+        up_bytes_per_s=card_bytes_per_s,
+        down_bytes_per_s=card_bytes_per_s,
     )
-    snapshot = Snapshot(peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work, forecast_error=forecast_error)
-    before, after = (Placement(stages=((0,), (1,)), bounds=bounds) for bounds in ((0, 1, 6), (0, 3, 6)))
-    return worth_its_standstill(snapshot, pair, before, after, horizon_s=horizon_s) is not None
+
+
+BEFORE, AFTER = (Placement(stages=((0,), (1,)), bounds=bounds) for bounds in ((0, 1, 6), (0, 3, 6)))
+"""1 and 5 layers, which is a step of 5 s, and 3 each."""
+
+
+def is_worth(*, forecast_error: float = FORECAST_ERROR, horizon_s: float = 600.0, state_s: float = 0.0) -> bool:
+    """Whether two equal devices with 1 and 5 layers should have 3 each. Args: state_s: as of `pair`."""
+    snapshot = Snapshot(
+        peers=(),
+        layer_costs=(1.0,) * 6,
+        num_stages=None,
+        workload=workload("fp32"),
+        forecast_error=forecast_error,
+        horizon_s=horizon_s,
+    )
+    return worth_its_standstill(snapshot, pair(state_s=state_s), BEFORE, AFTER) is not None
 
 
 def test_a_division_pays_if_it_gains_more_than_its_standstill_within_the_time_that_a_layout_lasts() -> None:
@@ -103,6 +121,40 @@ def test_a_division_pays_if_it_gains_more_than_its_standstill_within_the_time_th
     assert not is_worth(horizon_s=20.0)
     assert is_worth(state_s=3.0, horizon_s=100.0)
     assert not is_worth(state_s=3.0, horizon_s=60.0)
+
+
+def change(**fields: float) -> Change:
+    usual = {"gain": 0.2, "worth": 0.1, "drain_s": 4.0, "travel_s": 20.0, "ahead_s": 100.0, "meanwhile": 0.9}
+    return Change(**{**usual, "left_s": 5.0, **fields})
+
+
+def test_a_change_costs_what_its_cheaper_way_costs() -> None:
+    """100 s at a tenth less work and 5 s, or 20 s."""
+    assert not change().stands_still()
+    assert change().price_s == pytest.approx(4.0 + 15.0)
+    assert change(travel_s=14.0).stands_still()
+    assert change(travel_s=14.0).price_s == pytest.approx(4.0 + 14.0)
+
+
+def test_state_that_comes_more_slowly_than_foreseen_is_fetched_at_once() -> None:
+    assert not change().stands_still(140.0)
+    assert change().stands_still(160.0)
+    assert change().stands_still(np.inf)
+
+
+def test_a_small_gain_is_worth_fetching_ahead_for_where_lines_are_idle_and_not_where_they_bound_the_step() -> None:
+    """A step of 5 s has two layers' state fetched in 3 s; what bounds it are devices, or cards in 6 s."""
+    work = workload("fp32")
+    snapshot = Snapshot(peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work, forecast_error=0.4)
+    activations_bytes = work.microbatches * work.cut_bytes
+    idle, bound = pair(state_s=3.0), pair(state_s=3.0, card_bytes_per_s=activations_bytes / 6.0)
+    quick, slow = (change_to(snapshot, topology, BEFORE, AFTER) for topology in (idle, bound))
+    assert quick is not None
+    assert slow is not None
+    assert quick.meanwhile * (1.0 + quick.worth) == pytest.approx(1.0, abs=0.02)
+    assert slow.meanwhile * (1.0 + slow.worth) == pytest.approx(1.0 - AHEAD_PART, abs=0.02)
+    assert not quick.stands_still()
+    assert slow.stands_still()
 
 
 @pytest.mark.parametrize(("seen_tokens_per_s", "gain"), [(0.0, -0.1), (90.0, -0.1), (120.0, 0.9 / 1.2 - 1.0)])
