@@ -37,16 +37,16 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan, Stage
 from shoal.protocol.topology import Topology
 
-DRAIN_STEPS = 2.0
-"""How many steps the pipeline does without while it drains and fills, and the plans are agreed upon."""
+AGREED_S = 1.0
+"""The plans of a change are agreed upon in so long."""
 FOLLOWED_PART = 0.5
 """A peer keeps up with the gradients of so many of the layers that it has fetched as travel in this part of a step; the
 others it fetches in the standstill (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
-"""State that is fetched ahead gets this part of a line, and training the rest: it waits for a quiet moment, up to four
-times as long as it takes itself (`peer/handoff/server.py`). So steps whose lines bound them are foreseen to be 20 %
-slower meanwhile (two-universities: 132,500 tokens/s, then 110,000), and others not at all (peer/MEASURED.md: 1 to
-3 %)."""
+"""State that is fetched ahead gets this part of a line at least, however much training uses it: it waits for a quiet
+moment, up to four times as long as it takes itself (`peer/handoff/server.py`). So steps whose lines bound them are
+foreseen to be 20 % slower meanwhile (two-universities: 132,500 tokens/s, then 110,000), and others not at all
+(peer/MEASURED.md: 1 to 3 %)."""
 WORTH_MIN = 0.05
 """What a gain in tokens/s must be worth (`expected_gain`), or nobody fetches anything for it."""
 
@@ -60,6 +60,8 @@ class Change:
     worth: float
     """What that is worth (`expected_gain`)."""
     drain_s: float
+    """How long the pipeline drains and fills: the way of a microbatch and the commit of either layout, with nothing
+    beside them, and the votes."""
     travel_s: float
     """How long state travels while the run stands still for it."""
     ahead_s: float
@@ -81,7 +83,11 @@ class Change:
 
     def pays(self, horizon_s: float) -> bool:
         """Whether the gain is worth anything, and makes up for the price within `horizon_s`."""
-        return self.worth >= WORTH_MIN and (1.0 - 1.0 / (1.0 + self.worth)) * horizon_s > self.price_s
+        return self.worth >= WORTH_MIN and self.work(horizon_s) > horizon_s
+
+    def work(self, horizon_s: float) -> float:
+        """What is done within `horizon_s`, in seconds of the layout before."""
+        return (1.0 + self.worth) * (horizon_s - self.price_s)
 
     def _fetched_ahead_s(self, ahead_s: float) -> float:
         return self.left_s + (1.0 - self.meanwhile) * ahead_s
@@ -108,12 +114,13 @@ def change_to(snapshot: Snapshot, topology: Topology, current: Placement, found:
     gain, before_s = foreseen_gain(snapshot, live, cost), seen_or_foreseen_s(snapshot, live)
     worth = expected_gain(gain, snapshot.forecast_error)
     travel_s = fetch_s(topology, workload, current, found)
+    part = max(AHEAD_PART, 1.0 - _busy(objective, current, step_s=live.parts["foreseen_s"]))
     return Change(
         gain=gain,
         worth=worth,
-        drain_s=DRAIN_STEPS * before_s,
+        drain_s=AGREED_S + sum(each.parts["round_trip_s"] + each.parts["commit_s"] for each in (live, cost)),
         travel_s=travel_s,
-        ahead_s=travel_s / AHEAD_PART,
+        ahead_s=fetch_s(_beside_training(topology, current, part), workload, current, found),
         meanwhile=live.parts["foreseen_s"] / slowed.parts["foreseen_s"] / (1.0 + worth),
         left_s=left_s(workload, travel_s, step_s=before_s),
     )
@@ -123,6 +130,11 @@ def worth_its_standstill(snapshot: Snapshot, topology: Topology, current: Placem
     """The change from `current` to `found`, if it divides the layers otherwise and pays within the horizon."""
     if found.bounds == current.bounds or not all(current.stages):
         return None
+    assert snapshot.workload is not None
+    objective = ThroughputObjective(topology, snapshot.workload)
+    gain = foreseen_gain(snapshot, objective.cost(current), objective.cost(found))
+    if not expected_gain(gain, snapshot.forecast_error) >= WORTH_MIN:
+        return None  # most are not, and how long their state travels takes long to find out
     change = change_to(snapshot, topology, current, found)
     return change if change is not None and change.pays(snapshot.horizon_s) else None
 
@@ -204,6 +216,18 @@ def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:
     return travel_s * (1.0 - followed * (1.0 - part))
 
 
+def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) -> float:
+    """The part of a step in which the busiest device is sending something, one after the other over its paths."""
+    topology = objective.topology
+    members = np.array([device for stage in current.stages for device in stage])
+    if len(members) < 2:
+        return 0.0
+    sent_bytes = np.array([sent for stage in objective.sent_bytes(current) for sent in stage])
+    paths = topology.bytes_per_s[np.ix_(members, members)].sum(axis=1) / (len(members) - 1)
+    rates = np.maximum(np.minimum(paths, topology.up_bytes_per_s[members]), 1.0)
+    return float((sent_bytes / rates).max()) / step_s
+
+
 def _with_part(topology: Topology, part: float) -> Topology:
     """`topology` with so much of each line."""
     return replace(
@@ -211,6 +235,18 @@ def _with_part(topology: Topology, part: float) -> Topology:
         bytes_per_s=part * topology.bytes_per_s,
         up_bytes_per_s=part * topology.up_bytes_per_s,
         down_bytes_per_s=part * topology.down_bytes_per_s,
+    )
+
+
+def _beside_training(topology: Topology, current: Placement, part: float) -> Topology:
+    """`topology` with so much of the lines of those who train. Spares have all of theirs."""
+    left = np.ones(topology.num_devices)
+    left[[device for stage in current.stages for device in stage]] = part
+    return replace(
+        topology,
+        bytes_per_s=np.maximum(left[:, None], left[None, :]) * topology.bytes_per_s,
+        up_bytes_per_s=left * topology.up_bytes_per_s,
+        down_bytes_per_s=left * topology.down_bytes_per_s,
     )
 
 

@@ -37,6 +37,7 @@ from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, fir
 from shoal.coordinator.allocate.idle_devices import with_idle_devices
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.allocate.nearer import nearer
 from shoal.coordinator.allocate.prospect import foresee
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
@@ -327,21 +328,26 @@ def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:
 
 
 def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
-    """A layout with other boundaries that is worth the standstill of the change, or that has the number of stages which
+    """The layout with other boundaries that is worth its change most, if one is, or that has the number of stages which
     the run asks for where the live plan has not. Raises: NoLayout, LocalError."""
-    from shoal.coordinator.allocate.planner import plan
+    from shoal.coordinator.allocate.planner import plan_each
 
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
-    current = placement_of(previous.stages, snapshot.peers)
-    searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
-    found = with_second_holders(ThroughputObjective(topology, workload), searched, snapshot)
+    current, objective = placement_of(previous.stages, snapshot.peers), ThroughputObjective(topology, workload)
+    each = plan_each(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
+    each = [nearer(objective, current, with_second_holders(objective, searched, snapshot)) for searched in each]
     asked = snapshot.num_stages not in (None, len(previous.stages))
-    change = worth_its_standstill(snapshot, topology, current, found)
-    if change is None and not asked:
+    changes = [(worth_its_standstill(snapshot, topology, current, found), found) for found in each]
+    worthy = [(change, found) for change, found in changes if change is not None]
+    if worthy:
+        change, found = max(worthy, key=lambda one: one[0].work(snapshot.horizon_s))
+        why = f"for {100 * change.gain:.0f} % more"
+    elif asked:
+        found, why = each[0], "as the run asks for"
+    else:
         return None
     stages, spares = _stages_of(snapshot, topology, workload, found)
-    why = f"for {100 * change.gain:.0f} % more" if change is not None else "as the run asks for"
     reason = f"search: {len(stages)} stages in place of {len(previous.stages)} {why}"
     return Layout(stages=stages, spares=spares, reason=reason), reason
 

@@ -66,6 +66,25 @@ def plan(
     return found, cost
 
 
+def plan_each(
+    topology: Topology, workload: Workload, *, num_stages: int | None = None, seed: int = 0, work: int
+) -> list[Placement]:
+    """The best placement that is found of each number of stages, the best of all first: what is best may be too dear
+    to go to.
+
+    Args: as of `plan`.
+    Raises: NoLayout: there is none.
+    """
+    search = _Search(topology, workload, seed=seed, current=None, horizon_s=math.inf)
+    found = [placement for placement, _, _ in search.each(num_stages, work) if placement is not None]
+    if not found:
+        raise NoLayout(search.why_not(num_stages))
+    best: dict[int, Placement] = {}
+    for placement in found:
+        best.setdefault(len(placement.stages), placement)
+    return list(best.values())
+
+
 _FINALISTS = 2
 """How many numbers of stages the search goes on with after it has tried all of them."""
 
@@ -107,8 +126,14 @@ class _Search:
 
     def best(self, num_stages: int | None, work: int) -> tuple[Placement | None, float, int]:
         """Search. Returns: (placement, seconds with moving, work spent); None if no placement is possible."""
+        tried = self.each(num_stages, work)
+        found, seconds, _ = tried[0]
+        return found, seconds, sum(did for _, _, did in tried)
+
+    def each(self, num_stages: int | None, work: int) -> list[tuple[Placement | None, float, int]]:
+        """All that is tried, the best first: (placement, seconds with moving, work spent)."""
         if num_stages is not None:
-            return self._solve(num_stages, work)
+            return [self._solve(num_stages, work)]
         choices = self._choices()
         tried = [self._solve(k, work // (3 * len(choices))) for k in choices]
         foreseen_s = [self._foreseen_s(found, seconds) for found, seconds, _ in tried]
@@ -116,8 +141,7 @@ class _Search:
         for index in order[:_FINALISTS]:
             left = work - sum(did for _, _, did in tried)
             tried.append(self._solve(choices[index], left // (_FINALISTS + len(choices) - len(tried))))
-        found, seconds, _ = min(tried, key=lambda each: self._foreseen_s(*each[:2]))
-        return found, seconds, sum(did for _, _, did in tried)
+        return sorted(tried, key=lambda each: self._foreseen_s(*each[:2]))
 
     def _foreseen_s(self, found: Placement | None, seconds: float) -> float:
         """The seconds by which numbers of stages are compared: what is foreseen decides, since the search's own T is

@@ -21,7 +21,7 @@ def test_one_device_is_as_fast_in_the_last_stage_as_in_another(make_heartbeat, m
     survey = Survey(spec)
     plan = make_plan([["a"], ["b"]], coordinator="a").plan
     survey.obey(plan)
-    forward = [sum(survey._workload.layer_flop[s.first_layer : s.last_layer]) for s in plan.stages]
+    forward = [sum(survey.workload.layer_flop[s.first_layer : s.last_layer]) for s in plan.stages]
     loss = job_flop(forward[1], recomputes=spec.training.recomputes).loss
     for _ in range(20):
         for stage, (peer, flop) in enumerate((("a", forward[0]), ("b", loss))):
@@ -36,7 +36,7 @@ def test_of_placed_experts_a_forward_that_is_told_has_none(make_heartbeat, make_
     survey = Survey(RunSpec(model=model, swarm=SwarmSpec(expert_slots=2)))
     plan = make_plan([["a"], ["b"]], coordinator="a").plan
     survey.obey(plan)
-    flop = survey._workload.tokens_per_microbatch * sum(trunk_costs(model)[slice(*plan.stages[0].layers)])
+    flop = survey.workload.tokens_per_microbatch * sum(trunk_costs(model)[slice(*plan.stages[0].layers)])
     for _ in range(20):
         says = {"plan_sequence": plan.sequence, "stage": 0, "forward_s": flop / SPEED}
         survey.hear(PeerID("a"), make_heartbeat("a", **says))

@@ -117,10 +117,24 @@ def is_worth(*, forecast_error: float = FORECAST_ERROR, horizon_s: float = 600.0
 def test_a_division_pays_if_it_gains_more_than_its_standstill_within_the_time_that_a_layout_lasts() -> None:
     assert len(workload("fp32").layer_parameters) == 6
     assert is_worth()
-    assert is_worth(horizon_s=60.0)
-    assert not is_worth(horizon_s=20.0)
-    assert is_worth(state_s=3.0, horizon_s=100.0)
-    assert not is_worth(state_s=3.0, horizon_s=60.0)
+    assert is_worth(horizon_s=20.0)
+    assert not is_worth(horizon_s=10.0)
+    assert is_worth(state_s=3.0, horizon_s=40.0)
+    assert not is_worth(state_s=3.0, horizon_s=20.0)
+
+
+def test_spares_and_lines_that_training_does_not_use_are_all_there_for_state_that_comes_ahead() -> None:
+    """One device trains all layers and another comes; or both train, and cards are busy for all of a step."""
+    work = workload("fp32")
+    snapshot = Snapshot(peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work)
+    alone = Placement(stages=((0,),), bounds=(0, 6))
+    grown = change_to(snapshot, pair(state_s=3.0), alone, AFTER)
+    assert grown is not None
+    assert grown.ahead_s == pytest.approx(grown.travel_s)
+    busy = pair(state_s=3.0, card_bytes_per_s=work.microbatches * work.cut_bytes / 6.0)
+    divided = change_to(snapshot, busy, BEFORE, AFTER)
+    assert divided is not None
+    assert divided.ahead_s == pytest.approx(divided.travel_s / AHEAD_PART)
 
 
 def change(**fields: float) -> Change:

@@ -1,0 +1,65 @@
+"""Exchanges devices of a placement that are as good in each other's places, so that less state travels. Pure.
+
+A search for another division into stages looks for what is quickest and does not care which of two like devices is
+where. Who has had the first eight layers of twelve may as well keep them.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from shoal.coordinator.cost.placement import Placement
+from shoal.coordinator.cost.throughput import ThroughputObjective
+from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER
+from shoal.protocol.topology import Floats, Ints
+
+TRIED = 64
+"""So many exchanges are tried, those first that save most: each costs an evaluation."""
+AS_GOOD = 1.001
+"""An exchange may make steps longer by so much."""
+
+
+def nearer(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
+    """`found`, with devices exchanged between its stages, and with spares, while that saves bytes of state.
+
+    Args: current: who holds which layers now; devices of the topology of `objective`.
+    """
+    lacks = _lacking_bytes(objective, current, found)
+    limit_s = AS_GOOD * objective.cost(found).seconds
+    at = np.full(objective.topology.num_devices, len(found.stages), dtype=np.int64)
+    for stage, members in enumerate(found.stages):
+        at[list(members)] = stage
+    refused: set[tuple[int, int]] = set()
+    for _ in range(TRIED):
+        here = lacks[np.arange(len(at)), at]
+        there = lacks[:, at]  # what each would lack in the other's place
+        saves = np.triu(here[:, None] + here[None, :] - there - there.T, 1)
+        for pair in refused:
+            saves[pair] = 0.0
+        a, b = (int(device) for device in np.unravel_index(int(saves.argmax()), saves.shape))
+        if saves[a, b] <= 0.0:
+            break
+        at[a], at[b] = at[b], at[a]
+        exchanged = replace(found, stages=_stages(at, len(found.stages)))
+        if objective.cost(exchanged).seconds <= limit_s:
+            found, refused = exchanged, set()
+        else:
+            at[a], at[b] = at[b], at[a]
+            refused.add((a, b))
+    return found
+
+
+def _lacking_bytes(objective: ThroughputObjective, current: Placement, found: Placement) -> Floats:
+    """float [N, K + 1]: the bytes that each device lacks for each stage of `found`, and for none."""
+    layer_bytes = STATE_BYTES_PER_PARAMETER * np.array(objective.workload.layer_parameters)
+    held = np.zeros((objective.topology.num_devices, len(layer_bytes)))
+    for stage, first, last in zip(current.stages, current.bounds, current.bounds[1:], strict=False):
+        held[list(stage), first:last] = 1.0
+    wanted = np.zeros((len(found.stages) + 1, len(layer_bytes)))
+    for index, (first, last) in enumerate(zip(found.bounds, found.bounds[1:], strict=False)):
+        wanted[index, first:last] = 1.0
+    return (1.0 - held) @ (wanted * layer_bytes).T
+
+
+def _stages(at: Ints, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(device) for device in np.flatnonzero(at == stage)) for stage in range(num_stages))
