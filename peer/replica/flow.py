@@ -6,7 +6,8 @@ pipeline's bottleneck rate is the largest recent delivery rate, its empty round 
 waiting; their product is what the pipeline holds when it is full and nothing queues. The mean, for microbatches go
 different ways: with replicas on several continents the quickest says little of what all of them together hold. A gain
 above 1 keeps probing: if the pipeline was not full, the rate rises and so does the window; if it was, only the queues
-grow.
+grow. A new layout's pipeline is empty and unknown. There the window grows by one with each microbatch that comes back,
+to twice the product, until the rate has not grown for some round trips, as BBR begins too (its start-up).
 
 The time that a microbatch stood in queues, for a device or for a link, is subtracted from its round trip: each stage
 knows it and says so with the gradient. A network cannot, so BBR empties its queue now and then to see an empty round
@@ -38,6 +39,11 @@ from shoal.protocol.running_ahead import Choice, Measured, choose
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
 
+FILLING_GAIN = 2.0
+GROWS = 1.25
+ROUNDS = 3
+"""The pipeline is full once its rate has not become `GROWS` times as large for so many round trips. All three are
+BBR's, but for the first, which is 2.9 there."""
 STEPS = 6
 """That the median is taken over: a death now and then must not count for all steps."""
 TOLD = 32
@@ -77,6 +83,12 @@ class Window:
     """The mean of late, without waiting; 0: not known yet."""
     _rates: deque[float] = field(init=False)
     _round_trips_s: deque[float] = field(init=False)
+    _rounds: int = field(init=False, default=0)
+    """Round trips for which the rate has not grown."""
+    _round_ends_at: int = field(init=False, default=0)
+    """The round trip is over when a microbatch comes back that left after so many had."""
+    _rate_then_per_s: float = field(init=False, default=0.0)
+    """When the rate had grown last."""
 
     def __post_init__(self) -> None:
         self.size = self.num_stages + 1
@@ -117,8 +129,21 @@ class Window:
             self.rate_per_s = max(self._rates)
         self._round_trips_s.append(max(0.0, now_s - sent.at_s - waited_s))
         self.round_trip_s = sum(self._round_trips_s) / len(self._round_trips_s)
-        if len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
+        if sent.delivered >= self._round_ends_at:
+            self._round_ended()
+        if self._rounds < ROUNDS:
+            # The first windowful says nothing of the rate before all of it is back.
+            most = self.size_at(FILLING_GAIN) if self._delivered > self.num_stages + 1 else self.size_max
+            self.size = max(self.size, min(self.size + 1, most))
+        elif len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
             self.size = self.size_at(self.gain)
+
+    def _round_ended(self) -> None:
+        self._round_ends_at = self._delivered
+        if self.rate_per_s >= GROWS * self._rate_then_per_s:
+            self._rounds, self._rate_then_per_s = 0, self.rate_per_s
+        else:
+            self._rounds += 1
 
     def forget(self, key: object) -> None:
         """`key` says nothing about the pipeline: it was lost, or did not go all the way."""

@@ -87,6 +87,26 @@ def test_it_never_grows_beyond_its_limit() -> None:
     assert made.size == 8
 
 
+def test_an_empty_pipeline_is_full_after_a_few_round_trips_and_never_more_than_twice_full() -> None:
+    """A round trip takes 1 s, and 40 microbatches a second come back at most, so 40 are in flight when it is full."""
+    made, free_s, at_s = Window(num_stages=2), 0.0, 0.0
+    coming: list[tuple[float, int, float]] = []
+    numbers, sizes = itertools.count(), []
+    while at_s < 20.0:
+        while made.has_room:
+            number = next(numbers)
+            made.sent(number, now_s=at_s)
+            free_s = max(free_s, at_s) + 1 / 40
+            heapq.heappush(coming, (free_s + 1.0 - 1 / 40, number, free_s - 1 / 40 - at_s))
+        at_s, number, waited_s = heapq.heappop(coming)
+        made.returned(number, now_s=at_s, waited_s=waited_s)
+        sizes.append((at_s, made.size))
+    full_s = next(at_s for at_s, size in sizes if size >= 40)
+    assert full_s <= 6.0
+    assert max(size for _, size in sizes) <= 2 * 40 + 2
+    assert sizes[-1][1] <= 1.5 * 40 + 2
+
+
 @dataclass
 class Pipeline:
     """`heads` replicas of stage 0 before one replica of each other stage. `noise`: jobs take 1 +- noise of the mean.
