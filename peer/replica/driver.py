@@ -368,12 +368,19 @@ def replica_core(surroundings: Surroundings, plan: Plan, stage: int, *, incarnat
         synchronous_steps=spec.synchronous_steps,
         version=0,
         router=traffic.router(),
-        window=traffic.window(len(plan.stages)) if stage == 0 else None,
+        window=traffic.window(_length(plan)) if stage == 0 else None,
         control=traffic.control(spec) if stage == 0 else None,
     )
     group = make_commit(surroundings, stage, incarnation=incarnation, has_loss=pipeline.is_last)
     supply = Supply(book=work_queue_of(spec), group=group, demand=pipeline) if stage == 0 else None
     return ReplicaCore(group, pipeline, supply, plan)
+
+
+def _length(plan: Plan) -> int:
+    """How many devices of all stages there are for each replica of stage 0: the number of stages, or more where later
+    ones have more replicas."""
+    sizes = [len(stage.members) for stage in plan.stages]
+    return max(len(sizes), math.ceil(sum(sizes) / sizes[0]))
 
 
 def work_queue_of(spec: RunSpec) -> WorkQueue:

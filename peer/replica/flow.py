@@ -62,7 +62,8 @@ class Window:
     """`size` microbatches may be in flight.
 
     Args:
-        num_stages: the window starts at `num_stages + 1`: one in each stage and one on the way.
+        num_stages: the window starts at `num_stages + 1`: one in each stage and one on the way. A stage with twice as
+            many replicas as stage 0 counts as two.
         gain: window over the measured product of rate and round trip, > 1. With equal stages whose jobs take +-30 %
             of the mean, 1.25 keeps the slowest one busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
         memory: how many recent microbatches the largest rate and the mean round trip are taken over; the limit

@@ -150,6 +150,12 @@ def test_a_change_costs_what_its_cheaper_way_costs() -> None:
     assert change(travel_s=14.0).price_s == pytest.approx(4.0 + 14.0)
 
 
+def test_of_two_changes_the_one_with_the_larger_gain_may_do_less_in_time() -> None:
+    dear = change(worth=0.2, travel_s=200.0, ahead_s=1000.0, left_s=150.0)
+    assert change().work(600.0) > dear.work(600.0)
+    assert change().work(6000.0) < dear.work(6000.0)
+
+
 def test_state_that_comes_more_slowly_than_foreseen_is_fetched_at_once() -> None:
     assert not change().stands_still(140.0)
     assert change().stands_still(160.0)

@@ -6,7 +6,7 @@ import pytest
 import allocate_swarms as swarms
 from shoal.coordinator.allocate.hierarchy import levels
 from shoal.coordinator.allocate.interface import NoLayout
-from shoal.coordinator.allocate.planner import plan
+from shoal.coordinator.allocate.planner import plan, plan_each
 from shoal.coordinator.allocate.repair import take_in
 from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
@@ -35,6 +35,14 @@ def test_the_same_swarm_and_seed_give_the_same_plan(seed: int) -> None:
     first, second = (plan(topology, workload, seed=seed, work=WORK) for _ in range(2))
     check(first[0], topology, workload)
     assert first == second
+
+
+def test_the_best_of_each_number_of_stages_is_told_and_first_what_a_plan_would_be() -> None:
+    topology, workload = swarms.swarm(1, 16), swarms.workload()
+    each = plan_each(topology, workload, seed=1, work=WORK)
+    assert each[0] == plan(topology, workload, seed=1, work=WORK)[0]
+    numbers = [len(found.stages) for found in each]
+    assert len(set(numbers)) == len(numbers) > 2
 
 
 @pytest.mark.parametrize("seed", range(3))

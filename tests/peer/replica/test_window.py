@@ -16,12 +16,14 @@ import pytest
 
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.replica.commands import Finished, SendActivation, SendGradient
+from shoal.peer.replica.driver import _length
 from shoal.peer.replica.events import Arrived, GradientArrived, JobDone, PeerReady, ScheduleEvent
 from shoal.peer.replica.flow import Window
 from shoal.peer.replica.job import Job
 from shoal.peer.replica.router import Router
 from shoal.peer.replica.schedule import Schedule
 from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Member, Plan, Stage
 
 
 def window(size: int = 2) -> Window:
@@ -32,6 +34,14 @@ def window(size: int = 2) -> Window:
 
 def test_it_starts_with_one_in_each_stage_and_one_on_the_way() -> None:
     assert Window(num_stages=5).size == 6
+
+
+@pytest.mark.parametrize(("sizes", "length"), [((2, 2, 2), 3), ((1, 4, 4), 9), ((10, 10, 18, 20), 6), ((8, 1), 2)])
+def test_stages_with_more_replicas_than_the_first_count_for_more(sizes: tuple[int, ...], length: int) -> None:
+    members = [tuple(Member(PeerID(f"{stage}.{n}"), 1.0, 1.0) for n in range(size)) for stage, size in enumerate(sizes)]
+    stages = tuple(Stage(stage, stage + 1, each) for stage, each in enumerate(members))
+    plan = Plan(run="run", term=1, sequence=1, previous="", coordinator=PeerID("0.0"), stages=stages)
+    assert _length(plan) == length
 
 
 def test_there_is_room_until_it_is_full_and_again_when_one_is_back() -> None:
