@@ -1,5 +1,6 @@
 """Fetches state: ranges from all holders of the same version at once, each layer checked against the digest that most
-holders name; another holder is asked where one fails.
+holders name; another holder is asked where one fails. Who fetches the same at the same time gives each other what has
+come (`relay.py`).
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.ranges import fetch_range, ranges
+from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
@@ -28,6 +30,9 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 _REQUESTS_A_HOLDER = 2
+_REQUESTS_OF_MATES = 8
+_RETRY_MATE_S = 0.5
+"""A mate that has not got a range yet is asked again after so long at the earliest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,8 @@ class _Range:
     tensor: int
     start: int
     stop: int
+    owner: PeerID | None = None
+    """The mate that gets it from a holder; None: we do."""
 
 
 @dataclass(slots=True)
@@ -74,6 +81,14 @@ class StateFetcher:
         self._version = -1
         self._stored_era = TRAINED
         self._is_witnessed: Callable[[StateOffer], bool] | None = None
+        self._relay: Relay | None = None
+        self._mates: set[PeerID] = set()
+        """Those of the relay's that can be reached."""
+        self._asked: dict[PeerID, int] = {}
+        self._num_asked = 0
+        """Mate -> the number of its last request, of all."""
+        self._passed: dict[str, bool] = {}
+        """Whether mates have given us a part of a layer; False: none may any more."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -84,6 +99,7 @@ class StateFetcher:
         stored_era: int = TRAINED,
         is_witnessed: Callable[[StateOffer], bool] | None = None,
         known: Mapping[str, LayerState] | None = None,
+        relay: Relay | None = None,
     ) -> StageState:
         """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots, or of
         what the run begins with (`INITIAL`; then there are no moments).
@@ -91,10 +107,12 @@ class StateFetcher:
         Args:
             is_witnessed: of the newest, take nothing but what this says of an offer.
             known: layers that the caller believes it has at that version: what most holders name otherwise is fetched.
+            relay: gets what comes, for the mates who fetch the same, and who are asked for what has come to them.
         Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
             of a layer sent something else than it had said.
         """
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
+        self._relay, self._mates = relay, set(relay.mates) if relay is not None else set()
         digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
         has = dict(known or {})
@@ -108,19 +126,26 @@ class StateFetcher:
             empty = self._vectors.empty
             moments = (0, 0) if stored_era == INITIAL else (size, moment2_numel(self._spec, key))
             self._tensors[key] = (empty(size), empty(moments[0]), empty(moments[1]))
-        self._tensors |= {key: layer.tensors for key, layer in has.items()}
+            self._begin(key)
+        for key, layer in has.items():
+            self._tensors[key] = layer.tensors
+            self._begin(key, whole=True)
         self.progress.total = sum(tensor.numel() for key in missing for tensor in self._tensors[key])
         while missing:
             await self._fetch_layers(missing)
             missing = await self._compute.run_on_host(functools.partial(self._differing, missing, digests))
             for key in missing:
                 culprit = self._sources[key][0]
-                if len(self._sources[key]) == 1:
+                is_passed = self._passed.get(key, False)
+                if len(self._sources[key]) == 1 and not is_passed:
                     raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
                 # With several sources nobody knows who erred: fetch it again without one, then without the next.
                 logger.warning("layer %s did not match its digest: fetching it again", key)
                 self.progress.done -= sum(tensor.numel() for tensor in self._tensors[key])
-                self._sources[key].remove(culprit)
+                if not is_passed:
+                    self._sources[key].remove(culprit)
+                self._passed[key] = False
+                self._begin(key)
         layers = await self._compute.run_on_host(lambda: {key: self._on_device(key) for key in self._keys})
         return StageState(version=self._version, layers=layers)
 
@@ -179,15 +204,19 @@ class StateFetcher:
 
     async def _fetch_layers(self, keys: Sequence[str]) -> None:
         """Fill the tensors of `keys`; who fails is nobody's source any more."""
-        todo = [
-            _Range(key, index, start, stop)
-            for key in keys
-            for index, tensor in enumerate(self._tensors[key])
-            for start, stop in ranges(tensor.numel(), self._vectors)
-        ]
+        todo = [wanted for key in keys for wanted in self._ranges_of(key)]
+        asked = 0
+        """How many ranges are asked for of mates, which may yet refuse."""
+        came_back = asyncio.Event()
 
         async def work(peer: PeerID) -> None:
-            while (wanted := next((r for r in todo if peer in self._sources[r.key]), None)) is not None:
+            while True:
+                wanted = self._next_of(peer, todo)
+                if wanted is None:
+                    if not asked:
+                        return
+                    await came_back.wait()
+                    continue
                 todo.remove(wanted)
                 try:
                     await self._fetch_range(peer, wanted)
@@ -197,13 +226,76 @@ class StateFetcher:
                     for sources in self._sources.values():
                         if peer in sources:
                             sources.remove(peer)
+                    return
+
+        async def ask_mates() -> None:
+            nonlocal asked, came_back
+            while (wanted := self._next_of_mates(todo)) is not None:
+                assert wanted.owner is not None
+                todo.remove(wanted)
+                asked += 1
+                refused = False
+                try:
+                    self._passed[wanted.key] = True
+                    await self._fetch_range(wanted.owner, wanted)
+                except Refused:
+                    refused = True
+                    todo.append(wanted)
+                except (Unreachable, RemoteError) as error:
+                    logger.info("a mate passes nothing on: %s", error)
+                    self._mates.discard(wanted.owner)
+                    todo.append(wanted)
+                finally:
+                    asked -= 1
+                    came_back.set()
+                    came_back = asyncio.Event()
+                if refused:
+                    await asyncio.sleep(_RETRY_MATE_S)
 
         while todo:
             orphan = next((r.key for r in todo if not self._sources[r.key]), None)
             if orphan is not None:
                 raise Unreachable(self._endpoint.peer_id, f"all holders of {orphan} were lost while fetching")
             peers = dict.fromkeys(peer for key in keys for peer in self._sources[key])
-            await asyncio.gather(*(work(peer) for peer in peers for _ in range(_REQUESTS_A_HOLDER)))
+            asking = [ask_mates() for _ in range(_REQUESTS_OF_MATES if self._mates else 0)]
+            await asyncio.gather(*(work(peer) for peer in peers for _ in range(_REQUESTS_A_HOLDER)), *asking)
+
+    def _ranges_of(self, key: str) -> list[_Range]:
+        me = self._endpoint.peer_id
+        fetching = sorted({me, *self._mates}.difference(self._sources[key])) if self._passed.get(key, True) else [me]
+        found = []
+        for index, tensor in enumerate(self._tensors[key]):
+            for number, (start, stop) in enumerate(ranges(tensor.numel(), self._vectors)):
+                owner = owner_of(key, index, number, fetching)
+                found.append(_Range(key, index, start, stop, owner if owner != me else None))
+        return found
+
+    def _next_of(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
+        """What to get from a holder: our own ranges, then what mates will come to last."""
+        theirs = None
+        for wanted in todo:
+            if holder in self._sources[wanted.key]:
+                if wanted.owner is None:
+                    return wanted
+                theirs = wanted
+        return theirs
+
+    def _next_of_mates(self, todo: Sequence[_Range]) -> _Range | None:
+        """A range of the mate that has been asked the longest time ago."""
+        firsts: dict[PeerID, _Range] = {}
+        for wanted in todo:
+            if wanted.owner in self._mates:
+                firsts.setdefault(wanted.owner, wanted)
+        owner = min(firsts, key=lambda mate: (self._asked.get(mate, 0), mate), default=None)
+        if owner is None:
+            return None
+        self._num_asked += 1
+        self._asked[owner] = self._num_asked
+        return firsts[owner]
+
+    def _begin(self, key: str, *, whole: bool = False) -> None:
+        if self._relay is not None:
+            self._relay.begin(key, self._tensors[key], whole=whole)
 
     async def _fetch_range(self, peer: PeerID, wanted: _Range) -> None:
         request = StateChunkRequest(
@@ -217,6 +309,8 @@ class StateFetcher:
         into_N = self._tensors[wanted.key][wanted.tensor]
         await fetch_range(peer, request, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=self._vectors)
         self.progress.done += wanted.stop - wanted.start
+        if self._relay is not None:
+            self._relay.came(wanted.key, wanted.tensor, wanted.start)
 
     def _differing(self, keys: Sequence[str], digests: Mapping[str, str]) -> list[str]:
         """Which of these layers are not what their digests say."""

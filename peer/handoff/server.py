@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.peer.group.witnesses import Signatures, Witnessed
 from shoal.peer.handoff.inbox import GRADIENT
 from shoal.peer.handoff.ranges import RANGE_CHUNKS
+from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.trail import Trail
 from shoal.peer.initial import InitialWeights, bare_layer
 from shoal.peer.pipeline.state import LayerState, StageState
@@ -42,6 +43,8 @@ INITIAL = -2
 
 _GRADIENT_WAIT_S = 4.0
 """A request for the reduced gradient of a step that is still to come waits so long for it."""
+_RELAY_WAIT_S = 2.0
+"""A request for what is being fetched here waits so long for it; then who asks may take it from somebody else."""
 _YIELD_TIMES = 4.0
 """What is fetched ahead waits for a quiet moment, at most so many times as long as the chunk before took to leave."""
 _YIELD_S_MIN = 0.05
@@ -145,6 +148,8 @@ class StateServer:
         """One chunk at a time goes to those who fetch ahead."""
         self._took_s = 0.0
         """How long the last of them took to leave."""
+        self._relays: list[Relay] = []
+        """The fetches of this peer whose mates may ask for what has come."""
         self._newcomers: dict[PeerID, float] = {}
         """Who has asked for the newest, as only a newcomer does, until when we remember it. Plans may tell of it later,
         and what it asks others for by its number is what some have reached meanwhile."""
@@ -156,6 +161,12 @@ class StateServer:
     async def pin(self, state: StageState) -> None:
         """Somebody is about to ask for this state, which will not be the current one any more."""
         await self._pin((TRAINED, state.version), state.layers)
+
+    def pass_on(self, fetched: Relay) -> None:
+        """This peer begins a fetch: its mates may ask for what has come, and for a while after all has."""
+        self._forget_old()
+        fetched.until_s = self._clock.now_s() + PINNED_S
+        self._relays.append(fetched)
 
     def pinned_from(self) -> int:
         """The oldest version of what is trained on which a newcomer builds; far in the future if none does."""
@@ -190,6 +201,7 @@ class StateServer:
         now_s = self._clock.now_s()
         self._pins = {key: pin for key, pin in self._pins.items() if pin.until_s >= now_s}
         self._newcomers = {peer: until_s for peer, until_s in self._newcomers.items() if until_s >= now_s}
+        self._relays = [relay for relay in self._relays if not (relay.is_done and relay.until_s < now_s)]
 
     async def _pin(
         self,
@@ -319,6 +331,10 @@ class StateServer:
             return Done()
         pin = self._pins.get((message.stored_era, message.version))
         layer = pin.layers.get(message.layer) if pin else None
+        relay = next((relay for relay in self._relays if relay.is_asked(source, message)), None)
+        if layer is None and relay is not None:
+            await self._give_fetched(source, message, relay)
+            return Done()
         if pin is not None and source not in pin.left and source not in pin.served:
             raise Refused(self._endpoint.peer_id, "has offered the sender no such version")
         if pin is None or layer is None or not 0 <= message.tensor < 3:
@@ -334,6 +350,17 @@ class StateServer:
         else:
             pin.served.add(source)
         return Done()
+
+    async def _give_fetched(self, source: PeerID, message: StateChunkRequest, relay: Relay) -> None:
+        """Send a range that we are fetching ourselves, once it is here."""
+        if not 0 <= message.tensor < GRADIENT:
+            raise RemoteError(source, f"asks for tensor {message.tensor} of a layer")
+        relay.until_s = self._clock.now_s() + PINNED_S
+        values_N = await relay.read(message, patience_s=_RELAY_WAIT_S)
+        if values_N is None:
+            raise Refused(self._endpoint.peer_id, f"has yet to get that range of {message.layer}")
+        for start in self._starts(source, message, values_N):
+            await self._send_chunk(source, message, values_N, start)
 
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> Done:
         """The reduced gradient with which a layer stepped to a version, once it has."""
