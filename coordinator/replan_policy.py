@@ -407,15 +407,23 @@ class ReplanPolicy:
 
     def _sooner(self, live: Plan, layout: Layout, now_s: float, *, ends_at: int) -> int:
         """`ends_at`, by which all steps that have begun are over; or the version that every member knows of in time, if
-        it costs less to make what has begun of the next step once more than to wait for it in the slower layout."""
-        view = self.view
-        expected = view.ledger.pace.commits_within(SURE_HEARTBEATS * self._heartbeat_s, now_s)
+        it costs less to make what has begun of the next step once more than to wait for it in the slower layout.
+
+        A stage that is as far ahead of the others as it may be makes a whole step more after the next commit of theirs.
+        """
+        view, pace = self.view, self.view.ledger.pace
+        slow, quick = view.foresee(live.stages, now_s), view.foresee(layout.stages, now_s)
+        if slow is None or quick is None:
+            return ends_at
+        sure_s = SURE_HEARTBEATS * self._heartbeat_s
+        if view.version_max > view.ledger.step + view.spec.training.s_max:
+            sure_s -= pace.usual_step_s
+        expected = pace.commits_within(sure_s, now_s, believed_s=view.spec.tokens_per_step / slow.tokens_per_s)
         if expected is None:
             return ends_at
         commits, begun = expected
         first = view.version_max + commits
-        slow, quick = view.foresee(live.stages, now_s), view.foresee(layout.stages, now_s)
-        if slow is None or quick is None or not live.restore_version < first < ends_at:
+        if not live.restore_version < first < ends_at:
             return ends_at
         waits = (ends_at - first) * (1.0 / slow.tokens_per_s - 1.0 / quick.tokens_per_s)
         return first if waits > begun / quick.tokens_per_s else ends_at

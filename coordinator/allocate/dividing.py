@@ -6,7 +6,8 @@ Such a change has a price, and there are two ways to pay it (`Change`). Either w
 - *Ahead*: while training goes on, everybody fetches the layers that it does not hold. That takes several times as long
   as with the lines alone, steps that need the lines are slower meanwhile, and the gain comes later. What is left for
   the standstill are gradients, and layers that could not be followed.
-- *At once*: the run stands still until everything has travelled.
+- *At once*: the run stands still until everything has travelled. Who lacks the same layers gives the others what has
+  come to it (`peer/handoff/relay.py`).
 
 Whichever costs less work is taken, and what a search finds must gain more than that within the time for which a layout
 is expected to last. The first way may turn out to be slower than was foreseen; what it costs then is compared again
@@ -113,7 +114,7 @@ def change_to(snapshot: Snapshot, topology: Topology, current: Placement, found:
         return None
     gain, before_s = _gain(snapshot, current, live, found, cost), seen_or_foreseen_s(snapshot, live)
     worth = expected_gain(gain, snapshot.forecast_error)
-    travel_s = fetch_s(topology, workload, current, found)
+    travel_s = fetch_s(topology, workload, current, found, together=True)
     part = max(AHEAD_PART, 1.0 - _busy(objective, current, step_s=live.parts["foreseen_s"]))
     return Change(
         gain=gain,
@@ -195,9 +196,15 @@ def seen_or_foreseen_s(snapshot: Snapshot, live: Cost) -> float:
     return live.seconds * min(1.0, live.parts["tokens_per_s"] / snapshot.seen_tokens_per_s)
 
 
-def fetch_s(topology: Topology, workload: Workload, current: Placement, found: Placement) -> float:
+def fetch_s(
+    topology: Topology, workload: Workload, current: Placement, found: Placement, *, together: bool = False
+) -> float:
     """Seconds until everybody has what it is to hold, with the lines for that alone: over the paths from a layer's
-    holders, from all of them at once, or over the busiest card, whichever takes longer."""
+    holders, from all of them at once, or over the busiest card, whichever takes longer.
+
+    Args: together: who lacks the same layers gives the others what has come to it (`peer/handoff/relay.py`), so that
+        they come no sooner than all together can take them from the holders once.
+    """
     layer_bytes = STATE_BYTES_PER_PARAMETER * np.array(workload.layer_parameters)
     _, card = np.unique(topology.card, return_inverse=True)
     same_card = card[:, None] == card[None, :]
@@ -205,17 +212,26 @@ def fetch_s(topology: Topology, workload: Workload, current: Placement, found: P
     rate = np.maximum(np.minimum(topology.bytes_per_s, np.where(same_card, np.inf, ends)), 1.0)
     paths_s, into, out = np.zeros((3, topology.num_devices))
     for devices, first, last in _ranges(found):
-        for device in devices:
-            for holders, held_first, held_last in _ranges(current):
-                num_bytes = float(layer_bytes[max(first, held_first) : min(last, held_last)].sum())
-                if device in holders or not num_bytes:
-                    continue
-                givers = np.array(holders)
-                parts = num_bytes * rate[givers, device] / rate[givers, device].sum()
-                paths_s[device] += num_bytes / rate[givers, device].sum()
-                away = ~same_card[givers, device]
-                np.add.at(out, card[givers[away]], parts[away])
-                into[card[device]] += parts[away].sum()
+        for holders, held_first, held_last in _ranges(current):
+            num_bytes = float(layer_bytes[max(first, held_first) : min(last, held_last)].sum())
+            lacking = [device for device in devices if device not in holders]
+            if not num_bytes:
+                continue
+            once = float(rate[np.ix_(holders, lacking)].sum())
+            for device in lacking:
+                mates = [mate for mate in lacking if mate != device] if together else []
+                held, passed = float(rate[list(holders), device].sum()), float(rate[mates, device].sum())
+                all_rate = min(once, held + passed) if together else held
+                paths_s[device] += num_bytes / all_rate
+                rest = max(0.0, all_rate - held)
+                for givers, part in ((list(holders), held), (mates, rest)):
+                    if not givers or not part:
+                        continue
+                    given = rate[givers, device] / rate[givers, device].sum()
+                    parts = num_bytes * part / all_rate * given
+                    away = ~same_card[givers, device]
+                    np.add.at(out, card[np.array(givers)[away]], parts[away])
+                    into[card[device]] += parts[away].sum()
     cards_s = np.maximum(out[card] / topology.up_bytes_per_s, into[card] / topology.down_bytes_per_s)
     return float(max(paths_s.max(), cards_s.max()))
 
