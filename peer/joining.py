@@ -175,7 +175,7 @@ class Joining:
         self._pass_on(relay)
         try:
             state = await self._fetcher(missing).fetch(
-                holders, version=version, stored_era=era, known=known, relay=relay
+                holders, version=version, stored_era=era, known=known, relay=relay, carriers=holders[1:]
             )
         except BaseException:
             relay.done(void=True)

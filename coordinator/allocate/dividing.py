@@ -202,8 +202,8 @@ def fetch_s(
     """Seconds until everybody has what it is to hold, with the lines for that alone: over the paths from a layer's
     holders, from all of them at once, or over the busiest card, whichever takes longer.
 
-    Args: together: who lacks the same layers gives the others what has come to it (`peer/handoff/relay.py`), so that
-        they come no sooner than all together can take them from the holders once.
+    Args: together: who lacks the same layers gives the others what has come to it, and all others carry it over their
+        own paths (`peer/handoff/relay.py`), so that layers leave their holders once, over all paths from there.
     """
     layer_bytes = STATE_BYTES_PER_PARAMETER * np.array(workload.layer_parameters)
     _, card = np.unique(topology.card, return_inverse=True)
@@ -211,29 +211,29 @@ def fetch_s(
     ends = np.minimum(topology.up_bytes_per_s[:, None], topology.down_bytes_per_s[None, :])
     rate = np.maximum(np.minimum(topology.bytes_per_s, np.where(same_card, np.inf, ends)), 1.0)
     paths_s, into, out = np.zeros((3, topology.num_devices))
+    leave_s = np.zeros(len(current.stages))
     for devices, first, last in _ranges(found):
-        for holders, held_first, held_last in _ranges(current):
+        for stage, (holders, held_first, held_last) in enumerate(_ranges(current)):
             num_bytes = float(layer_bytes[max(first, held_first) : min(last, held_last)].sum())
             lacking = [device for device in devices if device not in holders]
-            if not num_bytes:
+            if not num_bytes or not lacking:
                 continue
-            once = float(rate[np.ix_(holders, lacking)].sum())
+            givers = np.array(holders)
+            others = np.setdiff1d(np.arange(topology.num_devices), givers)
+            leave_s[stage] += num_bytes / rate[np.ix_(givers, others)].sum() if together else 0.0
             for device in lacking:
-                mates = [mate for mate in lacking if mate != device] if together else []
-                held, passed = float(rate[list(holders), device].sum()), float(rate[mates, device].sum())
-                all_rate = min(once, held + passed) if together else held
-                paths_s[device] += num_bytes / all_rate
-                rest = max(0.0, all_rate - held)
-                for givers, part in ((list(holders), held), (mates, rest)):
-                    if not givers or not part:
-                        continue
-                    given = rate[givers, device] / rate[givers, device].sum()
-                    parts = num_bytes * part / all_rate * given
-                    away = ~same_card[givers, device]
-                    np.add.at(out, card[np.array(givers)[away]], parts[away])
+                mates = np.array([mate for mate in lacking if mate != device and together], dtype=np.int64)
+                passed = len(mates) / len(lacking)
+                carriers = others[others != device] if together else mates
+                carried = np.minimum(rate[np.ix_(givers, carriers)].sum(axis=0), rate[carriers, device])
+                paths_s[device] += num_bytes / (rate[givers, device].sum() + carried.sum())
+                for who, part in ((givers, 1.0 - passed), (mates, passed)):
+                    parts = part * num_bytes * rate[who, device] / max(rate[who, device].sum(), 1.0)
+                    away = ~same_card[who, device]
+                    np.add.at(out, card[who[away]], parts[away])
                     into[card[device]] += parts[away].sum()
     cards_s = np.maximum(out[card] / topology.up_bytes_per_s, into[card] / topology.down_bytes_per_s)
-    return float(max(paths_s.max(), cards_s.max()))
+    return float(max(paths_s.max(), cards_s.max(), leave_s.max()))
 
 
 def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.ranges import fetch_range, ranges
+from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range, ranges
 from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
 from shoal.peer.model.layout import layer_layout
@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 
 _REQUESTS_A_HOLDER = 2
 _REQUESTS_OF_MATES = 8
+_CARRIERS_MAX = 32
+_RETRY_CARRIER_S = 2.0
+"""A peer that carries nothing yet, since it fetches itself, is asked again after so long."""
+_LESS = 0.7
+"""If a range takes the direct path so much more slowly while others are carried, all share one line, and there is
+nothing to gain by carriers."""
 _RETRY_MATE_S = 0.5
 """A mate that has not got a range yet is asked again after so long at the earliest."""
 
@@ -84,6 +90,10 @@ class StateFetcher:
         self._relay: Relay | None = None
         self._mates: set[PeerID] = set()
         """Those of the relay's that can be reached."""
+        self._carriers: list[PeerID] = []
+        self._alone: dict[PeerID, float] = {}
+        """Holder -> bytes/s of the quickest range that came from there before anything was carried."""
+        self._is_carried = False
         self._asked: dict[PeerID, int] = {}
         self._num_asked = 0
         """Mate -> the number of its last request, of all."""
@@ -100,6 +110,7 @@ class StateFetcher:
         is_witnessed: Callable[[StateOffer], bool] | None = None,
         known: Mapping[str, LayerState] | None = None,
         relay: Relay | None = None,
+        carriers: Sequence[PeerID] = (),
     ) -> StageState:
         """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots, or of
         what the run begins with (`INITIAL`; then there are no moments).
@@ -108,11 +119,13 @@ class StateFetcher:
             is_witnessed: of the newest, take nothing but what this says of an offer.
             known: layers that the caller believes it has at that version: what most holders name otherwise is fetched.
             relay: gets what comes, for the mates who fetch the same, and who are asked for what has come to them.
+            carriers: peers that are asked to get ranges of a lone holder for us, over paths of their own.
         Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
             of a layer sent something else than it had said.
         """
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
         self._relay, self._mates = relay, set(relay.mates) if relay is not None else set()
+        self._carriers = [peer for peer in carriers if peer not in self._mates][:_CARRIERS_MAX]
         digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
         has = dict(known or {})
@@ -218,8 +231,10 @@ class StateFetcher:
                     await came_back.wait()
                     continue
                 todo.remove(wanted)
+                began_s = asyncio.get_running_loop().time()
                 try:
                     await self._fetch_range(peer, wanted)
+                    self._compare(peer, wanted, asyncio.get_running_loop().time() - began_s)
                 except (Unreachable, Refused, RemoteError) as error:
                     logger.warning("lost a source of state: %s", error)
                     todo.append(wanted)
@@ -252,13 +267,41 @@ class StateFetcher:
                 if refused:
                     await asyncio.sleep(_RETRY_MATE_S)
 
+        async def ask(carrier: PeerID) -> None:
+            nonlocal asked, came_back
+            while todo and carrier in self._carriers:
+                wanted = self._next_alone(carrier, todo)
+                if wanted is None:
+                    return
+                todo.remove(wanted)
+                asked += 1
+                refused = False
+                try:
+                    await self._fetch_range(carrier, wanted, holder=self._sources[wanted.key][0])
+                    self._is_carried = True
+                except Refused:
+                    refused = True
+                    todo.append(wanted)
+                except (Unreachable, RemoteError) as error:
+                    logger.info("a peer carries nothing: %s", error)
+                    todo.append(wanted)
+                    return
+                finally:
+                    asked -= 1
+                    came_back.set()
+                    came_back = asyncio.Event()
+                if refused:
+                    await asyncio.sleep(_RETRY_CARRIER_S)
+
         while todo:
             orphan = next((r.key for r in todo if not self._sources[r.key]), None)
             if orphan is not None:
                 raise Unreachable(self._endpoint.peer_id, f"all holders of {orphan} were lost while fetching")
             peers = dict.fromkeys(peer for key in keys for peer in self._sources[key])
             asking = [ask_mates() for _ in range(_REQUESTS_OF_MATES if self._mates else 0)]
-            await asyncio.gather(*(work(peer) for peer in peers for _ in range(_REQUESTS_A_HOLDER)), *asking)
+            await asyncio.gather(
+                *(work(peer) for peer in peers for _ in range(_REQUESTS_A_HOLDER)), *asking, *map(ask, self._carriers)
+            )
 
     def _ranges_of(self, key: str) -> list[_Range]:
         me = self._endpoint.peer_id
@@ -293,11 +336,29 @@ class StateFetcher:
         self._asked[owner] = self._num_asked
         return firsts[owner]
 
+    def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
+        """A range that only one other peer has; the last of them, as we get the first ones ourselves."""
+        for wanted in reversed(todo):
+            sources = self._sources[wanted.key]
+            if len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id):
+                return wanted
+        return None
+
+    def _compare(self, holder: PeerID, came: _Range, took_s: float) -> None:
+        """A range has come from `holder` itself. If carriers only take from our own path, there are none any more."""
+        if came.stop - came.start < RANGE_CHUNKS * self._vectors.chunk or took_s <= 0.0:
+            return
+        rate = 4.0 * (came.stop - came.start) / took_s
+        if not self._is_carried:
+            self._alone[holder] = max(rate, self._alone.get(holder, 0.0))
+        elif rate < _LESS * self._alone.get(holder, 0.0):
+            self._carriers = []
+
     def _begin(self, key: str, *, whole: bool = False) -> None:
         if self._relay is not None:
             self._relay.begin(key, self._tensors[key], whole=whole)
 
-    async def _fetch_range(self, peer: PeerID, wanted: _Range) -> None:
+    async def _fetch_range(self, peer: PeerID, wanted: _Range, *, holder: PeerID | None = None) -> None:
         request = StateChunkRequest(
             stored_era=self._stored_era,
             version=self._version,
@@ -305,6 +366,7 @@ class StateFetcher:
             tensor=wanted.tensor,
             start=wanted.start,
             stop=wanted.stop,
+            holder=holder,
         )
         into_N = self._tensors[wanted.key][wanted.tensor]
         await fetch_range(peer, request, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=self._vectors)

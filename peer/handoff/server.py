@@ -15,11 +15,12 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
+import msgspec
 from torch import Tensor
 
 from shoal.peer.group.witnesses import Signatures, Witnessed
-from shoal.peer.handoff.inbox import GRADIENT
-from shoal.peer.handoff.ranges import RANGE_CHUNKS
+from shoal.peer.handoff.inbox import GRADIENT, ChunkInbox
+from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.trail import Trail
 from shoal.peer.initial import InitialWeights, bare_layer
@@ -43,6 +44,10 @@ INITIAL = -2
 
 _GRADIENT_WAIT_S = 4.0
 """A request for the reduced gradient of a step that is still to come waits so long for it."""
+_CARRIED_MAX = 4
+"""So many ranges at once are got here for others."""
+NUMEL_MAX = 1 << 33
+"""Elements of the largest tensor that is carried."""
 _RELAY_WAIT_S = 2.0
 """A request for what is being fetched here waits so long for it; then who asks may take it from somebody else."""
 _YIELD_TIMES = 4.0
@@ -116,6 +121,7 @@ class StateServer:
             fetch; None: the sender is none. Raises Refused: nothing yet.
         knows: whether a plan of late has a place for a peer. Nobody else is given anything.
         is_busy: whether anything is being sent, to whomever.
+        inbox: where chunks arrive that are passed on; None: nothing is got here for others.
     """
 
     def __init__(
@@ -129,6 +135,7 @@ class StateServer:
         knows: Callable[[PeerID], bool],
         witnessed: Callable[[PeerID, Collection[str], int], Awaitable[Witnessed | None]] = _no_newcomer,
         is_busy: Callable[[], bool] = lambda: False,
+        inbox: ChunkInbox | None = None,
         vectors: Vectors = VECTORS,
     ) -> None:
         self.trail = Trail()
@@ -150,6 +157,9 @@ class StateServer:
         """How long the last of them took to leave."""
         self._relays: list[Relay] = []
         """The fetches of this peer whose mates may ask for what has come."""
+        self._inbox = inbox
+        self._num_carried = 0
+        """How many ranges are on their way to us for others."""
         self._newcomers: dict[PeerID, float] = {}
         """Who has asked for the newest, as only a newcomer does, until when we remember it. Plans may tell of it later,
         and what it asks others for by its number is what some have reached meanwhile."""
@@ -321,6 +331,8 @@ class StateServer:
         return StateOffer(version=state.version, digests=(), pinned_s=PINNED_S)
 
     async def _on_chunk_request(self, source: PeerID, message: StateChunkRequest) -> Done:
+        if message.holder is not None:
+            return await self._carry(source, message, message.holder)
         if message.tensor == GRADIENT:
             return await self._give_gradient(source, message)
         version, key, ahead = self._ahead.get(source, (-1, "", None))
@@ -349,6 +361,37 @@ class StateServer:
             pin.left[source] = left
         else:
             pin.served.add(source)
+        return Done()
+
+    async def _carry(self, source: PeerID, message: StateChunkRequest, holder: PeerID) -> Done:
+        """Get a range from its holder for somebody whose own path from there is slow, and pass it on. Nothing is
+        carried by who is fetching itself."""
+        me = self._endpoint.peer_id
+        is_fetching = any(not relay.is_done for relay in self._relays)
+        if not self._knows(source) or not self._knows(holder) or self._inbox is None or is_fetching:
+            raise Refused(me, "gets nothing for others now")
+        if self._num_carried >= _CARRIED_MAX or not 0 <= message.stop <= NUMEL_MAX:
+            raise Refused(me, "gets enough for others already")
+        self._num_carried += 1
+        try:
+            wanted = StateRequest(layers=(message.layer,), version=message.version, stored_era=message.stored_era)
+            await self._endpoint.ask(holder, wanted, StateOffer)
+            into_N = self._vectors.empty(message.stop)  # of the range alone anything is ever touched
+            starts = self._starts(source, message, into_N)
+            await fetch_range(
+                holder,
+                msgspec.structs.replace(message, holder=None),
+                into_N,
+                endpoint=self._endpoint,
+                inbox=self._inbox,
+                vectors=self._vectors,
+            )
+            for start in starts:
+                await self._send_chunk(source, message, into_N, start)
+        except (Unreachable, RemoteError) as error:
+            raise Refused(me, "cannot get that range") from error
+        finally:
+            self._num_carried -= 1
         return Done()
 
     async def _give_fetched(self, source: PeerID, message: StateChunkRequest, relay: Relay) -> None:

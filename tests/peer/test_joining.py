@@ -66,6 +66,7 @@ class Scene:
             is_witnessed: Callable[[StateOffer], bool] | None = None,
             known: Mapping[str, LayerState] | None = None,
             relay: Relay | None = None,
+            carriers: Sequence[PeerID] = (),
         ) -> StageState:
             assert (is_witnessed is not None) == (version < 0), "only what a group trains has been signed"
             self.wanted.append(fetcher._keys)

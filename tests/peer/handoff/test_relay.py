@@ -19,7 +19,7 @@ from shoal.protocol.errors import Refused
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Done, StateChunkRequest
 from shoal.protocol.sim.loop import run
-from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.network import LinkSpec, uniform
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec
@@ -71,6 +71,7 @@ def node(world: World, name: str, place: int, *, up_bytes_per_s: float) -> Node:
     async def stored(era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}
 
+    inbox = ChunkInbox(endpoint, compute=peer.compute, vectors=VECTORS)
     server = StateServer(
         endpoint=endpoint,
         compute=peer.compute,
@@ -78,9 +79,9 @@ def node(world: World, name: str, place: int, *, up_bytes_per_s: float) -> Node:
         current=lambda _: None,
         stored=stored,
         knows=lambda _: True,
+        inbox=inbox,
         vectors=VECTORS,
     )
-    inbox = ChunkInbox(endpoint, compute=peer.compute, vectors=VECTORS)
     made = Node(peer, endpoint, inbox, server, {}, [])
     return made
 
@@ -196,3 +197,27 @@ def test_each_range_has_one_owner_and_all_own_about_as_many() -> None:
         for number in range(7)
     ]
     assert all(50 < owners.count(peer) < 80 for peer in fetching)
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["paths of their own", "they fetch themselves"])
+def test_others_carry_what_comes_slowly_from_a_lone_holder(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState, is_busy: bool
+) -> None:
+    """The holder's card is quick and its paths are slow."""
+
+    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+        holder.stored = dict(state.layers)
+        one, *others = mates
+        for other in mates:
+            world.set_link(holder.peer, other.peer, LinkSpec(latency_s=0.001, rate_bytes_per_s=HOLDER_BYTES_PER_S / 4))
+        if is_busy:
+            for other in others:
+                other.server.pass_on(Relay(ERA, VERSION, [], vectors=VECTORS))
+        begun_s = asyncio.get_running_loop().time()
+        fetched = await one.fetch(tiny_spec, keys, [holder, one], carriers=[other.peer.peer_id for other in others])
+        took_s = asyncio.get_running_loop().time() - begun_s
+        assert fetched.digest() == state.digest()
+        direct_s = bytes_of(state) / (HOLDER_BYTES_PER_S / 4)
+        assert took_s > 0.95 * direct_s if is_busy else took_s < 0.4 * direct_s
+
+    play(scene)
