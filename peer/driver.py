@@ -588,7 +588,8 @@ class PeerDriver:
         quickest = heapq.nlargest(TOGETHER_MAX, far, key=lambda link: (link.bytes_per_s, link.peer))
         if await self._is_quiet():
             found = await self._link_probe.measure_together(quickest, self._beside)
-            self._card_bytes_per_s, self._is_card_known = max(self._card_bytes_per_s, found), True
+            self._card_bytes_per_s = max(self._card_bytes_per_s, found)
+            self._is_card_known = self._is_card_known or found > 0.0
 
     async def _is_quiet(self) -> bool:
         for _ in range(_QUIET_LOOKS):

@@ -15,7 +15,6 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
-import msgspec
 from torch import Tensor
 
 from shoal.peer.group.witnesses import Signatures, Witnessed
@@ -46,8 +45,6 @@ _GRADIENT_WAIT_S = 4.0
 """A request for the reduced gradient of a step that is still to come waits so long for it."""
 _CARRIED_MAX = 4
 """So many ranges at once are got here for others."""
-NUMEL_MAX = 1 << 33
-"""Elements of the largest tensor that is carried."""
 _RELAY_WAIT_S = 2.0
 """A request for what is being fetched here waits so long for it; then who asks may take it from somebody else."""
 _YIELD_TIMES = 4.0
@@ -158,8 +155,8 @@ class StateServer:
         self._relays: list[Relay] = []
         """The fetches of this peer whose mates may ask for what has come."""
         self._inbox = inbox
-        self._num_carried = 0
-        """How many ranges are on their way to us for others."""
+        self._carried: set[tuple[PeerID, StateChunkRequest]] = set()
+        """(holder, range) of what is on its way to us for others."""
         self._newcomers: dict[PeerID, float] = {}
         """Who has asked for the newest, as only a newcomer does, until when we remember it. Plans may tell of it later,
         and what it asks others for by its number is what some have reached meanwhile."""
@@ -370,28 +367,40 @@ class StateServer:
         is_fetching = any(not relay.is_done for relay in self._relays)
         if not self._knows(source) or not self._knows(holder) or self._inbox is None or is_fetching:
             raise Refused(me, "gets nothing for others now")
-        if self._num_carried >= _CARRIED_MAX or not 0 <= message.stop <= NUMEL_MAX:
-            raise Refused(me, "gets enough for others already")
-        self._num_carried += 1
+        length = message.stop - message.start
+        is_range = message.start >= 0 and 0 < length <= RANGE_CHUNKS * self._vectors.chunk
+        if not is_range or not 0 <= message.tensor < GRADIENT:
+            raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of tensor {message.tensor}")
+        request = StateChunkRequest(
+            stored_era=message.stored_era,
+            version=message.version,
+            layer=message.layer,
+            tensor=message.tensor,
+            start=message.start,
+            stop=message.stop,
+        )
+        if (holder, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
+            raise Refused(me, "gets that for somebody else, or enough for others already")
+        self._carried.add((holder, request))
         try:
             wanted = StateRequest(layers=(message.layer,), version=message.version, stored_era=message.stored_era)
             await self._endpoint.ask(holder, wanted, StateOffer)
-            into_N = self._vectors.empty(message.stop)  # of the range alone anything is ever touched
-            starts = self._starts(source, message, into_N)
+            into_N = self._vectors.empty(length)
             await fetch_range(
                 holder,
-                msgspec.structs.replace(message, holder=None),
+                request,
                 into_N,
                 endpoint=self._endpoint,
                 inbox=self._inbox,
                 vectors=self._vectors,
+                first=message.start,
             )
-            for start in starts:
-                await self._send_chunk(source, message, into_N, start)
+            for start in range(message.start, message.stop, self._vectors.chunk):
+                await self._send_chunk(source, message, into_N, start, first=message.start)
         except (Unreachable, RemoteError) as error:
             raise Refused(me, "cannot get that range") from error
         finally:
-            self._num_carried -= 1
+            self._carried.discard((holder, request))
         return Done()
 
     async def _give_fetched(self, source: PeerID, message: StateChunkRequest, relay: Relay) -> None:
@@ -441,8 +450,11 @@ class StateServer:
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
         return range(message.start, message.stop, chunk)
 
-    async def _send_chunk(self, source: PeerID, message: StateChunkRequest, values_N: Tensor, start: int) -> None:
-        """Raises: Refused: the network does not let us."""
+    async def _send_chunk(
+        self, source: PeerID, message: StateChunkRequest, values_N: Tensor, start: int, *, first: int = 0
+    ) -> None:
+        """Args: values_N: the tensor, or what of it begins with element `first`. Raises: Refused: the network does not
+        let us."""
         meta = StateChunk(
             stored_era=message.stored_era,
             version=message.version,
@@ -450,7 +462,7 @@ class StateServer:
             tensor=message.tensor,
             start=start,
         )
-        part_C = values_N[start : min(start + self._vectors.chunk, message.stop)]
+        part_C = values_N[start - first : min(start + self._vectors.chunk, message.stop) - first]
         make = self._gradient_payload_of if message.tensor == GRADIENT else self._payload_of
         payload = await self._compute.run_on_host(functools.partial(make, part_C))
         try:
