@@ -40,7 +40,7 @@ rest are links that were busy when they were probed."""
 _POWER = 4.0
 """The exponent of the mean over such links: the faster ones count, since a probe errs low."""
 SLOW_LINKS_MIN = 4
-"""So many links of a peer that are slower than those beside them say something of its others."""
+"""Where so many links of a peer are slower than those beside them, its others are believed to be slow too."""
 CENSORED = 0.7
 """A link that carries so much of what its ends could do says nothing of what lies between them."""
 
