@@ -305,7 +305,8 @@ class StateFetcher:
 
     def _ranges_of(self, key: str) -> list[_Range]:
         me = self._endpoint.peer_id
-        fetching = sorted({me, *self._mates}.difference(self._sources[key])) if self._passed.get(key, True) else [me]
+        mates = self._mates.difference(self._sources[key]) if self._passed.get(key, True) else ()
+        fetching = sorted({me, *mates})
         found = []
         for index, tensor in enumerate(self._tensors[key]):
             for number, (start, stop) in enumerate(ranges(tensor.numel(), self._vectors)):

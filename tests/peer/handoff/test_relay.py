@@ -133,6 +133,20 @@ def test_the_state_leaves_its_lone_holder_about_once(
     play(scene)
 
 
+def test_who_has_a_layer_on_its_own_disk_takes_it_from_there(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+        holder.stored = dict(state.layers)
+        one = mates[0]
+        await one.peer.transport.introduce(one.peer.peer_id, one.peer.transport.addresses())
+        one.stored = {key: state.layers[key] for key in keys[1:]}
+        fetched = await asyncio.gather(*(mate.fetch(tiny_spec, keys, [mate, holder, one]) for mate in (one, mates[1])))
+        assert {each.digest() for each in fetched} == {state.digest()}
+
+    play(scene)
+
+
 def test_what_a_mate_does_not_pass_on_comes_from_the_holder(
     tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
 ) -> None:
