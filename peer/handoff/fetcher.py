@@ -84,6 +84,7 @@ class StateFetcher:
         self._device = device
         self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._sources: dict[str, list[PeerID]] = {}
+        self._digests: dict[str, str] = {}
         self._version = -1
         self._stored_era = TRAINED
         self._is_witnessed: Callable[[StateOffer], bool] | None = None
@@ -126,7 +127,7 @@ class StateFetcher:
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
         self._relay, self._mates = relay, set(relay.mates) if relay is not None else set()
         self._carriers = [peer for peer in carriers if peer not in self._mates][:_CARRIERS_MAX]
-        digests = self._choose(await self._offers(holders))
+        digests = self._digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
         has = dict(known or {})
         wrong = await self._compute.run_on_host(lambda: [key for key in has if has[key].proof() != digests.get(key)])
@@ -223,6 +224,7 @@ class StateFetcher:
         came_back = asyncio.Event()
 
         async def work(peer: PeerID) -> None:
+            may_renew = True
             while True:
                 wanted = self._next_of(peer, todo)
                 if wanted is None:
@@ -235,12 +237,17 @@ class StateFetcher:
                 try:
                     await self._fetch_range(peer, wanted)
                     self._compare(peer, wanted, asyncio.get_running_loop().time() - began_s)
-                except (Unreachable, Refused, RemoteError) as error:
-                    logger.warning("lost a source of state: %s", error)
+                    may_renew = True
+                except Refused as error:
                     todo.append(wanted)
-                    for sources in self._sources.values():
-                        if peer in sources:
-                            sources.remove(peer)
+                    if may_renew and await self._is_offered_again(peer):
+                        may_renew = False
+                        continue
+                    self._lose(peer, error)
+                    return
+                except (Unreachable, RemoteError) as error:
+                    todo.append(wanted)
+                    self._lose(peer, error)
                     return
 
         async def ask_mates() -> None:
@@ -302,6 +309,20 @@ class StateFetcher:
             await asyncio.gather(
                 *(work(peer) for peer in peers for _ in range(_REQUESTS_A_HOLDER)), *asking, *map(ask, self._carriers)
             )
+
+    async def _is_offered_again(self, peer: PeerID) -> bool:
+        """Whether a holder that refuses a range still has what it has offered: what it has pinned lapses if nobody asks
+        it for long, as while mates pass on what is left."""
+        offer = (await self._ask_all([peer], self._version)).get(peer)
+        named = dict(offer.digests) if offer is not None else {}
+        return all(named.get(key) == self._digests[key] for key, sources in self._sources.items() if peer in sources)
+
+    def _lose(self, peer: PeerID, error: Exception) -> None:
+        """Nothing comes from that holder any more."""
+        logger.warning("lost a source of state: %s", error)
+        for sources in self._sources.values():
+            if peer in sources:
+                sources.remove(peer)
 
     def _ranges_of(self, key: str) -> list[_Range]:
         me = self._endpoint.peer_id

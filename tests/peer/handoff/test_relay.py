@@ -147,6 +147,21 @@ def test_who_has_a_layer_on_its_own_disk_takes_it_from_there(
     play(scene)
 
 
+def test_what_a_holder_has_pinned_may_lapse_meanwhile(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+        holder.stored = dict(state.layers)
+        fetch = asyncio.ensure_future(mates[0].fetch(tiny_spec, keys, [holder, mates[0]]))
+        await asyncio.sleep(0.5)
+        assert holder.server._pins
+        assert not fetch.done()
+        holder.server._pins.clear()
+        assert (await fetch).digest() == state.digest()
+
+    play(scene)
+
+
 def test_what_a_mate_does_not_pass_on_comes_from_the_holder(
     tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
 ) -> None:
