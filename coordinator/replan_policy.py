@@ -37,6 +37,8 @@ END_PATIENCE_STEPS = 4.0
 """A layout that is to end is kept after all if nothing has moved for so long, whichever is more."""
 SEEN_AHEAD_S = 30.0
 """How quickly state comes ahead is known after so long."""
+FIGURES_HEARTBEATS = 15.0
+"""A search waits so long at most for figures that are changing: three reports in a row make a new one."""
 FETCH_S_MAX = 600.0
 """No search begins while members fetch the state of new places, for so long at most."""
 TOLD_HEARTBEATS = 4.0
@@ -82,6 +84,8 @@ class ReplanPolicy:
         self._places: Places | None = None
         self._placed_s = 0.0
         """When the live plan's places were new to us."""
+        self._due_s = math.inf
+        """When the search became due that is due now; inf: none is."""
         self._settled_for: Swarm | None = None
         """The swarm for which the live plan, or the refusal to make another, is right."""
 
@@ -291,13 +295,20 @@ class ReplanPolicy:
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
         if self._fetches(live, now_s):
             return None, ""  # without those who are on their way to their places any other layout looks better
-        if not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off):
+        is_due = not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
+        self._due_s = min(now_s, self._due_s) if is_due else math.inf
+        if is_due and not self._awaits_figures(live, now_s):
             snapshot = self._compared(peers, live, disks, now_s)
             job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off, has_pace=has_pace)
             if job is not None:
                 view.calibration.searched()
             return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
         return None, ""
+
+    def _awaits_figures(self, live: Plan, now_s: float) -> bool:
+        """Whether a search that is due waits for links of which it is about to be known how slow they have become."""
+        patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
+        return now_s < self._due_s + patience_s and self.view.survey.links.is_falling(live.members)
 
     def _compared(self, peers: tuple[MeasuredPeer, ...], live: Plan, disks: Disks, now_s: float) -> Snapshot:
         """A snapshot that knows how fast the live layout is, and what promises are worth."""
