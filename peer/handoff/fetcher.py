@@ -218,97 +218,105 @@ class StateFetcher:
 
     async def _fetch_layers(self, keys: Sequence[str]) -> None:
         """Fill the tensors of `keys`; who fails is nobody's source any more."""
-        todo = [wanted for key in keys for wanted in self._ranges_of(key)]
-        asked = 0
-        """How many ranges are asked for of mates, which may yet refuse."""
-        came_back = asyncio.Event()
+        left = dict.fromkeys(wanted for key in keys for wanted in self._ranges_of(key))
+        while left:
+            orphan = next((wanted.key for wanted in left if not self._sources[wanted.key]), None)
+            if orphan is not None:
+                raise Unreachable(self._endpoint.peer_id, f"all holders of {orphan} were lost while fetching")
+            await self._fetch_ranges(left)
+
+    async def _fetch_ranges(self, left: dict[_Range, None]) -> None:
+        """Until nothing is left, or no holder gives any more. What comes is taken out of `left`.
+
+        A range that a mate or a carrier has been asked for is got from a holder as well once there is nothing else to
+        get: nobody waits for one that is slow.
+        """
+        todo, lent = list(left), dict[_Range, None]()
+        """Ranges that nobody is asked for, and those that only mates and carriers are asked for."""
+        nothing_left = asyncio.Event()
+
+        async def get(peer: PeerID, wanted: _Range, holder: PeerID | None = None) -> None:
+            await self._fetch_range(peer, wanted, holder=holder)
+            if wanted in left:
+                del left[wanted]
+                self._came(wanted)
+            if not left:
+                nothing_left.set()
 
         async def work(peer: PeerID) -> None:
             may_renew = True
-            while True:
-                wanted = self._next_of(peer, todo)
-                if wanted is None:
-                    if not asked:
-                        return
-                    await came_back.wait()
-                    continue
-                todo.remove(wanted)
+            while (wanted := self._next_of(peer, todo) or self._next_lent(peer, lent)) is not None:
+                if wanted in lent:
+                    del lent[wanted]
+                else:
+                    todo.remove(wanted)
                 began_s = asyncio.get_running_loop().time()
                 try:
-                    await self._fetch_range(peer, wanted)
+                    await get(peer, wanted)
                     self._compare(peer, wanted, asyncio.get_running_loop().time() - began_s)
                     may_renew = True
-                except Refused as error:
-                    todo.append(wanted)
-                    if may_renew and await self._is_offered_again(peer):
-                        may_renew = False
-                        continue
-                    self._lose(peer, error)
-                    return
-                except (Unreachable, RemoteError) as error:
-                    todo.append(wanted)
-                    self._lose(peer, error)
-                    return
+                except (Unreachable, Refused, RemoteError) as error:
+                    if wanted in left:
+                        todo.append(wanted)
+                    if not (isinstance(error, Refused) and may_renew and await self._is_offered_again(peer)):
+                        self._lose(peer, error)
+                        return
+                    may_renew = False
+
+        async def borrow(peer: PeerID, wanted: _Range, holder: PeerID | None = None) -> bool:
+            """Returns: False: it was refused."""
+            todo.remove(wanted)
+            lent[wanted] = None
+            try:
+                await get(peer, wanted, holder)
+            except Refused:
+                return False
+            finally:
+                if wanted in lent:
+                    del lent[wanted]
+                    if wanted in left:
+                        todo.append(wanted)
+            return True
 
         async def ask_mates() -> None:
-            nonlocal asked, came_back
             while (wanted := self._next_of_mates(todo)) is not None:
                 assert wanted.owner is not None
-                todo.remove(wanted)
-                asked += 1
-                refused = False
+                self._passed[wanted.key] = True
                 try:
-                    self._passed[wanted.key] = True
-                    await self._fetch_range(wanted.owner, wanted)
-                except Refused:
-                    refused = True
-                    todo.append(wanted)
+                    if not await borrow(wanted.owner, wanted):
+                        await asyncio.sleep(_RETRY_MATE_S)
                 except (Unreachable, RemoteError) as error:
                     logger.info("a mate passes nothing on: %s", error)
                     self._mates.discard(wanted.owner)
-                    todo.append(wanted)
-                finally:
-                    asked -= 1
-                    came_back.set()
-                    came_back = asyncio.Event()
-                if refused:
-                    await asyncio.sleep(_RETRY_MATE_S)
 
-        async def ask(carrier: PeerID) -> None:
-            nonlocal asked, came_back
-            while todo and carrier in self._carriers:
-                wanted = self._next_alone(carrier, todo)
-                if wanted is None:
-                    return
-                todo.remove(wanted)
-                asked += 1
-                refused = False
+        async def ask_carrier(peer: PeerID) -> None:
+            while peer in self._carriers and (wanted := self._next_alone(peer, todo)) is not None:
                 try:
-                    await self._fetch_range(carrier, wanted, holder=self._sources[wanted.key][0])
-                    self._is_carried = True
-                except Refused:
-                    refused = True
-                    todo.append(wanted)
+                    if await borrow(peer, wanted, self._sources[wanted.key][0]):
+                        self._is_carried = True
+                    else:
+                        await asyncio.sleep(_RETRY_CARRIER_S)
                 except (Unreachable, RemoteError) as error:
                     logger.info("a peer carries nothing: %s", error)
-                    todo.append(wanted)
                     return
-                finally:
-                    asked -= 1
-                    came_back.set()
-                    came_back = asyncio.Event()
-                if refused:
-                    await asyncio.sleep(_RETRY_CARRIER_S)
 
-        while todo:
-            orphan = next((r.key for r in todo if not self._sources[r.key]), None)
-            if orphan is not None:
-                raise Unreachable(self._endpoint.peer_id, f"all holders of {orphan} were lost while fetching")
-            peers = dict.fromkeys(peer for key in keys for peer in self._sources[key])
-            asking = [ask_mates() for _ in range(_REQUESTS_OF_MATES if self._mates else 0)]
-            await asyncio.gather(
-                *(work(peer) for peer in peers for _ in range(_REQUESTS_A_HOLDER)), *asking, *map(ask, self._carriers)
-            )
+        peers = dict.fromkeys(peer for wanted in left for peer in self._sources[wanted.key])
+        working = [asyncio.create_task(work(peer)) for peer in peers for _ in range(_REQUESTS_A_HOLDER)]
+        helping = [asyncio.create_task(ask_mates()) for _ in range(_REQUESTS_OF_MATES if self._mates else 0)]
+        helping += [asyncio.create_task(ask_carrier(peer)) for peer in self._carriers]
+        worked = asyncio.gather(*working)
+        here = asyncio.create_task(nothing_left.wait())
+        try:
+            await asyncio.wait((worked, here), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            worked.cancel()
+            for task in (here, *helping):
+                task.cancel()
+            ended = await asyncio.gather(*working, *helping, return_exceptions=True)
+            await asyncio.gather(worked, here, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
 
     async def _is_offered_again(self, peer: PeerID) -> bool:
         """Whether a holder that refuses a range still has what it has offered: what it has pinned lapses if nobody asks
@@ -344,6 +352,15 @@ class StateFetcher:
                     return wanted
                 theirs = wanted
         return theirs
+
+    def _next_lent(self, holder: PeerID, lent: Mapping[_Range, None]) -> _Range | None:
+        """What a holder has of what mates and carriers were asked for, the longest time ago first."""
+        return next((wanted for wanted in lent if holder in self._sources[wanted.key]), None)
+
+    def _came(self, wanted: _Range) -> None:
+        self.progress.done += wanted.stop - wanted.start
+        if self._relay is not None:
+            self._relay.came(wanted.key, wanted.tensor, wanted.start)
 
     def _next_of_mates(self, todo: Sequence[_Range]) -> _Range | None:
         """A range of the mate that has been asked the longest time ago."""
@@ -392,9 +409,6 @@ class StateFetcher:
         )
         into_N = self._tensors[wanted.key][wanted.tensor]
         await fetch_range(peer, request, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=self._vectors)
-        self.progress.done += wanted.stop - wanted.start
-        if self._relay is not None:
-            self._relay.came(wanted.key, wanted.tensor, wanted.start)
 
     def _differing(self, keys: Sequence[str], digests: Mapping[str, str]) -> list[str]:
         """Which of these layers are not what their digests say."""

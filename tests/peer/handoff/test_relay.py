@@ -1,7 +1,7 @@
 """Peers that fetch the same state at the same time, from one that alone has it and has a slow line."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,9 +44,16 @@ class Node:
     stored: dict[str, LayerState]
     fetches: list[Relay]
 
-    async def fetch(self, spec: RunSpec, keys: tuple[str, ...], nodes: list["Node"], **known: Any) -> StageState:
-        """Together with the other nodes that have nothing."""
-        relay = Relay(ERA, VERSION, [n.peer.peer_id for n in nodes if n is not self], vectors=VECTORS)
+    async def fetch(
+        self,
+        spec: RunSpec,
+        keys: tuple[str, ...],
+        nodes: list["Node"],
+        mates: Sequence["Node"] = (),
+        **how: Any,
+    ) -> StageState:
+        """From those of `nodes` that have it, together with the others. Args: mates: more that fetch it."""
+        relay = Relay(ERA, VERSION, [n.peer.peer_id for n in (*nodes, *mates) if n is not self], vectors=VECTORS)
         self.server.pass_on(relay)
         self.fetches.append(relay)
         fetcher = StateFetcher(
@@ -59,7 +66,7 @@ class Node:
             vectors=VECTORS,
         )
         holders = [node.peer.peer_id for node in nodes]
-        state = await fetcher.fetch(holders, version=VERSION, stored_era=ERA, relay=relay, **known)
+        state = await fetcher.fetch(holders, version=VERSION, stored_era=ERA, relay=relay, **how)
         relay.done()
         return state
 
@@ -172,6 +179,29 @@ def test_what_a_mate_does_not_pass_on_comes_from_the_holder(
         world.crash(mates[-2].peer)  # the last one has never begun
         fetched = await asyncio.gather(*fetches)
         assert {one.digest() for one in fetched} == {state.digest()}
+
+    play(scene)
+
+
+@pytest.mark.parametrize("what", ["refuse", "say nothing"])
+def test_a_fetch_is_over_when_all_is_here_whatever_others_are_asked_for(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState, what: str
+) -> None:
+    """Mates and carriers may be asked again, or are still awaited."""
+
+    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+        holder.stored = dict(state.layers)
+        one, silent, *carriers = mates
+        for other in (silent, *carriers):
+            if what == "say nothing":
+                world.pause(other.peer)
+            other.server.pass_on(Relay(ERA, VERSION, [], vectors=VECTORS))
+        begun_s = asyncio.get_running_loop().time()
+        names = [carrier.peer.peer_id for carrier in carriers]
+        fetched = await one.fetch(tiny_spec, keys, [holder], mates=[silent], carriers=names)
+        took_s = asyncio.get_running_loop().time() - begun_s
+        assert fetched.digest() == state.digest()
+        assert took_s < 1.1 * bytes_of(state) / HOLDER_BYTES_PER_S + 0.1
 
     play(scene)
 
