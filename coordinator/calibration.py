@@ -8,8 +8,10 @@ With the figures of today the coordinator foresees the same layout anew, every n
 apart that way:
 
 - From the plan's figure to today's: something was measured since, as that a device is slower now.
-- From today's figure to what is seen: that is what the objective does not know of this swarm. Of it a factor is
-  learned, smoothed over `LEARN_STEPS`. Later plans foresee with it.
+- From today's figure to what is seen: that is what the objective does not know of this swarm. It is learned for each
+  number of stages, smoothed over `LEARN_STEPS`, and says something of the other numbers (`cost/experience.py`). Later
+  plans foresee with it, and searches compare by it. What a division was seen to make is remembered as well, for
+  `TRIED_STEPS`.
 
 By how much promises have erred, from one layout to the next (`forecast_error`), says what a gain is worth that a search
 promises.
@@ -22,16 +24,19 @@ The median sees a change late: after two steps, and where a slow device makes st
 where today's figure is far below what is seen, and the last step or the one under way is as late as that
 (`TokenRate.newest`), two witnesses agree: what is seen is of before the change, and today's figure counts.
 
-Successors get the factor and the rest in a hand-over. A successor of a coordinator that died begins to compare anew.
+Successors get what was learned and the rest in a hand-over. A successor of a coordinator that died begins to compare
+anew.
 """
 
 import math
 from collections import deque
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR
+from shoal.coordinator.cost.experience import Bounds, Experience
 from shoal.coordinator.plan_layout import Places, places_of
 from shoal.coordinator.token_rate import TokenRate
-from shoal.protocol.limits import VERSION_MAX
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import STAGES_MAX, VERSION_MAX
 from shoal.protocol.messages import Calibrated, Comparison
 from shoal.protocol.plan import Bound, Foreseen, Plan
 
@@ -47,6 +52,10 @@ CHANGED = 1.25
 UNLIKE = 1.25
 """Today's figure is told beside the plan's if they are further apart."""
 LAYOUTS_KEPT = 8
+TRIED_STEPS = 256
+"""A division may be tried again after so many steps: the two changes cost a few."""
+NUMBERS_KEPT = 8
+"""What was seen is remembered of so many numbers of stages, those that the run had last."""
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",
@@ -72,7 +81,11 @@ class Calibration:
         """What `TokenRate.newest` says."""
         self._noted = 0.0
         """Seen over foreseen when the last search began, or when it could first be told; 0: neither has been."""
-        self._log_factor, self._steps = 0.0, 0
+        self._learned: dict[int, tuple[float, int]] = {}
+        """Number of stages -> (log(seen / today's figure), the steps behind it), the latest last."""
+        self._tried: dict[Bounds, tuple[float, int]] = {}
+        """Bounds -> (tokens/s, version when that was seen last), of divisions that the members of now have had."""
+        self._members: frozenset[PeerID] = frozenset()
         self._factor_then = 1.0
         """The factor with which the live plan foresees."""
         self._learned_to = 0
@@ -83,9 +96,23 @@ class Calibration:
         """log(seen tokens/s / tokens/s that its first plan promised), of each layout before the live one."""
 
     @property
+    def experience(self) -> Experience:
+        """What was seen of this run's layouts, for searches."""
+        tried = tuple((bounds, rate) for bounds, (rate, _) in self._tried.items())
+        return Experience(self._errors, tried)
+
+    @property
+    def _errors(self) -> tuple[tuple[int, float, int], ...]:
+        return tuple((num_stages, *learned) for num_stages, learned in self._learned.items())
+
+    @property
     def factor(self) -> float:
-        """What is seen over what the objective says, for the next plan."""
-        return math.exp(self._log_factor)
+        """What is seen over what the objective says, for layouts with as many stages as the live one."""
+        return self.experience.factor(self._num_stages)
+
+    @property
+    def _num_stages(self) -> int:
+        return len(self._layout[1][0]) if self._layout is not None else 1
 
     @property
     def ratio(self) -> float:
@@ -136,15 +163,17 @@ class Calibration:
         squares = [off**2 for off in (*self._off, self._off_now()) if off is not None]
         return math.sqrt((FORECAST_ERROR**2 + sum(squares)) / (1 + len(squares)))
 
-    def expected(self, foreseen: Foreseen | None) -> Foreseen | None:
-        """What the objective says, times what its word has been worth."""
-        return _times(self.factor, foreseen)
+    def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:
+        """What the objective says of a layout with so many stages, times what its word has been worth."""
+        return _times(self.experience.factor(num_stages), foreseen)
 
     # --- what happens ---
 
     def obey(self, plan: Plan) -> None:
         """A plan is live. A layout that goes on, as under the plan of a new term, is compared on."""
         layout = plan.era, places_of(plan)
+        if (members := frozenset(plan.members)) != self._members:
+            self._members, self._tried = members, {}
         if layout != self._layout:
             if (off := self._off_now()) is not None:
                 self._off.append(off)
@@ -175,10 +204,20 @@ class Calibration:
         self._newest = pace.newest(now_s) if self._seen[1] else 0.0
         if self.ratio >= SLOW and self._seen[1] >= OFF_STEPS and not self._noted:
             self._noted = self.ratio
+        self._try(version)
         if self._seen[1] and self._today is not None and version > self._learned_to:
             if not self._is_out_of_date:
                 self._learn(math.log(self._seen[0] / self._today.tokens_per_s), version - self._learned_to)
             self._learned_to = version
+
+    def _try(self, version: int) -> None:
+        """Note what is seen of the live division, and forget what was seen of others long ago."""
+        if self._layout is not None and self.seen_tokens_per_s:
+            bounds = tuple(last for _, last, _ in self._layout[1][0])
+            self._tried.pop(bounds, None)
+            self._tried[bounds] = self.seen_tokens_per_s, version
+        kept = [(bounds, tried) for bounds, tried in self._tried.items() if version < tried[1] + TRIED_STEPS]
+        self._tried = dict(kept[-LAYOUTS_KEPT:])
 
     def searched(self) -> None:
         """A search for a better layout begins: it knows what we know."""
@@ -194,10 +233,12 @@ class Calibration:
         return _within(math.log(self._seen[0] / self._promised_tokens_per_s))
 
     def _learn(self, log: float, num_steps: int) -> None:
-        log = _within(log)
         num_steps = min(num_steps, LEARN_STEPS)
-        self._steps = min(self._steps + num_steps, LEARN_STEPS)
-        self._log_factor += (log - self._log_factor) * num_steps / self._steps
+        before, steps = self._learned.pop(self._num_stages, (0.0, 0))
+        steps = min(steps + num_steps, LEARN_STEPS)
+        self._learned[self._num_stages] = before + (_within(log) - before) * num_steps / steps, steps
+        if len(self._learned) > NUMBERS_KEPT:
+            del self._learned[next(iter(self._learned))]
 
     # --- to others, and from them ---
 
@@ -207,20 +248,25 @@ class Calibration:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
         era, off = self._layout[0], tuple(self._off)
-        return Calibrated(self.factor, self._steps, era, steady_from, self._noted, self._factor_then, off)
+        tried = tuple((bounds, *seen) for bounds, seen in self._tried.items())
+        return Calibrated(self._errors, era, steady_from, self._noted, self._factor_then, off, tried)
 
     def take_over(self, told: Calibrated | None) -> None:
         """Go on from what another coordinator has learned, of the layout that is live."""
         if told is None or not (
-            all(1.0 / FACTOR_MAX <= factor <= FACTOR_MAX for factor in (told.factor, told.factor_then))
-            and 0 <= told.steps <= LEARN_STEPS
+            len(told.learned) <= NUMBERS_KEPT
+            and all(_is_possible(*learned) for learned in told.learned)
+            and len(told.tried) <= LAYOUTS_KEPT
+            and all(0.0 < rate < math.inf and 0 <= version <= VERSION_MAX for _, rate, version in told.tried)
+            and 1.0 / FACTOR_MAX <= told.factor_then <= FACTOR_MAX
             and 0.0 <= told.noted < math.inf
             and -1 <= told.steady_from <= VERSION_MAX
             and all(abs(off) <= math.log(FACTOR_MAX) for off in told.off)
         ):
             return
-        self._log_factor, self._steps = math.log(told.factor), told.steps
+        self._learned = {num_stages: (log, steps) for num_stages, log, steps in told.learned}
         self._off = deque(told.off, maxlen=LAYOUTS_KEPT)
+        self._tried = {bounds: (rate, version) for bounds, rate, version in told.tried}
         if self._layout is not None and told.era == self._layout[0] and told.steady_from >= 0:
             self._steady_from, self._noted, self._factor_then = told.steady_from, told.noted, told.factor_then
             self._learned_to = max(self._learned_to, told.steady_from)
@@ -252,6 +298,11 @@ class Calibration:
             parts.append(f"seen {rate:,.0f} over {num_steps} steps")
         believed = today or foreseen
         return f"{', '.join(parts)}; {_WORDS[believed.bound].format(believed.stage)}"
+
+
+def _is_possible(num_stages: int, log: float, steps: int) -> bool:
+    """Whether a coordinator can have learned this."""
+    return 1 <= num_stages <= STAGES_MAX and abs(log) <= math.log(FACTOR_MAX) and 1 <= steps <= LEARN_STEPS
 
 
 def _within(log: float) -> float:

@@ -239,7 +239,7 @@ class ReplanPolicy:
 
     def foreseen(self, layout: Layout, now_s: float) -> Layout:
         """`layout` with how fast its stages should be, for the plan that is made of it."""
-        foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s))
+        foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s), len(layout.stages))
         return replace(layout, foreseen=foreseen)
 
     def awaits_disks(self, now_s: float) -> bool:
@@ -306,6 +306,7 @@ class ReplanPolicy:
             self.view.snapshot(peers, live, disks, now_s, knows_network=True),
             seen_tokens_per_s=calibration.seen_tokens_per_s,
             forecast_error=calibration.forecast_error,
+            experience=calibration.experience,
         )
 
     def _fetches(self, live: Plan, now_s: float) -> bool:

@@ -324,10 +324,8 @@ class HandOver(_Message, frozen=True, kw_only=True):
 class Calibrated(_Part, frozen=True, array_like=True):
     """How fast layouts have been, beside what was foreseen of them."""
 
-    factor: float
-    """What is seen, over what the objective says with today's figures, smoothed."""
-    steps: int
-    """The steps behind `factor`."""
+    learned: tuple[tuple[int, float, int], ...]
+    """(number of stages, log(seen / what the objective says with today's figures), the steps behind it), smoothed."""
     era: int
     steady_from: int
     """The live layout has been at work with all its members since this version of `era`; -1: it is not yet."""
@@ -337,6 +335,8 @@ class Calibrated(_Part, frozen=True, array_like=True):
     """The factor with which the live plan foresees."""
     off: tuple[float, ...] = ()
     """log(seen tokens/s / tokens/s that its first plan promised), of each of the last layouts before the live one."""
+    tried: tuple[tuple[tuple[int, ...], float, int], ...] = ()
+    """(last layer of each stage, tokens/s, version when that was seen last), of divisions that these members had."""
 
 
 class Absence(_Part, frozen=True, array_like=True):

@@ -111,7 +111,7 @@ def change_to(snapshot: Snapshot, topology: Topology, current: Placement, found:
     slowed = ThroughputObjective(_with_part(topology, 1.0 - AHEAD_PART), workload).cost(current)
     if not all(math.isfinite(each.seconds) for each in (live, cost, slowed)):
         return None
-    gain, before_s = foreseen_gain(snapshot, live, cost), seen_or_foreseen_s(snapshot, live)
+    gain, before_s = _gain(snapshot, current, live, found, cost), seen_or_foreseen_s(snapshot, live)
     worth = expected_gain(gain, snapshot.forecast_error)
     travel_s = fetch_s(topology, workload, current, found)
     part = max(AHEAD_PART, 1.0 - _busy(objective, current, step_s=live.parts["foreseen_s"]))
@@ -132,7 +132,7 @@ def worth_its_standstill(snapshot: Snapshot, topology: Topology, current: Placem
         return None
     assert snapshot.workload is not None
     objective = ThroughputObjective(topology, snapshot.workload)
-    gain = foreseen_gain(snapshot, objective.cost(current), objective.cost(found))
+    gain = _gain(snapshot, current, objective.cost(current), found, objective.cost(found))
     if not expected_gain(gain, snapshot.forecast_error) >= WORTH_MIN:
         return None  # most are not, and how long their state travels takes long to find out
     change = change_to(snapshot, topology, current, found)
@@ -166,6 +166,19 @@ def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
         return live.seconds / found.seconds - 1.0
     seen = seen_or_foreseen_s(snapshot, live) / live.seconds
     return seen * live.parts["foreseen_s"] / found.parts["foreseen_s"] - 1.0
+
+
+def _gain(snapshot: Snapshot, current: Placement, live: Cost, found: Placement, cost: Cost) -> float:
+    """The gain in tokens/s, relative, by what is foreseen and what layouts of this run were seen to make. Where they
+    made more than the figures say, these are wrong, and no reason to move (`seen_or_foreseen_s`)."""
+    gain = foreseen_gain(snapshot, live, cost)
+    if not math.isfinite(live.seconds) or not math.isfinite(cost.seconds):
+        return gain
+    before, after = (
+        min(1.0, snapshot.experience.promised(placement.bounds[1:], rate := priced.parts["tokens_per_s"]) / rate)
+        for placement, priced in ((current, live), (found, cost))
+    )
+    return (1.0 + gain) * after / before - 1.0
 
 
 def expected_gain(gain: float, forecast_error: float) -> float:

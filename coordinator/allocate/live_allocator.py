@@ -133,9 +133,13 @@ def _unless_slower(snapshot: Snapshot, found: tuple[Layout | None, str]) -> tupl
     it makes, so they are wrong, and no reason to move."""
     layout, _ = found
     promised = foresee(snapshot, layout.stages) if layout is not None else None
-    if promised is None or promised.tokens_per_s > snapshot.seen_tokens_per_s:
+    if layout is None or promised is None:
         return found
-    told = f"{promised.tokens_per_s:,.0f} tokens/s, and {snapshot.seen_tokens_per_s:,.0f} are seen"
+    bounds = tuple(stage.last_layer for stage in layout.stages)
+    tokens_per_s = min(promised.tokens_per_s, snapshot.experience.promised(bounds, promised.tokens_per_s))
+    if tokens_per_s > snapshot.seen_tokens_per_s:
+        return found
+    told = f"{tokens_per_s:,.0f} tokens/s, and {snapshot.seen_tokens_per_s:,.0f} are seen"
     return None, f"stays: what was found should make {told}"
 
 
@@ -335,7 +339,14 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
     current, objective = placement_of(previous.stages, snapshot.peers), ThroughputObjective(topology, workload)
-    each = plan_each(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=_work(topology.num_devices))
+    each = plan_each(
+        topology,
+        workload,
+        num_stages=snapshot.num_stages,
+        seed=seed,
+        work=_work(topology.num_devices),
+        experience=snapshot.experience,
+    )
     each = [nearer(objective, current, with_second_holders(objective, searched, snapshot)) for searched in each]
     asked = snapshot.num_stages not in (None, len(previous.stages))
     changes = [(worth_its_standstill(snapshot, topology, current, found), found) for found in each]

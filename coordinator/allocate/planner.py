@@ -14,6 +14,7 @@ from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.repair import take_in
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
+from shoal.coordinator.cost.experience import NO_EXPERIENCE, Experience
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -67,15 +68,21 @@ def plan(
 
 
 def plan_each(
-    topology: Topology, workload: Workload, *, num_stages: int | None = None, seed: int = 0, work: int
+    topology: Topology,
+    workload: Workload,
+    *,
+    num_stages: int | None = None,
+    seed: int = 0,
+    work: int,
+    experience: Experience = NO_EXPERIENCE,
 ) -> list[Placement]:
     """The best placement that is found of each number of stages, the best of all first: what is best may be too dear
     to go to.
 
-    Args: as of `plan`.
+    Args: as of `plan`; experience: what layouts of this run were seen to make, by which numbers of stages are compared.
     Raises: NoLayout: there is none.
     """
-    search = _Search(topology, workload, seed=seed, current=None, horizon_s=math.inf)
+    search = _Search(topology, workload, seed=seed, current=None, horizon_s=math.inf, experience=experience)
     found = [placement for placement, _, _ in search.each(num_stages, work) if placement is not None]
     if not found:
         raise NoLayout(search.why_not(num_stages))
@@ -116,12 +123,14 @@ class _Search:
         seed: int,
         current: Placement | None,
         horizon_s: float,
+        experience: Experience = NO_EXPERIENCE,
     ) -> None:
         self._topology = topology
         self._workload = workload
         self._seed = seed
         self._current = current
         self._horizon_s = horizon_s
+        self._experience = experience
         self._levels = levels(topology, workload)
 
     def best(self, num_stages: int | None, work: int) -> tuple[Placement | None, float, int]:
@@ -145,11 +154,12 @@ class _Search:
 
     def _foreseen_s(self, found: Placement | None, seconds: float) -> float:
         """The seconds by which numbers of stages are compared: what is foreseen decides, since the search's own T is
-        one to climb by."""
+        one to climb by, and by how much the run has shown that to err."""
         if found is None:
             return math.inf
         parts = ThroughputObjective(self._topology, self._workload).cost(found).parts
-        return seconds * parts["foreseen_s"] / parts["step_s"]
+        promised = self._experience.promised(found.bounds[1:], parts["tokens_per_s"])
+        return seconds * self._workload.tokens_per_step / promised / parts["step_s"]
 
     def why_not(self, num_stages: int | None) -> str:
         t, w = self._topology, self._workload

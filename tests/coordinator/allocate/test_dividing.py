@@ -15,6 +15,7 @@ from shoal.coordinator.allocate.dividing import (
     worth_its_standstill,
 )
 from shoal.coordinator.allocate.interface import FORECAST_ERROR, Snapshot
+from shoal.coordinator.cost.experience import Experience
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
 from shoal.protocol.spec import ModelSpec, RunSpec, WireSpec
@@ -179,6 +180,25 @@ def test_a_gain_is_what_is_foreseen_of_a_step_and_not_what_a_search_goes_by(
     found = Cost(seconds=6.0, parts={"foreseen_s": 10.0, "tokens_per_s": 90.0})
     snapshot = Snapshot(peers=(), layer_costs=(1.0,), num_stages=None, seen_tokens_per_s=seen_tokens_per_s)
     assert foreseen_gain(snapshot, live, found) == pytest.approx(gain)
+
+
+def test_another_number_of_stages_gains_what_the_live_one_has_disappointed() -> None:
+    """One device alone would take 6 s a step, two that share it 5 s by the figures; 25 s are seen."""
+    work = workload("fp32")
+    rates = work.microbatches * work.job_flop(0, 6) / np.array([6.0, 24.0])
+    unequal = make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e12), flop_per_s=rates)
+    alone, both = (Placement(stages=s, bounds=b) for s, b in ((((0,),), (0, 6)), (((0,), (1,)), (0, 5, 6))))
+
+    def gain(*seen: tuple[int, float, int]) -> float:
+        snapshot = Snapshot(
+            peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work, experience=Experience(seen)
+        )
+        change = worth_its_standstill(snapshot, unequal, both, alone)
+        return change.gain if change is not None else 0.0
+
+    assert gain() == gain((1, -1.6, 64)) == 0.0
+    assert gain((2, -1.6, 64)) > 0.05
+    assert gain((1, -1.6, 64), (2, -1.6, 64)) == 0.0
 
 
 def test_nothing_is_divided_for_a_gain_that_forecasts_cannot_tell_from_none() -> None:
