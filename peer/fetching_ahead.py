@@ -206,6 +206,8 @@ class FetchingAhead:
             self.drop()
         if not plan.following or plan.experts:
             return
+        if self._preparing is None and plan.ends_at:
+            return  # it ends as soon as it can: what we fetched now would only keep its last steps waiting
         if self._preparing is None:
             self._preparing = self._begun(plan)
         for stage, source in self._preparing.sources.items():

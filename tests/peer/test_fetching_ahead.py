@@ -74,7 +74,7 @@ class Scene:
             on_failure=self.failures.append,
         )
 
-    def plan(self, *, follows: bool = True, era: int = 0) -> Plan:
+    def plan(self, *, follows: bool = True, era: int = 0, ends_at: int = 0) -> Plan:
         layers = self.spec.model.num_layers
         me, holder = Member(PeerID(self.me), 1.0, 1.0), Member(PeerID(self.holder), 1.0, 1.0)
         return Plan(
@@ -88,6 +88,7 @@ class Scene:
             restore_era=max(0, era - 1),
             fresh=era > 0,
             following=(Stage(0, layers, (me,)),) if follows else (),
+            ends_at=ends_at,
         )
 
     def obey(self, plan: Plan) -> None:
@@ -155,6 +156,16 @@ def test_what_has_come_of_a_layer_on_its_way_is_told(play: Callable[..., None]) 
         num_layers = len(s.keys)
         assert len(told) > 2 * (num_layers + 1)
         assert min(told) == 0
+
+    play(scene)
+
+
+def test_nothing_is_fetched_for_a_layout_that_ends_before_anything_has_been(play: Callable[..., None]) -> None:
+    async def scene(s: Scene) -> None:
+        s.obey(s.plan(ends_at=2))
+        await asyncio.sleep(STEP_S)
+        assert s.ahead.unfetched_bytes == 0
+        assert await s.ahead.ended(0, 2, [s.holder]) == {}
 
     play(scene)
 
