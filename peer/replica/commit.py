@@ -245,20 +245,25 @@ class Commit:
         return -1 < self._members.incarnation(peer) < incarnation
 
     def _reborn(self, peer: PeerID, incarnation: int, now_s: float) -> list[CommitCommand]:
-        """A mate speaks as `incarnation`: an earlier one is lost. A Progress may have said so before the Hello does."""
-        lost = self._lose(peer, now_s) if self._has_begun_anew(peer, incarnation) else []
+        """A mate speaks as `incarnation`: an earlier one is lost. A Progress may have said so before the Hello does.
+
+        The caller tries a round, once all that the mate says is known: it may be ready again."""
+        lost = self._count_out(peer, now_s) if self._has_begun_anew(peer, incarnation) else []
         self._members.speaks_as(peer, incarnation)
         return lost
 
     def _lose(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         """It died or dropped its state: its contributions to open steps died with it."""
+        return [*self._count_out(peer, now_s), *self._lead_may_have_changed(now_s)]
+
+    def _count_out(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         self._members.lost(peer)
         self._losses.mate_died()
         for step in sorted(self._losses.steps_claimed_by(peer).union(self._tallies.steps)):
             self._losses.died(peer, step, self._tallies.lose(peer, step))
         self._rounds.void_if_dead(self.version)
         left = self._agreement.reports_left_by(peer)
-        return [*left, *self._compare(now_s), *self._lead_may_have_changed(now_s)]
+        return [*left, *self._compare(now_s)]
 
     def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         """It cannot be reached: nobody can wait for its word on who leads, least of all if it was about to leave."""
@@ -307,7 +312,7 @@ class Commit:
                 self._losses.grown(now_s)
             if message.step in self._rounds.open:
                 self._void_round_if_outgrown(message.step, source)
-        return [*commands, *self._try_round(now_s)]
+        return [*commands, *self._lead_may_have_changed(now_s)]
 
     def _take_round(self, source: PeerID, start: RoundStart) -> list[CommitCommand]:
         if not self._is_near(source):

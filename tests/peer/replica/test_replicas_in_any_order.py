@@ -70,6 +70,7 @@ def test_plans_bring_members_and_take_them_away(seed: int) -> None:
         (76, ("deaths",)),  # one that quits names a lead that has died
         (8, ("losses",)),  # a grant is lost before a step has shown how long it takes
         (48, ("flips",)),  # two tenures of one lead open two rounds
+        (68, ("flips",)),  # one word says that a mate was lost and is ready again, and a round opened in between
         (153, ("changes",)),  # one that missed a plan is dropped without a word
     ],
 )
