@@ -31,7 +31,7 @@ from shoal.protocol.errors import Unreachable
 from shoal.protocol.sim.clock import Agenda
 from shoal.protocol.sim.damage import damaged_credit, damaged_data
 from shoal.protocol.sim.flights import Flights
-from shoal.protocol.sim.network import LinkSpec
+from shoal.protocol.sim.network import CardSpec, LinkSpec
 from shoal.protocol.sim.paths import Cut, Cuts, Paths
 from shoal.protocol.sim.stream import Card, Plug, SimFrame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
@@ -124,6 +124,13 @@ class Links:
             source.outgoing[destination.number] = destination.incoming[source.number] = stream
             self._streams[source.number, destination.number] = stream
         return stream
+
+    def set_card(self, plug: Plug, card: CardSpec) -> None:
+        """Change the rates of all streams that pass the plug; a frame that is on its way keeps its time."""
+        plug.spec = card
+        for stream in self._streams.values():
+            if plug in (stream.source.plug, stream.destination.plug):
+                stream.take_rates()
 
     def _offer(self, stream: Stream) -> None:
         """Let the uplink choose `stream`, if it has a frame that could go now."""

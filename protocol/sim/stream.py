@@ -101,9 +101,7 @@ class Stream:
     ) -> None:
         self.source = source
         self.destination = destination
-        inside = source.plug is destination.plug
-        self.up_bytes_per_s = math.inf if inside else source.plug.spec.up_bytes_per_s
-        self.down_bytes_per_s = math.inf if inside else destination.plug.spec.down_bytes_per_s
+        self.take_rates()
         self._make_rng = make_rng
         self.queue_bytes = queue_bytes
         self.epoch = 0
@@ -126,6 +124,12 @@ class Stream:
     def rng(self) -> random.Random:
         """Made when something is drawn: most links of a thousand peers carry a few calls and draw nothing."""
         return self._make_rng()
+
+    def take_rates(self) -> None:
+        """Go by the rates that the plugs at both ends have now. What stays behind one plug does not pass it."""
+        up, down = self.source.plug, self.destination.plug
+        self.up_bytes_per_s = math.inf if up is down else up.spec.up_bytes_per_s
+        self.down_bytes_per_s = math.inf if up is down else down.spec.down_bytes_per_s
 
     def clear(self) -> None:
         """Begin as a new stream for frames that will be sent from now on; what has arrived stays until the first of

@@ -209,6 +209,11 @@ class World:
         self._paths.set(source.transport.card.place, destination.transport.card.place, spec)
         self._path_changed()
 
+    def set_card(self, peer: SimPeer, card: CardSpec) -> None:
+        """Change the rates of the peer's uplink and downlink, and so those of whoever shares its plug, from the next
+        frame on."""
+        self._links.set_card(peer.transport.card.plug, card)
+
     # Faults -------------------------------------------------------------------------------------------------------
 
     def crash(self, peer: SimPeer) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+
 from scenario import Scenario, World, spans
 
 

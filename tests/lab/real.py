@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import psutil
+
 from figures import Figures, paces, shown_layout
 from internet.emulator import Internet
 from scenario import Event, Host, Scenario
-
 from shoal.deploy.demo.crew import CLI, environment, last_line
 from shoal.deploy.demo.step_book import StepBook
 from shoal.deploy.demo.swarm import Child, Swarm
@@ -191,7 +192,9 @@ class RealSwarm:
             if now_s >= since_s + _DEATH_S and self.times_s:
                 self._seen.discard(peer.peer)
                 self.false_deaths.append(f"{peer.host.name} was counted out at {since_s - self.times_s[0]:.0f} s")
-        members = [[entry.name for entry in status.peers if entry.stage == stage] for stage in range(len(status.stages))]
+        members = [
+            [entry.name for entry in status.peers if entry.stage == stage] for stage in range(len(status.stages))
+        ]
         spares = [entry.name for entry in status.peers if entry.stage is None]
         shown = shown_layout(status.stages, members, spares)
         if status.stages and shown not in self.layouts[-1:]:
@@ -233,19 +236,17 @@ async def play(scenario: Scenario, *, keep: Path | None = None) -> Figures:
             sent = await _sent(real)
             figures = _figures(real, {line: sent[line] - counted.get(line, 0) for line in sent})
             await real.end()
-        return figures_with_wall(figures, time.monotonic() - began_s)
+        return msgspec.structs.replace(figures, wall_s=time.monotonic() - began_s)
     finally:
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            for log in folder.glob("*.log"):
-                shutil.copy(log, keep / f"{scenario.name}-{log.name}")
-        shutil.rmtree(folder, ignore_errors=True)
+        await asyncio.to_thread(_clear, folder, scenario.name, keep)
 
 
-def figures_with_wall(figures: Figures, wall_s: float) -> Figures:
-    import msgspec
-
-    return msgspec.structs.replace(figures, wall_s=wall_s)
+def _clear(folder: Path, name: str, keep: Path | None) -> None:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        for log in folder.glob("*.log"):
+            shutil.copy(log, keep / f"{name}-{log.name}")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.asynccontextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from internet.emulator import Line, NatKind, PathBetween
 
+from internet.emulator import Line, NatKind, PathBetween
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.complaint import complaint

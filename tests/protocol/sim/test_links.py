@@ -9,7 +9,7 @@ from shoal.protocol.errors import Unreachable
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
-from shoal.protocol.sim.network import LinkSpec, uniform
+from shoal.protocol.sim.network import CardSpec, LinkSpec, uniform
 from shoal.protocol.sim.world import World
 
 NEAR = pytest.approx
@@ -145,6 +145,23 @@ def test_a_changed_link_holds_for_the_rest_of_a_frame(listen: Any, send: Any) ->
         world.set_link(a, b, LinkSpec(latency_s=0.0, rate_bytes_per_s=1e5))
         await both
         assert arrivals(ear.frames) == NEAR({"0": 0.05 + 0.5, "1": 0.55 + 1.0})
+
+    run(main())
+
+
+def test_a_changed_card_holds_from_the_next_frame_on(listen: Any, send: Any) -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.0))
+        a, b = world.add_peer("a", up_bytes_per_s=1e6), world.add_peer("b")
+        _, ear = await listen(world)
+        both = asyncio.gather(send(a, b, "0", 100_000), send(a, b, "1", 100_000))
+        await asyncio.sleep(0.05)
+        world.set_card(a, CardSpec(up_bytes_per_s=1e5))
+        await both
+        world.set_card(b, CardSpec(down_bytes_per_s=2e4))
+        await send(a, b, "2", 100_000)
+        await asyncio.sleep(10.0)
+        assert arrivals(ear.frames) == NEAR({"0": 0.1, "1": 1.1, "2": 6.1})
 
     run(main())
 

@@ -1,0 +1,285 @@
+"""Plays a scenario in virtual time: the real drivers, whose own coordinators decide, on modelled devices and links.
+
+What the simulator does not know is left out, and the comparison with real peers shows what it costs: NATs (everybody
+reaches everybody), lost packets, the lengths of queues, jitter but for its mean, snapshots.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from figures import Figures, paces, shown_layout
+from scenario import Event, Scenario
+from shoal.deploy.simulate.logbook import SimLedger
+from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, name_of, peer_ids
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Plan
+from shoal.protocol.sim.loop import run as run_in_virtual_time
+from shoal.protocol.sim.network import CardSpec, LinkSpec, MatrixNetwork
+from shoal.protocol.sim.paths import Cut
+from shoal.protocol.sim.world import SimPeer, World
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.topology import Topology, make_topology
+
+_MBIT = 1e6 / 8
+_BACKBONE_BYTES_PER_S = 10e9 / 8
+"""What a path lets through, beside which lines are slow."""
+_CHUNK_BYTES = 1 << 20
+"""As in life."""
+_RECONNECTS_S = 0.1
+"""A change of address breaks all connections, as the death of a network daemon does."""
+_KNOWN = ("up_mbps", "down_mbps", "last_mile_ms", "jitter_ms")
+GFLOPS = 10.0
+"""The speed of a device that nobody has measured."""
+
+
+class _Ledger(SimLedger):
+    """Keeps every layout, and who was counted out though nothing was done to it."""
+
+    def __init__(self, virtual: "_Virtual", num_devices: int, *, steps: int) -> None:
+        super().__init__(num_devices, steps=steps, keeps_timeline=False, on_step=lambda step: virtual.stepped())
+        self._virtual = virtual
+
+    def obeyed(self, plan: Plan) -> None:
+        before = self.plan
+        super().obeyed(plan)
+        if self.plan is not before:
+            self._virtual.planned(before, plan)
+
+
+@dataclass(slots=True, eq=False)
+class _Virtual:
+    """One scenario under way."""
+
+    scenario: Scenario
+    topology: Topology
+    world: World
+    times_s: list[float] = field(default_factory=list)
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    layouts: list[str] = field(default_factory=list)
+    false_deaths: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    away: set[int] = field(default_factory=set)
+    """Devices that something keeps away."""
+    started_s: dict[int, float] = field(default_factory=dict)
+    begun_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    rollbacks: int = 0
+    _cuts: dict[tuple[str, ...], Cut] = field(default_factory=dict)
+    _devices: dict[PeerID, int] = field(default_factory=dict)
+    _lines: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What can be set, by line, as it is now."""
+    swarm: ModelledSwarm = field(init=False)
+    ledger: _Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = _spec(self.scenario.spec)
+        self.ledger = _Ledger(self, self.topology.num_devices, steps=spec.training.steps)
+        self.swarm = ModelledSwarm(self.world, self.topology, spec, None, self.ledger, chunk_bytes=_CHUNK_BYTES)
+        self._devices = {peer: i for i, peer in peer_ids(self.world, range(self.topology.num_devices)).items()}
+        self._lines = _settable(self.scenario)
+
+    def launch(self, device: int) -> None:
+        self.started_s[device] = asyncio.get_running_loop().time()
+        self.swarm.launch(device)
+
+    def stepped(self) -> None:
+        self.times_s.append(asyncio.get_running_loop().time())
+        if not self.first.is_set():
+            self.begun_bytes = dict(self.world.sent_bytes)
+            self.first.set()
+
+    def planned(self, before: Plan | None, plan: Plan) -> None:
+        members = [[self._name(peer) for peer in stage.peers] for stage in plan.stages]
+        bounds = [(stage.first_layer, stage.last_layer) for stage in plan.stages]
+        shown = shown_layout(bounds, members, [self._name(peer) for peer in plan.spares])
+        if shown not in self.layouts[-1:]:
+            self.layouts.append(shown)
+        self.rollbacks = plan.rollbacks
+        for peer in set(before.members if before else ()) - set(plan.members):
+            if self._devices[peer] not in self.away and self.times_s:
+                at_s = asyncio.get_running_loop().time() - self.times_s[0]
+                self.false_deaths.append(f"{self._name(peer)} was counted out at {at_s:.0f} s")
+
+    def happen(self, event: Event) -> None:
+        device, rest = self._device(event.host), event.rest
+        peer = self._peer(device)
+        match event.word:
+            case "set" if rest[0] in self._lines[self.scenario.line_of[event.host]]:
+                self._set(event.host, rest[0], float(rest[1]))
+            case "cut":
+                self._keep_away(event.host)
+            case "heal":
+                self._let_back(event.host)
+            case "sever":
+                cut = self.world.partition([peer], [self._peer(self._device(rest[0]))])
+                self._cuts[event.host, rest[0]] = self._cuts[rest[0], event.host] = cut
+            case "join":
+                self.world.heal(self._cuts[event.host, rest[0]])
+            case "suspend":
+                self._keep_away(event.host)
+                self.world.pause(peer)
+            case "resume":
+                self.world.resume(peer)
+                self._let_back(event.host)
+            case "address":
+                self.world.kill_daemon(peer, restarts_in_s=_RECONNECTS_S)
+            case "kill":
+                self.away.add(device)
+                self.swarm.remove(device)
+            case "leave":
+                self.away.add(device)
+                self.swarm.leave(device)
+            case "start":
+                self.away.discard(device)
+                self.launch(device)
+
+    def _keep_away(self, host: str) -> None:
+        """Cut the line of the host off from all others."""
+        line = self.scenario.line_of[host]
+        inside = [self._device(name) for name, at in self.scenario.line_of.items() if at == line]
+        self.away |= set(inside)
+        here = [self._peer(device) for device in inside if device in self.started_s]
+        others = [self._peer(device) for device in self.started_s if device not in inside]
+        self._cuts[(host,)] = self.world.partition(here, others)
+
+    def _let_back(self, host: str) -> None:
+        line = self.scenario.line_of[host]
+        self.away -= {self._device(name) for name, at in self.scenario.line_of.items() if at == line}
+        self.world.heal(self._cuts.pop((host,)))
+
+    def _set(self, host: str, what: str, value: float) -> None:
+        line = self.scenario.line_of[host]
+        now = self._lines[line]
+        now[what] = value
+        card = CardSpec(up_bytes_per_s=now["up_mbps"] * _MBIT, down_bytes_per_s=now["down_mbps"] * _MBIT)
+        for device in self.started_s:
+            if self.scenario.line_of[self.scenario.hosts[device].name] == line:
+                self.world.set_card(self._peer(device), card)
+        if what in ("last_mile_ms", "jitter_ms"):
+            self._set_latencies()
+
+    def _set_latencies(self) -> None:
+        latency_s = _latency_s(self.scenario, self._lines)
+        for source in self.started_s:
+            for destination in self.started_s:
+                if source != destination:
+                    link = LinkSpec(
+                        latency_s=float(latency_s[source, destination]), rate_bytes_per_s=_BACKBONE_BYTES_PER_S
+                    )
+                    self.world.set_link(self._peer(source), self._peer(destination), link)
+
+    def _device(self, host: str) -> int:
+        return [each.name for each in self.scenario.hosts].index(host)
+
+    def _peer(self, device: int) -> SimPeer:
+        return self.world.peers[name_of(device)]
+
+    def _name(self, peer: PeerID) -> str:
+        return self.scenario.hosts[self._devices[peer]].name
+
+
+def play(scenario: Scenario, gflops: Mapping[str, float] | None = None) -> Figures:
+    """Args: gflops: the speed of each host's device at work; what the scenario says goes before it."""
+    began_s = time.monotonic()
+    speeds = {host.name: host.gflops or (gflops or {}).get(host.name, GFLOPS) for host in scenario.hosts}
+    figures = run_in_virtual_time(_play(scenario, speeds))
+    return msgspec.structs.replace(figures, wall_s=time.monotonic() - began_s)
+
+
+async def _play(scenario: Scenario, gflops: dict[str, float]) -> Figures:
+    file, loop = scenario.file, asyncio.get_running_loop()
+    topology = topology_of(scenario, gflops)
+    virtual = _Virtual(scenario, topology, World(file.seed, MatrixNetwork(topology), acquainted=True))
+    for device, host in enumerate(scenario.hosts):
+        if host.joins_s:
+            loop.call_at(host.joins_s, virtual.launch, device)
+        else:
+            virtual.launch(device)
+    try:
+        async with asyncio.timeout(file.waits_s):
+            await virtual.first.wait()
+    except TimeoutError:
+        virtual.problems.append(f"no step was made after {file.waits_s:g} s")
+    else:
+        zero_s = virtual.times_s[0]
+        for event in sorted(file.events, key=lambda event: event.at_s):
+            await asyncio.sleep(max(0.0, zero_s + event.at_s - loop.time()))
+            virtual.happen(event)
+        await asyncio.sleep(max(0.0, zero_s + file.seconds - loop.time()))
+    return _figures(virtual, gflops)
+
+
+def _figures(virtual: _Virtual, gflops: dict[str, float]) -> Figures:
+    scenario, ledger = virtual.scenario, virtual.ledger
+    zero_s = virtual.times_s[0] if virtual.times_s else 0.0
+    times_s = [at_s - zero_s for at_s in virtual.times_s]
+    steps_per_s, parts, gap_s = paces(scenario, times_s)
+    before = [at_s for at_s in virtual.started_s.values() if at_s <= zero_s]
+    up_mb = dict.fromkeys(scenario.lines, 0.0)
+    for (source, destination), count in virtual.world.sent_bytes.items():
+        here, there = (scenario.line_of[scenario.hosts[device].name] for device in (source, destination))
+        if here != there:
+            up_mb[here] += (count - virtual.begun_bytes.get((source, destination), 0)) / 1e6
+    raised = [f"{name}: {error!r}" for name, error in virtual.world.failures]
+    return Figures(
+        world="virtual",
+        first_step_s=zero_s - max(before) if times_s else None,
+        steps=len(times_s),
+        steps_per_s=steps_per_s,
+        parts=parts,
+        gap_s_max=gap_s,
+        false_deaths=tuple(virtual.false_deaths),
+        given_up=ledger.given_up,
+        duplicates=ledger.duplicates,
+        rollbacks=virtual.rollbacks,
+        up_mb=up_mb,
+        layout=virtual.layouts[-1] if virtual.layouts else "",
+        layouts=len(virtual.layouts),
+        gflops=gflops,
+        problems=(*virtual.problems, *ledger.failures, *raised),
+    )
+
+
+def topology_of(scenario: Scenario, gflops: Mapping[str, float]) -> Topology:
+    """The network as `shoal plan` would be told of it. Device i is host i."""
+    homes = list(scenario.lines)
+    ends = [scenario.lines[scenario.line_of[host.name]] for host in scenario.hosts]
+    return make_topology(
+        _latency_s(scenario, _settable(scenario)),
+        np.full((len(ends), len(ends)), _BACKBONE_BYTES_PER_S),
+        flop_per_s=np.array([gflops[host.name] for host in scenario.hosts]) * 1e9,
+        up_bytes_per_s=np.array([line.up_mbps for line in ends]) * _MBIT,
+        down_bytes_per_s=np.array([line.down_mbps for line in ends]) * _MBIT,
+        card=[homes.index(scenario.line_of[host.name]) for host in scenario.hosts],
+        names=tuple(host.name for host in scenario.hosts),
+        regions=tuple(host.place or host.name for host in scenario.hosts),
+    )
+
+
+def _settable(scenario: Scenario) -> dict[str, dict[str, float]]:
+    """What of each line the simulator knows and events may change."""
+    return {name: {what: getattr(line, what) for what in _KNOWN} for name, line in scenario.lines.items()}
+
+
+def _latency_s(scenario: Scenario, lines: Mapping[str, Mapping[str, float]]) -> npt.NDArray[np.float64]:
+    """[N, N], one way, with the mean of jitters. Args: lines: as of `_settable`."""
+    latency_ms = np.zeros((len(scenario.hosts), len(scenario.hosts)))
+    for i, source in enumerate(scenario.hosts):
+        for j, destination in enumerate(scenario.hosts):
+            a, b = scenario.line_of[source.name], scenario.line_of[destination.name]
+            if a != b:
+                path = scenario.path(a, b)
+                jitter_ms = path.jitter_ms + lines[a]["jitter_ms"] + lines[b]["jitter_ms"]
+                latency_ms[i, j] = path.ms + lines[a]["last_mile_ms"] + lines[b]["last_mile_ms"] + jitter_ms / 2
+    return latency_ms / 1e3
+
+
+def _spec(spec: RunSpec) -> RunSpec:
+    """Without what modelled peers cannot do: keep snapshots."""
+    swarm = msgspec.structs.replace(spec.swarm, snapshot_interval_steps=0)
+    return msgspec.structs.replace(spec, swarm=swarm)
