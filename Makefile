@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup compiled demo test check bench soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack soak-dividing bench-live bench-staleness
+.PHONY: setup compiled demo test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack soak-dividing bench-live bench-staleness
 
 setup: $(STAMP)
 
@@ -52,6 +52,11 @@ bench: setup
 	@set -e; for script in $(filter-out tests/bench/live_swarm.py,$(wildcard tests/bench/*.py)); do \
 	  echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 	@echo "== tests/bench/live_swarm.py takes an hour: make bench-live"
+
+# Scenarios of tests/lab/ with real peers on an emulated internet, and simulated: most of an hour as root, on a machine that
+# does nothing else. ARGS='small two-nats' for those, ARGS='--virtual-only six-homes' where no namespaces can be made.
+lab: compiled
+	$(BIN)/python tests/lab/run.py $(ARGS)
 
 # What swarms that decide by themselves reach of what is planned for them, an hour. ARGS='scenarios --only six-equal' for less.
 bench-live: setup

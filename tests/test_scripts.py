@@ -1,4 +1,4 @@
-"""Benchmarks and soaks are run by hand, so nobody would notice that one does not begin any more."""
+"""Benchmarks, soaks and the lab are run by hand, so nobody would notice that one does not begin any more."""
 
 import argparse
 import importlib.util
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).parent
-SCRIPTS = [*sorted((HERE / "bench").glob("*.py")), *sorted((HERE / "soak").glob("*.py"))]
+SCRIPTS = [*sorted((HERE / "bench").glob("*.py")), *sorted((HERE / "soak").glob("*.py")), HERE / "lab" / "run.py"]
 
 
 def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -39,5 +39,5 @@ def test_everything_that_it_imports_is_there_and_nothing_need_be_said(
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_nothing)
-    with pytest.raises(Parsed):  # `make bench` and `make soak` say nothing
+    with pytest.raises(Parsed):  # `make bench`, `make soak` and `make lab` say nothing
         module.main()

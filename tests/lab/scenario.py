@@ -138,6 +138,7 @@ class ScenarioFile(_Section, frozen=True):
         names = [host.name for host in self.hosts]
         if not names or len(set(names)) < len(names):
             raise ValueError("hosts must be one at least, and no two of one name")
+        self._check_homes()
         for event in self.events:
             others = event.rest if event.word in ("sever", "join") else []
             for name in (event.host, *others):
@@ -152,6 +153,17 @@ class ScenarioFile(_Section, frozen=True):
                     raise ValueError(f"a path names {place!r}, and the places are {', '.join(sorted(places))}")
         if self.warm_up_s >= self.seconds:
             raise ValueError(f"warm_up_s is {self.warm_up_s:g}, of {self.seconds:g} s in all")
+
+    def _check_homes(self) -> None:
+        first: dict[str, Host] = {}
+        for host in self.hosts:
+            before = first.setdefault(host.home or host.name, host)
+            if before is host:
+                continue
+            if before.nat == "none":
+                raise ValueError(f"{host.name} shares a home with {before.name}, and so {before.name} needs a nat")
+            if host.line not in (Line(), before.line):
+                raise ValueError(f"{host.name} shares the line of {before.name}, and says another one")
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,115 @@
+"""Scenario files are closed and complete, and both worlds are told the same; no process, no namespace."""
+
+from pathlib import Path
+
+import pytest
+
+from figures import Figures, Sides, rate, table
+from scenario import find_scenario, load_scenario, shipped
+from shoal.protocol.errors import LocalError
+from virtual import topology_of
+
+PLAIN = """
+title = "two"
+seconds = 20
+hosts = [{ name = "a", last_mile_ms = 3, up_mbps = 20 }, { name = "b", place = "Rome", jitter_ms = 2 }]
+"""
+
+
+def load(folder, text):
+    path = folder / "two.toml"
+    path.write_text(text)
+    return load_scenario(path)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_scenario_can_be_read(name):
+    scenario = find_scenario(name)
+    assert scenario.spec.name == f"lab-{name}"
+    assert scenario.spec.swarm.min_peers == len(scenario.hosts)
+    assert topology_of(scenario, {host.name: 1.0 for host in scenario.hosts}).num_devices == len(scenario.hosts)
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ("colour = 1", "colour"),
+        ('events = [{ at_s = 1, host = "a", do = "explode" }]', "must be one of set, "),
+        ('events = [{ at_s = 1, host = "a", do = "set up_mbps" }]', "2 words follow 'set'"),
+        ('events = [{ at_s = 1, host = "a", do = "set nat 3" }]', "can be set"),
+        ('events = [{ at_s = 1, host = "a", do = "set loss much" }]', "no number"),
+        ('events = [{ at_s = 1, host = "c", do = "cut" }]', "an event names 'c'"),
+        ('events = [{ at_s = 1, host = "a", do = "sever c" }]', "an event names 'c'"),
+        ('events = [{ at_s = 21, host = "a", do = "cut" }]', "all is over at 20 s"),
+        ('paths = [{ between = ["a", "Oslo"], ms = 1 }]', "a path names 'Oslo'"),
+        ('hosts = [{ name = "a", home = "h" }, { name = "b", home = "h" }]', "a needs a nat"),
+        (
+            'hosts = [{ name = "a", home = "h", nat = "symmetric" }, { name = "b", home = "h", up_mbps = 3 }]',
+            "b shares the line of a",
+        ),
+        ("warm_up_s = 20", "of 20 s in all"),
+        ("[model]\ndimm = 3", "dimm"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, more, complaint):
+    with pytest.raises(LocalError) as refused:
+        load(
+            tmp_path,
+            "".join(line for line in PLAIN.splitlines(True) if "hosts" not in more or "hosts" not in line) + more,
+        )
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_readme_shows_a_scenario(tmp_path):
+    shown = Path(__file__).with_name("README.md").read_text().partition("```toml\n")[2].partition("```")[0]
+    scenario = load(tmp_path, shown)
+    assert [host.joins_s for host in scenario.hosts] == [0, 0, 30]
+    assert scenario.spec.swarm.min_peers == 2
+
+
+def test_no_scenario_of_that_name():
+    with pytest.raises(LocalError, match="'smal' is no scenario"):
+        find_scenario("smal")
+
+
+def test_paths_lines_and_homes(tmp_path):
+    scenario = load(tmp_path, PLAIN + 'elsewhere_ms = 9\npaths = [{ between = ["Rome", "a"], ms = 4, jitter_ms = 1 }]')
+    assert scenario.path("a", "b") == scenario.path("b", "a") == (4.0, 1.0)
+    topology = topology_of(scenario, {"a": 1.0, "b": 2.0})
+    assert topology.latency_s[0, 1] == pytest.approx(0.0085), "4 + 3 ms, and half of 1 + 2 ms"
+    assert topology.up_bytes_per_s[0] == pytest.approx(2.5e6)
+    home = load_scenario_of_a_home(tmp_path)
+    assert home.line_of == {"x": "flat", "y": "flat", "z": "z"}
+    assert home.lines["flat"].up_mbps == 5
+    assert list(topology_of(home, dict.fromkeys("xyz", 1.0)).card) == [0, 0, 1]
+
+
+def load_scenario_of_a_home(folder):
+    hosts = (
+        '{ name = "x", home = "flat", up_mbps = 5, nat = "symmetric" }',
+        '{ name = "y", home = "flat" }',
+        '{ name = "z" }',
+    )
+    return load(folder, f'title = "home"\nseconds = 9\nhosts = [{", ".join(hosts)}]\n')
+
+
+def test_a_rate_counts_parts_of_steps_and_standstills():
+    times_s = [0.0, 2.0, 4.0, 6.0]
+    assert rate(times_s, 0.0, 6.0) == pytest.approx(0.5)
+    assert rate(times_s, 1.0, 3.0) == pytest.approx(0.5)
+    assert rate(times_s, 4.0, 10.0) == pytest.approx(1 / 6)
+    assert rate([], 0.0, 10.0) == 0.0
+
+
+def test_a_table_shows_one_world_or_both():
+    real = Figures(
+        world="real", first_step_s=4.0, steps=20, steps_per_s=2.0, parts=(2.0,), gap_s_max=1.0, up_mb={"a": 4.0}
+    )
+    virtual = Figures(
+        world="virtual", first_step_s=2.0, steps=30, steps_per_s=3.0, parts=(3.0,), gap_s_max=0.5, up_mb={"a": 3.0}
+    )
+    both = table(Sides(scenario="x", title="two", real=real, virtual=virtual))
+    assert "steps/s                    2           3      1.50" in both
+    assert "up a" in both
+    assert "1.50" not in table(Sides(scenario="x", title="two", real=real))
