@@ -36,7 +36,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     layouts: int = 0
     """How many different ones there were."""
     gflops: dict[str, float] = {}
-    """By host: the speed of its device at work; what the simulation was given."""
+    """By host: how fast its device would be if it always worked, within its share; what the simulation was given."""
     problems: tuple[str, ...] = ()
     """What should not have happened: processes that ended by themselves, no first step."""
     wall_s: float = 0.0

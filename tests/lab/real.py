@@ -168,7 +168,8 @@ class RealSwarm:
             case StepDone():
                 self.book.tell(report, now_s)
             case Contribution() if report.busy > _BUSY_MIN:
-                peer.speeds.append(report.flop_per_s / report.busy)
+                # Under a limit "busy" counts all processor seconds, of which the peer gets no more than its share.
+                peer.speeds.append(report.flop_per_s / report.busy * peer.host.compute_share)
             case Status():
                 self._see(report.status, now_s)
         self.tell_steps(now_s)
