@@ -25,6 +25,7 @@ _SOURCE = Path(__file__).with_name("router.c")
 _MBIT = 1e6
 _MS_NS = 1e6
 _ENDS_S = 5.0
+_ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 _FIELDS = {
     "up_mbps": ("up_bits_per_s", _MBIT),
     "down_mbps": ("down_bits_per_s", _MBIT),
@@ -135,7 +136,7 @@ class Internet:
     async def start(self, host: str, argv: Sequence[str]) -> asyncio.subprocess.Process:
         """Start a command on the host, with pipes at its standard input and output. It ends with the internet."""
         process = await asyncio.create_subprocess_exec(
-            *self.inside(host), *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            *_ENDS_WITH_US, *self.inside(host), *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         self._running.add(process)
         return process
@@ -262,7 +263,7 @@ def why_not() -> str:
         return "network namespaces need root"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "there is no /dev/net/tun"
-    for program in ("cc", "nsenter", "unshare"):
+    for program in ("cc", "nsenter", "setpriv", "unshare"):
         if shutil.which(program) is None:
             return f"there is no {program}"
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:

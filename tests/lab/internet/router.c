@@ -340,7 +340,7 @@ static void enqueue(int line, bool is_up, packet *p, int64_t now) {
 }
 
 static void hand_over(int host, packet *p) {
-    if (write(hosts[host].tun, p->bytes, (size_t)p->size) != p->size) lines[hosts[host].line]->misaddressed++;
+    if (write(hosts[host].tun, p->bytes, (size_t)p->size) != p->size) lines[hosts[host].line]->down.dropped++;
     discard(p);
 }
 

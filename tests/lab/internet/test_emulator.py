@@ -4,8 +4,13 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from internet.emulator import Internet, Line, PathBetween, Refused, why_not
@@ -236,6 +241,41 @@ def test_nothing_is_left_whatever_happens():
         asyncio.run(main())
     assert len(pids) == 2
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+KILLED = """
+import asyncio, os, signal
+from internet.emulator import Internet, Line, PathBetween
+
+async def main():
+    async with Internet({"a": Line()}, {"a": "a"}, lambda a, b: PathBetween(1.0)) as net:
+        inside = await net.start("a", ["sleep", "600"])
+        print(net.router_pid, inside.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_nothing_is_left_of_a_program_that_is_killed():
+    lab = Path(__file__).parents[1]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED], env=os.environ | {"PYTHONPATH": str(lab)}, capture_output=True, text=True
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = [int(pid) for pid in killed.stdout.split()]
+    assert len(left) == 2
+    deadline_s = time.monotonic() + 10.0
+    while any(is_alive(pid) for pid in left):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def test_a_line_without_a_nat_has_one_host():
