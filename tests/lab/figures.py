@@ -1,11 +1,19 @@
 """What a scenario came to in one of the two worlds, and both beside each other as a table. Pure."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from scenario import Scenario, World, spans
+
+
+class Step(NamedTuple):
+    """A step that every stage has committed."""
+
+    number: int
+    at_s: float
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +23,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     first_step_s: float | None
     """From the moment when the last peer that the run needs has joined to the first step; None: there was none."""
     steps: int
+    """How many were made; what a way back has undone does not count."""
     steps_per_s: float
     """Over the whole time but its warm-up, standstills included."""
     parts: tuple[float, ...]
@@ -64,13 +73,28 @@ def rate(times_s: Sequence[float], from_s: float, until_s: float) -> float:
     return float(done[1] - done[0]) / (until_s - from_s)
 
 
-def paces(scenario: Scenario, times_s: Sequence[float]) -> tuple[float, tuple[float, ...], float]:
-    """(steps/s, steps/s between events, longest gap in s). `times_s`: of steps, the first at 0."""
+def kept(steps: Sequence[Step]) -> list[Step]:
+    """The steps that no way back to an earlier version has undone: those before it that come again do not count."""
+    kept_steps: list[Step] = []
+    for step in steps:
+        while kept_steps and kept_steps[-1].number >= step.number:
+            kept_steps.pop()
+        kept_steps.append(step)
+    return kept_steps
+
+
+def paces(scenario: Scenario, steps: Sequence[Step]) -> tuple[int, float, tuple[float, ...], float]:
+    """(steps, steps/s, steps/s between events, longest gap in s). Steps that were undone end a gap all the same."""
     file = scenario.file
-    times_s = [at_s for at_s in times_s if at_s <= file.seconds]
-    gap_s = max(np.diff([*times_s, file.seconds]), default=file.seconds) if times_s else file.seconds
+    if not steps:
+        return 0, 0.0, tuple(0.0 for _ in spans(scenario)), file.seconds
+    zero_s = steps[0].at_s
+    until_s = zero_s + file.seconds
+    steps = [step for step in steps if step.at_s <= until_s]
+    gap_s = max(np.diff([*(step.at_s for step in steps), until_s]))
+    times_s = [step.at_s - zero_s for step in kept(steps)]
     parts = tuple(rate(times_s, *span) for span in spans(scenario))
-    return rate(times_s, file.warm_up_s, file.seconds), parts, float(gap_s)
+    return len(times_s), rate(times_s, file.warm_up_s, file.seconds), parts, float(gap_s)
 
 
 def shown_layout(stages: Sequence[tuple[int, int]], members: Sequence[Sequence[str]], spares: Sequence[str]) -> str:

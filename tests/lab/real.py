@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from figures import Figures, paces, shown_layout
+from figures import Figures, Step, paces, shown_layout
 from internet.emulator import Internet
 from scenario import Event, Host, Scenario
 from shoal.deploy.demo.crew import CLI, environment, last_line
@@ -62,8 +62,8 @@ class RealSwarm:
     internet: Internet
     folder: Path
     problems: list[str] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    """When each step was committed, in `time.monotonic()`."""
+    steps: list[Step] = field(default_factory=list)
+    """In `time.monotonic()`."""
     joined_s: list[float] = field(default_factory=list)
     false_deaths: list[str] = field(default_factory=list)
     layouts: list[str] = field(default_factory=list)
@@ -175,7 +175,9 @@ class RealSwarm:
         self.tell_steps(now_s)
 
     def tell_steps(self, now_s: float) -> None:
-        self.times_s += (max([at_s, *self.times_s[-1:]]) for at_s, _ in self.book.due(now_s))
+        for at_s, done in self.book.due(now_s):
+            before = [step.at_s for step in self.steps[-1:]]  # two stages' last words may be heard in the other order
+            self.steps.append(Step(done.step, max([at_s, *before])))
 
     def _see(self, status: SwarmStatus, now_s: float) -> None:
         before = self.status
@@ -190,9 +192,9 @@ class RealSwarm:
                     self._missing.pop(peer.peer, None)
                 continue
             since_s = self._missing.setdefault(peer.peer, now_s)
-            if now_s >= since_s + _DEATH_S and self.times_s:
+            if now_s >= since_s + _DEATH_S and self.steps:
                 self._seen.discard(peer.peer)
-                self.false_deaths.append(f"{peer.host.name} was counted out at {since_s - self.times_s[0]:.0f} s")
+                self.false_deaths.append(f"{peer.host.name} was counted out at {since_s - self.steps[0].at_s:.0f} s")
         members = [
             [entry.name for entry in status.peers if entry.stage == stage] for stage in range(len(status.stages))
         ]
@@ -279,7 +281,7 @@ async def _until_first_step(real: RealSwarm) -> None:
 
         coming = [group.create_task(let_in(peer)) for peer in others]
         try:
-            await _wait_for(real, lambda: bool(real.times_s), scenario.file.waits_s, "no step was made")
+            await _wait_for(real, lambda: bool(real.steps), scenario.file.waits_s, "no step was made")
         except NoSwarm:
             for task in coming:
                 task.cancel()
@@ -300,7 +302,7 @@ async def _wait_for(real: RealSwarm, condition, timeout_s: float, complaint: str
 
 async def _through_events(real: RealSwarm) -> None:
     """Let everything happen, and wait until the scenario's time is over."""
-    zero_s = real.times_s[0]
+    zero_s = real.steps[0].at_s
     for event in sorted(real.scenario.file.events, key=lambda event: event.at_s):
         await asyncio.sleep(zero_s + event.at_s - time.monotonic())
         await real.happen(event)
@@ -317,14 +319,13 @@ async def _sent(real: RealSwarm) -> dict[str, int]:
 
 
 def _figures(real: RealSwarm, sent: dict[str, int]) -> Figures:
-    zero_s = real.times_s[0] if real.times_s else 0.0
-    times_s = [at_s - zero_s for at_s in real.times_s]
-    steps_per_s, parts, gap_s = paces(real.scenario, times_s)
+    steps, steps_per_s, parts, gap_s = paces(real.scenario, real.steps)
+    zero_s = real.steps[0].at_s if real.steps else 0.0
     before = [at_s for at_s in real.joined_s if at_s <= zero_s]
     return Figures(
         world="real",
         first_step_s=zero_s - max(before) if before else None,
-        steps=len([at_s for at_s in times_s if at_s <= real.scenario.file.seconds]),
+        steps=steps,
         steps_per_s=steps_per_s,
         parts=parts,
         gap_s_max=gap_s,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from figures import Figures, Sides, rate, table
+from figures import Figures, Sides, Step, kept, paces, rate, table
 from scenario import find_scenario, load_scenario, shipped
 from shoal.protocol.errors import LocalError
 from virtual import topology_of
@@ -100,6 +100,13 @@ def test_a_rate_counts_parts_of_steps_and_standstills():
     assert rate(times_s, 1.0, 3.0) == pytest.approx(0.5)
     assert rate(times_s, 4.0, 10.0) == pytest.approx(1 / 6)
     assert rate([], 0.0, 10.0) == 0.0
+
+
+def test_what_a_way_back_undoes_does_not_count_but_ends_a_gap(tmp_path):
+    steps = [Step(number, 100.0 + at_s) for number, at_s in ((0, 0), (1, 4), (2, 8), (3, 12), (1, 15), (2, 18))]
+    assert [step.at_s for step in kept(steps)] == [100.0, 115.0, 118.0]
+    assert paces(load(tmp_path, PLAIN), steps) == (3, pytest.approx(2 / 20), (pytest.approx(2 / 20),), 4.0)
+    assert paces(load(tmp_path, PLAIN), []) == (0, 0.0, (0.0,), 20.0)
 
 
 def test_a_table_shows_one_world_or_both():

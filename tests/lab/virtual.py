@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from figures import Figures, paces, shown_layout
+from figures import Figures, Step, paces, shown_layout
 from scenario import Event, Scenario
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, name_of, peer_ids
+from shoal.deploy.simulate.result import StepCommitted
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 from shoal.protocol.sim.loop import run as run_in_virtual_time
@@ -42,7 +43,7 @@ class _Ledger(SimLedger):
     """Keeps every layout, and who was counted out though nothing was done to it."""
 
     def __init__(self, virtual: "_Virtual", num_devices: int, *, steps: int) -> None:
-        super().__init__(num_devices, steps=steps, keeps_timeline=False, on_step=lambda step: virtual.stepped())
+        super().__init__(num_devices, steps=steps, keeps_timeline=False, on_step=virtual.stepped)
         self._virtual = virtual
 
     def obeyed(self, plan: Plan) -> None:
@@ -59,7 +60,7 @@ class _Virtual:
     scenario: Scenario
     topology: Topology
     world: World
-    times_s: list[float] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     first: asyncio.Event = field(default_factory=asyncio.Event)
     layouts: list[str] = field(default_factory=list)
     false_deaths: list[str] = field(default_factory=list)
@@ -87,8 +88,8 @@ class _Virtual:
         self.started_s[device] = asyncio.get_running_loop().time()
         self.swarm.launch(device)
 
-    def stepped(self) -> None:
-        self.times_s.append(asyncio.get_running_loop().time())
+    def stepped(self, step: StepCommitted) -> None:
+        self.steps.append(Step(step.step, step.committed_at_s))
         if not self.first.is_set():
             self.begun_bytes = dict(self.world.sent_bytes)
             self.first.set()
@@ -101,8 +102,8 @@ class _Virtual:
             self.layouts.append(shown)
         self.rollbacks = plan.rollbacks
         for peer in set(before.members if before else ()) - set(plan.members):
-            if self._devices[peer] not in self.away and self.times_s:
-                at_s = asyncio.get_running_loop().time() - self.times_s[0]
+            if self._devices[peer] not in self.away and self.steps:
+                at_s = asyncio.get_running_loop().time() - self.steps[0].at_s
                 self.false_deaths.append(f"{self._name(peer)} was counted out at {at_s:.0f} s")
 
     def happen(self, event: Event) -> None:
@@ -206,7 +207,7 @@ async def _play(scenario: Scenario, gflops: dict[str, float]) -> Figures:
     except TimeoutError:
         virtual.problems.append(f"no step was made after {file.waits_s:g} s")
     else:
-        zero_s = virtual.times_s[0]
+        zero_s = virtual.steps[0].at_s
         for event in sorted(file.events, key=lambda event: event.at_s):
             await asyncio.sleep(max(0.0, zero_s + event.at_s - loop.time()))
             virtual.happen(event)
@@ -216,9 +217,8 @@ async def _play(scenario: Scenario, gflops: dict[str, float]) -> Figures:
 
 def _figures(virtual: _Virtual, gflops: dict[str, float]) -> Figures:
     scenario, ledger = virtual.scenario, virtual.ledger
-    zero_s = virtual.times_s[0] if virtual.times_s else 0.0
-    times_s = [at_s - zero_s for at_s in virtual.times_s]
-    steps_per_s, parts, gap_s = paces(scenario, times_s)
+    steps, steps_per_s, parts, gap_s = paces(scenario, virtual.steps)
+    zero_s = virtual.steps[0].at_s if virtual.steps else 0.0
     before = [at_s for at_s in virtual.started_s.values() if at_s <= zero_s]
     up_mb = dict.fromkeys(scenario.lines, 0.0)
     for (source, destination), count in virtual.world.sent_bytes.items():
@@ -228,8 +228,8 @@ def _figures(virtual: _Virtual, gflops: dict[str, float]) -> Figures:
     raised = [f"{name}: {error!r}" for name, error in virtual.world.failures]
     return Figures(
         world="virtual",
-        first_step_s=zero_s - max(before) if times_s else None,
-        steps=len(times_s),
+        first_step_s=zero_s - max(before) if steps else None,
+        steps=steps,
         steps_per_s=steps_per_s,
         parts=parts,
         gap_s_max=gap_s,
