@@ -6,6 +6,7 @@
 import argparse
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="append a line for each scenario to this file")
     parser.add_argument("--logs", type=Path, help="keep the real peers' logs in this folder")
     options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.CRITICAL)  # simulated peers' own words, of all of them at once
     try:
         scenarios = [find_scenario(what) for what in options.scenarios or shipped()]
     except LocalError as error:
