@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import shutil
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 
 from figures import Figures, Step, paces, shown_layout
@@ -33,6 +33,8 @@ _DEATH_S = 3.0
 """A peer that a status leaves out for so long was counted out: a new coordinator may not know everybody at once."""
 _BUSY_MIN = 0.02
 """A device that works less than this says little of its speed."""
+_AT_WORK = 0.9
+"""A peer that waits still spends processor seconds on its heartbeats: its speed is that of its busiest times."""
 
 
 class NoSwarm(Exception):
@@ -167,7 +169,7 @@ class RealSwarm:
                 self.book.commit(report.report, now_s)
             case StepDone():
                 self.book.tell(report, now_s)
-            case Contribution() if report.busy > _BUSY_MIN:
+            case Contribution() if report.busy > _BUSY_MIN and report.flop_per_s > 0.0:
                 # Under a limit "busy" counts all processor seconds, of which the peer gets no more than its share.
                 peer.speeds.append(report.flop_per_s / report.busy * peer.host.compute_share)
             case Status():
@@ -338,9 +340,7 @@ def _figures(real: RealSwarm, sent: dict[str, int]) -> Figures:
         layout=real.layouts[-1] if real.layouts else "",
         layouts=len(real.layouts),
         gflops={
-            name: statistics.median(peer.speeds[len(peer.speeds) // 3 :]) / 1e9
-            for name, peer in real.peers.items()
-            if peer.speeds
+            name: float(np.quantile(peer.speeds, _AT_WORK)) / 1e9 for name, peer in real.peers.items() if peer.speeds
         },
         problems=tuple(real.problems),
     )

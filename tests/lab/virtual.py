@@ -5,6 +5,7 @@ reaches everybody), lost packets, the lengths of queues, jitter but for its mean
 """
 
 import asyncio
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -185,9 +186,12 @@ class _Virtual:
 
 
 def play(scenario: Scenario, gflops: Mapping[str, float] | None = None) -> Figures:
-    """Args: gflops: the speed of each host's device at work; what the scenario says goes before it."""
+    """Args: gflops: the speed of each host's device at work; what the scenario says goes before it. A device of which
+    neither says anything is like the others."""
     began_s = time.monotonic()
-    speeds = {host.name: host.gflops or (gflops or {}).get(host.name, GFLOPS) for host in scenario.hosts}
+    known = gflops or {}
+    usual = statistics.median(known.values()) if known else GFLOPS
+    speeds = {host.name: host.gflops or known.get(host.name, usual) for host in scenario.hosts}
     figures = run_in_virtual_time(_play(scenario, speeds))
     return msgspec.structs.replace(figures, wall_s=time.monotonic() - began_s)
 
