@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
     pytest.mark.timeout(240),
 ]
-RUN = Path(__file__).with_name("run.py")
+RUN = Path(__file__).parents[1] / "run.py"
 MARK = "SHOAL_LAB_TEST"
 
 
