@@ -14,7 +14,7 @@ from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER
 from shoal.protocol.topology import Floats, Ints
 
 TRIED = 64
-"""So many exchanges are tried, those first that save most: each costs an evaluation."""
+"""A search tries so many exchanges, those first that save most: each costs an evaluation."""
 AS_GOOD = 1.001
 """An exchange may make steps longer by so much."""
 
