@@ -10,8 +10,7 @@ apart that way:
 - From the plan's figure to today's: something was measured since, as that a device is slower now.
 - From today's figure to what is seen: that is what the objective does not know of this swarm. It is learned for each
   number of stages, smoothed over `LEARN_STEPS`, and says something of the other numbers (`cost/experience.py`). Later
-  plans foresee with it, and searches compare by it. What a division was seen to make is remembered as well, for
-  `TRIED_STEPS`.
+  plans foresee with it, and searches compare by it.
 
 By how much promises have erred, from one layout to the next (`forecast_error`), says what a gain is worth that a search
 promises.
@@ -32,10 +31,9 @@ import math
 from collections import deque
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR
-from shoal.coordinator.cost.experience import Bounds, Experience
+from shoal.coordinator.cost.experience import Experience
 from shoal.coordinator.plan_layout import Places, places_of
 from shoal.coordinator.token_rate import TokenRate
-from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX, VERSION_MAX
 from shoal.protocol.messages import Calibrated, Comparison
 from shoal.protocol.plan import Bound, Foreseen, Plan
@@ -52,8 +50,6 @@ CHANGED = 1.25
 UNLIKE = 1.25
 """Today's figure is told beside the plan's if they are further apart."""
 LAYOUTS_KEPT = 8
-TRIED_STEPS = 256
-"""A division may be tried again after so many steps: the two changes cost a few."""
 NUMBERS_KEPT = 8
 """What was seen is remembered of so many numbers of stages, those that the run had last."""
 _WORDS: dict[Bound, str] = {
@@ -83,9 +79,6 @@ class Calibration:
         """Seen over foreseen when the last search began, or when it could first be told; 0: neither has been."""
         self._learned: dict[int, tuple[float, int]] = {}
         """Number of stages -> (log(seen / today's figure), the steps behind it), the latest last."""
-        self._tried: dict[Bounds, tuple[float, int]] = {}
-        """Bounds -> (tokens/s, version when that was seen last), of divisions that the members of now have had."""
-        self._members: frozenset[PeerID] = frozenset()
         self._factor_then = 1.0
         """The factor with which the live plan foresees."""
         self._learned_to = 0
@@ -98,8 +91,7 @@ class Calibration:
     @property
     def experience(self) -> Experience:
         """What was seen of this run's layouts, for searches."""
-        tried = tuple((bounds, rate) for bounds, (rate, _) in self._tried.items())
-        return Experience(self._errors, tried)
+        return Experience(self._errors)
 
     @property
     def _errors(self) -> tuple[tuple[int, float, int], ...]:
@@ -172,8 +164,6 @@ class Calibration:
     def obey(self, plan: Plan) -> None:
         """A plan is live. A layout that goes on, as under the plan of a new term, is compared on."""
         layout = plan.era, places_of(plan)
-        if (members := frozenset(plan.members)) != self._members:
-            self._members, self._tried = members, {}
         if layout != self._layout:
             if (off := self._off_now()) is not None:
                 self._off.append(off)
@@ -204,20 +194,10 @@ class Calibration:
         self._newest = pace.newest(now_s) if self._seen[1] else 0.0
         if self.ratio >= SLOW and self._seen[1] >= OFF_STEPS and not self._noted:
             self._noted = self.ratio
-        self._try(version)
         if self._seen[1] and self._today is not None and version > self._learned_to:
             if not self._is_out_of_date:
                 self._learn(math.log(self._seen[0] / self._today.tokens_per_s), version - self._learned_to)
             self._learned_to = version
-
-    def _try(self, version: int) -> None:
-        """Note what is seen of the live division, and forget what was seen of others long ago."""
-        if self._layout is not None and self.seen_tokens_per_s:
-            bounds = tuple(last for _, last, _ in self._layout[1][0])
-            self._tried.pop(bounds, None)
-            self._tried[bounds] = self.seen_tokens_per_s, version
-        kept = [(bounds, tried) for bounds, tried in self._tried.items() if version < tried[1] + TRIED_STEPS]
-        self._tried = dict(kept[-LAYOUTS_KEPT:])
 
     def searched(self) -> None:
         """A search for a better layout begins: it knows what we know."""
@@ -248,16 +228,13 @@ class Calibration:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
         era, off = self._layout[0], tuple(self._off)
-        tried = tuple((bounds, *seen) for bounds, seen in self._tried.items())
-        return Calibrated(self._errors, era, steady_from, self._noted, self._factor_then, off, tried)
+        return Calibrated(self._errors, era, steady_from, self._noted, self._factor_then, off)
 
     def take_over(self, told: Calibrated | None) -> None:
         """Go on from what another coordinator has learned, of the layout that is live."""
         if told is None or not (
             len(told.learned) <= NUMBERS_KEPT
             and all(_is_possible(*learned) for learned in told.learned)
-            and len(told.tried) <= LAYOUTS_KEPT
-            and all(0.0 < rate < math.inf and 0 <= version <= VERSION_MAX for _, rate, version in told.tried)
             and 1.0 / FACTOR_MAX <= told.factor_then <= FACTOR_MAX
             and 0.0 <= told.noted < math.inf
             and -1 <= told.steady_from <= VERSION_MAX
@@ -266,7 +243,6 @@ class Calibration:
             return
         self._learned = {num_stages: (log, steps) for num_stages, log, steps in told.learned}
         self._off = deque(told.off, maxlen=LAYOUTS_KEPT)
-        self._tried = {bounds: (rate, version) for bounds, rate, version in told.tried}
         if self._layout is not None and told.era == self._layout[0] and told.steady_from >= 0:
             self._steady_from, self._noted, self._factor_then = told.steady_from, told.noted, told.factor_then
             self._learned_to = max(self._learned_to, told.steady_from)

@@ -335,8 +335,6 @@ class Calibrated(_Part, frozen=True, array_like=True):
     """The factor with which the live plan foresees."""
     off: tuple[float, ...] = ()
     """log(seen tokens/s / tokens/s that its first plan promised), of each of the last layouts before the live one."""
-    tried: tuple[tuple[tuple[int, ...], float, int], ...] = ()
-    """(last layer of each stage, tokens/s, version when that was seen last), of divisions that these members had."""
 
 
 class Absence(_Part, frozen=True, array_like=True):

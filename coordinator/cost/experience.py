@@ -8,9 +8,7 @@ layouts with K stages,
     y(K) = a + b(K),   a ~ N(0, A^2),   cov(b(K), b(K')) = B^2 exp(-|log K - log K'|),   y seen with noise N^2 / steps
 
 and the estimate is the mean of y(K) given all that was seen, by which a swarm that is slower than foreseen with one
-number of stages comes to try another one. A division that was tried a short while ago is believed to be as fast as it
-was, whatever the figures of its devices say now: peers of one machine stand in each other's way with one layout more
-than with another, and their figures with them.
+number of stages comes to try another one.
 
 Source: Gaussian process regression (Rasmussen, Williams 2006, eq. 2.25).
 """
@@ -40,8 +38,6 @@ class Experience:
 
     errors: tuple[tuple[int, float, int], ...] = ()
     """(number of stages, log(seen / foreseen tokens/s), the steps behind it), each number of stages once."""
-    tried: tuple[tuple[Bounds, float], ...] = ()
-    """(bounds, tokens/s) of divisions that these peers had a short while ago, and have."""
 
     def log_factor(self, num_stages: int) -> float:
         """log(seen / foreseen tokens/s) that is to be expected of a layout with so many stages; 0: nothing is known."""
@@ -58,7 +54,7 @@ class Experience:
 
     def promised(self, bounds: Bounds, tokens_per_s: float) -> float:
         """The tokens/s to be expected of a division of which the objective says `tokens_per_s`."""
-        return min(tokens_per_s * self.factor(len(bounds)), dict(self.tried).get(bounds, math.inf))
+        return tokens_per_s * self.factor(len(bounds))
 
 
 NO_EXPERIENCE = Experience()

@@ -195,18 +195,6 @@ def test_each_number_of_stages_is_remembered_as_it_was_seen(plan, make_plan):
     heir = Run(plan)
     heir.calibration.take_over(run.calibration.tell())
     assert heir.calibration.experience == run.calibration.experience
-    assert dict(heir.calibration.experience.tried) == {(2, 4): pytest.approx(USUAL), (2,): pytest.approx(2 * USUAL)}
-
-
-def test_a_division_may_be_tried_again_after_a_while_and_with_other_members(plan, make_plan):
-    run = Run(plan)
-    run.steps(30)
-    apart = make_plan([["a"], ["b", "c"]], coordinator="a").plan.stages
-    tried = dict(run.calibration.experience.tried)
-    assert len(tried) == 1
-    other = [msgspec.structs.replace(stage, first_layer=at, last_layer=at + 1) for at, stage in enumerate(apart)]
-    run.calibration.obey(msgspec.structs.replace(run.plan, stages=(other[0],)))
-    assert run.calibration.experience.tried == ()
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,3 @@ def test_two_numbers_are_kept_apart():
     assert bias.factor(1) == pytest.approx(0.6, rel=0.02)
     assert bias.factor(3) == pytest.approx(1.0, rel=0.02)
     assert 0.6 < bias.factor(2) < 1.0
-
-
-def test_a_division_that_was_tried_is_no_faster_than_it_was():
-    known = Experience(tried=(((2, 6), 100.0),))
-    assert [known.promised(bounds, 150.0) for bounds in ((2, 6), (3, 6))] == [100.0, 150.0]
-    assert known.promised((2, 6), 80.0) == 80.0, "a device may be slower since"
