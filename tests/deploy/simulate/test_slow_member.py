@@ -17,8 +17,6 @@ SPEC = RunSpec(
     swarm=SwarmSpec(stages=AUTO_STAGES, min_peers=1, term_s=30.0),
 )
 SLOW_S = 120.0
-SAME = 0.97
-"""Two runs whose steps end at other times of the window differ by so much: 90 s of steps of 10 s."""
 
 
 def played(devices: int, *slowings: Slowing) -> SimResult:
