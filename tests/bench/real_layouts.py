@@ -70,6 +70,8 @@ def played(layout: str, parts: str, since_s: float, seconds: float) -> tuple[flo
             before = _steps(told), _cpu_s(demo.pid)
             time.sleep(max(0.0, began_s + whole_s - time.monotonic()))
             after = _steps(told), _cpu_s(demo.pid)
+            if not after[0]:
+                raise SystemExit(f"{layout}: no step in {whole_s:.0f} s; see what `{' '.join(command)}` says")
         finally:
             demo.wait()
     steps = after[0] - before[0]

@@ -4,6 +4,8 @@ peers the same way."""
 import sys
 from dataclasses import replace
 
+import msgspec
+
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Snapshot
 from shoal.coordinator.plan_layout import Layout
@@ -22,7 +24,7 @@ class CountedAllocator(GreedyAllocator):
         by_speed = sorted(snapshot.peers, key=lambda peer: peer.flop_per_s)
         size = len(by_speed) // len(layout.stages)
         stages = tuple(
-            replace(
+            msgspec.structs.replace(
                 stage,
                 members=tuple(Member(peer=p.peer, share=p.flop_per_s, bandwidth=1.0) for p in by_speed[at : at + size]),
             )
