@@ -9,8 +9,8 @@ apart that way:
 
 - From the plan's figure to today's: something was measured since, as that a device is slower now.
 - From today's figure to what is seen: that is what the objective does not know of this swarm. It is learned for each
-  number of stages, smoothed over `LEARN_STEPS`, and says something of the other numbers (`cost/experience.py`). Later
-  plans foresee with it, and searches compare by it.
+  number of stages, smoothed over `LEARN_STEPS`, and says something of the other numbers (`cost/forecast_bias.py`).
+  Later plans foresee with it, and searches compare by it.
 
 By how much promises have erred, from one layout to the next (`forecast_error`), says what a gain is worth that a search
 promises.
@@ -31,7 +31,7 @@ import math
 from collections import deque
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR
-from shoal.coordinator.cost.experience import Experience
+from shoal.coordinator.cost.forecast_bias import ForecastBias
 from shoal.coordinator.plan_layout import Places, places_of
 from shoal.coordinator.token_rate import TokenRate
 from shoal.protocol.limits import STAGES_MAX, VERSION_MAX
@@ -89,18 +89,14 @@ class Calibration:
         """log(seen tokens/s / tokens/s that its first plan promised), of each layout before the live one."""
 
     @property
-    def experience(self) -> Experience:
-        """What was seen of this run's layouts, for searches."""
-        return Experience(self._errors)
-
-    @property
-    def _errors(self) -> tuple[tuple[int, float, int], ...]:
-        return tuple((num_stages, *learned) for num_stages, learned in self._learned.items())
+    def bias(self) -> ForecastBias:
+        """The objective errs by so much in this run, as far as that was seen."""
+        return ForecastBias(tuple((num_stages, *learned) for num_stages, learned in self._learned.items()))
 
     @property
     def factor(self) -> float:
         """What is seen over what the objective says, for layouts with as many stages as the live one."""
-        return self.experience.factor(self._num_stages)
+        return self.bias.factor(self._num_stages)
 
     @property
     def _num_stages(self) -> int:
@@ -157,7 +153,7 @@ class Calibration:
 
     def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:
         """What the objective says of a layout with so many stages, times what its word has been worth."""
-        return _times(self.experience.factor(num_stages), foreseen)
+        return _times(self.bias.factor(num_stages), foreseen)
 
     # --- what happens ---
 
@@ -228,7 +224,7 @@ class Calibration:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
         era, off = self._layout[0], tuple(self._off)
-        return Calibrated(self._errors, era, steady_from, self._noted, self._factor_then, off)
+        return Calibrated(self.bias.seen, era, steady_from, self._noted, self._factor_then, off)
 
     def take_over(self, told: Calibrated | None) -> None:
         """Go on from what another coordinator has learned, of the layout that is live."""

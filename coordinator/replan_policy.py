@@ -42,9 +42,9 @@ FETCH_S_MAX = 600.0
 TOLD_HEARTBEATS = 4.0
 """Within so many everybody has told what is on its disk, copies that it was asked for a moment ago included."""
 NETWORK_PEERS_MAX = 256
-"""The shares of a repaired plan follow speeds alone in a swarm of more peers, and divisions are always fetched ahead:
-putting together what lies between the peers takes too long for a plan that must come at once. A search always has
-it."""
+"""The links between more peers are put together for searches alone, since that takes too long for a plan that must
+come at once. The shares of a repaired plan then follow speeds only, and state for another division is fetched ahead in
+any case."""
 
 Next = Layout | SearchJob | None
 """A layout to propose, a search to run, or neither."""
@@ -306,7 +306,7 @@ class ReplanPolicy:
             self.view.snapshot(peers, live, disks, now_s, knows_network=True),
             seen_tokens_per_s=calibration.seen_tokens_per_s,
             forecast_error=calibration.forecast_error,
-            experience=calibration.experience,
+            forecast_bias=calibration.bias,
         )
 
     def _fetches(self, live: Plan, now_s: float) -> bool:

@@ -38,27 +38,31 @@ from shoal.protocol.plan import Plan, Stage
 from shoal.protocol.topology import Topology
 
 AGREED_S = 1.0
-"""The plans of a change are agreed upon in so long."""
+"""A change takes two plans, which take so long to be reported, made and voted for: with heartbeats of 2 s, 0.7 s beyond
+a step (`coordinator/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
 """A peer keeps up with the gradients of so many of the layers that it has fetched as travel in this part of a step; the
 others it fetches in the standstill (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
-"""State that is fetched ahead gets this part of a line at least, however much training uses it: it waits for a quiet
-moment, up to four times as long as it takes itself (`peer/handoff/server.py`). So steps whose lines bound them are
-foreseen to be 20 % slower meanwhile (two-universities: 132,500 tokens/s, then 110,000), and others not at all
-(peer/MEASURED.md: 1 to 3 %)."""
+"""The part of a line that state fetched ahead has at least, while training uses the line all the time. A holder that
+sends state waits for a moment in which its line is quiet, but no more than four times as long as the state itself
+takes (`peer/handoff/server.py`). Steps that are bound by their lines are therefore foreseen to be 20 % slower
+meanwhile (17 % were seen in two-universities), others no slower (1 to 3 % were seen, `peer/MEASURED.md`)."""
 WORTH_MIN = 0.05
 """What a gain in tokens/s must be worth (`expected_gain`), or nobody fetches anything for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What it costs to go from one layout to another. Seconds are those in which the other one would have worked."""
+    """The price of going from one layout to another, and the gain.
+
+    The price is in seconds of the new layout: so long it takes for the work that is not done because of the change.
+    """
 
     gain: float
-    """The gain in tokens/s, relative."""
+    """The foreseen gain in tokens/s: 0.1 is 10 % more."""
     worth: float
-    """What that is worth (`expected_gain`)."""
+    """The gain to be expected, since forecasts err (`expected_gain`)."""
     drain_s: float
     """How long the pipeline drains and fills: the way of a microbatch and the commit of either layout, with nothing
     beside them, and the votes."""
@@ -67,7 +71,7 @@ class Change:
     ahead_s: float
     """How long it travels while training goes on."""
     meanwhile: float
-    """The part of the other layout's work that is done while state travels ahead."""
+    """The rate of the live layout while state travels ahead, over that of the new one."""
     left_s: float
     """How long the run stands still after that, for what is left."""
 
@@ -82,11 +86,11 @@ class Change:
         return self.travel_s <= self._fetched_ahead_s(self.ahead_s if ahead_s is None else ahead_s)
 
     def pays(self, horizon_s: float) -> bool:
-        """Whether the gain is worth anything, and makes up for the price within `horizon_s`."""
+        """Whether the expected gain is `WORTH_MIN` or more, and more is done within `horizon_s` than without it."""
         return self.worth >= WORTH_MIN and self.work(horizon_s) > horizon_s
 
     def work(self, horizon_s: float) -> float:
-        """What is done within `horizon_s`, in seconds of the layout before."""
+        """The work that is done within `horizon_s`, as the seconds that the live layout would take for it."""
         return (1.0 + self.worth) * (horizon_s - self.price_s)
 
     def _fetched_ahead_s(self, ahead_s: float) -> float:
@@ -102,17 +106,27 @@ def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Pl
     )
 
 
-def change_to(snapshot: Snapshot, topology: Topology, current: Placement, found: Placement) -> Change | None:
-    """What it costs to go from `current` to `found`, and what that gains; None: that cannot be said."""
+def change_to(
+    snapshot: Snapshot, topology: Topology, current: Placement, found: Placement, *, worth_min: float = -math.inf
+) -> Change | None:
+    """Reckon what it costs to go from `current` to `found`, and what that gains.
+
+    Args: worth_min: a change that is worth less is of no interest, and how long its state travels is not worked out.
+    Returns: None: it is worth less, or one of the placements is impossible.
+    """
     workload = snapshot.workload
     assert workload is not None
     objective = ThroughputObjective(topology, workload)
     live, cost = objective.cost(current), objective.cost(found)
-    slowed = ThroughputObjective(_with_part(topology, 1.0 - AHEAD_PART), workload).cost(current)
-    if not all(math.isfinite(each.seconds) for each in (live, cost, slowed)):
+    if not math.isfinite(live.seconds) or not math.isfinite(cost.seconds):
         return None
     gain, before_s = _gain(snapshot, current, live, found, cost), seen_or_foreseen_s(snapshot, live)
     worth = expected_gain(gain, snapshot.forecast_error)
+    if not worth >= worth_min:
+        return None
+    slowed = ThroughputObjective(_with_part(topology, 1.0 - AHEAD_PART), workload).cost(current)
+    if not math.isfinite(slowed.seconds):
+        return None
     travel_s = fetch_s(topology, workload, current, found)
     part = max(AHEAD_PART, 1.0 - _busy(objective, current, step_s=live.parts["foreseen_s"]))
     return Change(
@@ -130,12 +144,7 @@ def worth_its_standstill(snapshot: Snapshot, topology: Topology, current: Placem
     """The change from `current` to `found`, if it divides the layers otherwise and pays within the horizon."""
     if found.bounds == current.bounds or not all(current.stages):
         return None
-    assert snapshot.workload is not None
-    objective = ThroughputObjective(topology, snapshot.workload)
-    gain = _gain(snapshot, current, objective.cost(current), found, objective.cost(found))
-    if not expected_gain(gain, snapshot.forecast_error) >= WORTH_MIN:
-        return None  # most are not, and how long their state travels takes long to find out
-    change = change_to(snapshot, topology, current, found)
+    change = change_to(snapshot, topology, current, found, worth_min=WORTH_MIN)
     return change if change is not None and change.pays(snapshot.horizon_s) else None
 
 
@@ -149,13 +158,14 @@ def following_change(snapshot: Snapshot, live: Plan, following: Sequence[Stage])
 
 def lacking_bytes(workload: Workload, live: Plan, following: Sequence[Stage]) -> dict[PeerID, float]:
     """The bytes of state that each member of `following` does not hold in the live plan."""
-    layer_bytes = [STATE_BYTES_PER_PARAMETER * parameters for parameters in workload.layer_parameters]
     lacking = {}
     for stage in following:
         for peer in stage.peers:
             now = live.stage_of(peer)
             held = range(*live.stages[now].layers) if now is not None else range(0)
-            lacking[peer] = sum(layer_bytes[layer] for layer in range(*stage.layers) if layer not in held)
+            lacking[peer] = sum(
+                workload.layer_state_bytes[layer] for layer in range(*stage.layers) if layer not in held
+            )
     return lacking
 
 
@@ -169,16 +179,10 @@ def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
 
 
 def _gain(snapshot: Snapshot, current: Placement, live: Cost, found: Placement, cost: Cost) -> float:
-    """The gain in tokens/s, relative, by what is foreseen and what layouts of this run were seen to make. Where they
-    made more than the figures say, these are wrong, and no reason to move (`seen_or_foreseen_s`)."""
-    gain = foreseen_gain(snapshot, live, cost)
-    if not math.isfinite(live.seconds) or not math.isfinite(cost.seconds):
-        return gain
-    before, after = (
-        min(1.0, snapshot.experience.promised(placement.bounds[1:], rate := priced.parts["tokens_per_s"]) / rate)
-        for placement, priced in ((current, live), (found, cost))
-    )
-    return (1.0 + gain) * after / before - 1.0
+    """`foreseen_gain`, corrected by how the objective errs for either number of stages. It is not corrected upwards: a
+    layout that is quicker than its figures say has a figure that is wrong, which is no reason to move."""
+    before, after = (min(1.0, snapshot.forecast_bias.factor(len(each.stages))) for each in (current, found))
+    return (1.0 + foreseen_gain(snapshot, live, cost)) * after / before - 1.0
 
 
 def expected_gain(gain: float, forecast_error: float) -> float:
@@ -198,7 +202,7 @@ def seen_or_foreseen_s(snapshot: Snapshot, live: Cost) -> float:
 def fetch_s(topology: Topology, workload: Workload, current: Placement, found: Placement) -> float:
     """Seconds until everybody has what it is to hold, with the lines for that alone: over the paths from a layer's
     holders, from all of them at once, or over the busiest card, whichever takes longer."""
-    layer_bytes = STATE_BYTES_PER_PARAMETER * np.array(workload.layer_parameters)
+    layer_bytes = np.array(workload.layer_state_bytes)
     _, card = np.unique(topology.card, return_inverse=True)
     same_card = card[:, None] == card[None, :]
     ends = np.minimum(topology.up_bytes_per_s[:, None], topology.down_bytes_per_s[None, :])

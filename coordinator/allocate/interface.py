@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shoal.coordinator.cost.experience import NO_EXPERIENCE, Experience
+from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
 from shoal.coordinator.plan_layout import Layout
@@ -80,8 +80,8 @@ class Snapshot:
     that say less than this of it are wrong."""
     forecast_error: float = FORECAST_ERROR
     """The quadratic mean of log(seen / promised tokens/s) over the layouts of this run (`calibration`)."""
-    experience: Experience = NO_EXPERIENCE
-    """What layouts of this run were seen to make."""
+    forecast_bias: ForecastBias = UNBIASED
+    """The objective errs by so much in this run, for each number of stages."""
     horizon_s: float = HORIZON_S
     """How long a layout is expected to last: what pays later than that is not worth moving for."""
     going_back_s: float = 0.0

@@ -133,9 +133,7 @@ def _unless_slower(snapshot: Snapshot, found: tuple[Layout | None, str]) -> tupl
     it makes, so they are wrong, and no reason to move."""
     layout, _ = found
     promised = foresee(snapshot, layout.stages) if layout is not None else None
-    if layout is None or promised is None:
-        return found
-    if promised.tokens_per_s > snapshot.seen_tokens_per_s:
+    if promised is None or promised.tokens_per_s > snapshot.seen_tokens_per_s:
         return found
     told = f"{promised.tokens_per_s:,.0f} tokens/s, and {snapshot.seen_tokens_per_s:,.0f} are seen"
     return None, f"stays: what was found should make {told}"
@@ -343,7 +341,7 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
         num_stages=snapshot.num_stages,
         seed=seed,
         work=_work(topology.num_devices),
-        experience=snapshot.experience,
+        bias=snapshot.forecast_bias,
     )
     each = [nearer(objective, current, with_second_holders(objective, searched, snapshot)) for searched in each]
     asked = snapshot.num_stages not in (None, len(previous.stages))

@@ -1,7 +1,7 @@
 """Exchanges devices of a placement that are as good in each other's places, so that less state travels. Pure.
 
-A search for another division into stages looks for what is quickest and does not care which of two like devices is
-where. Who has had the first eight layers of twelve may as well keep them.
+A search for another division into stages looks for what is quickest, and to it two equal devices are the same. The one
+that has held the first eight of twelve layers should keep them, so that fewer bytes travel.
 """
 
 from dataclasses import replace
@@ -10,19 +10,20 @@ import numpy as np
 
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER
 from shoal.protocol.topology import Floats, Ints
 
 TRIED = 64
 """A search tries so many exchanges, those first that save most: each costs an evaluation."""
 AS_GOOD = 1.001
-"""An exchange may make steps longer by so much."""
+"""A step may take so many times what it took before all exchanges: two devices that were measured are never quite
+equal."""
 
 
 def nearer(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
-    """`found`, with devices exchanged between its stages, and with spares, while that saves bytes of state.
+    """Exchange devices between stages of `found`, and with spares, while that saves bytes of state.
 
     Args: current: who holds which layers now; devices of the topology of `objective`.
+    Returns: a placement with the bounds of `found`, whose steps take at most `AS_GOOD` times as long.
     """
     lacks = _lacking_bytes(objective, current, found)
     limit_s = AS_GOOD * objective.cost(found).seconds
@@ -50,15 +51,19 @@ def nearer(objective: ThroughputObjective, current: Placement, found: Placement)
 
 
 def _lacking_bytes(objective: ThroughputObjective, current: Placement, found: Placement) -> Floats:
-    """float [N, K + 1]: the bytes that each device lacks for each stage of `found`, and for none."""
-    layer_bytes = STATE_BYTES_PER_PARAMETER * np.array(objective.workload.layer_parameters)
+    """The state that each of N devices would have to fetch for each of the K stages of `found`.
+
+    Returns: float [N, K + 1], bytes. The last column is that of a device without a stage: zeros.
+    """
+    layer_bytes: Floats = np.array(objective.workload.layer_state_bytes)
     held = np.zeros((objective.topology.num_devices, len(layer_bytes)))
     for stage, first, last in zip(current.stages, current.bounds, current.bounds[1:], strict=False):
         held[list(stage), first:last] = 1.0
     wanted = np.zeros((len(found.stages) + 1, len(layer_bytes)))
     for index, (first, last) in enumerate(zip(found.bounds, found.bounds[1:], strict=False)):
         wanted[index, first:last] = 1.0
-    return (1.0 - held) @ (wanted * layer_bytes).T
+    lacking: Floats = (1.0 - held) @ (wanted * layer_bytes).T
+    return lacking
 
 
 def _stages(at: Ints, num_stages: int) -> tuple[tuple[int, ...], ...]:

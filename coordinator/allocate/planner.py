@@ -14,7 +14,7 @@ from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.repair import take_in
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
-from shoal.coordinator.cost.experience import NO_EXPERIENCE, Experience
+from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -74,15 +74,15 @@ def plan_each(
     num_stages: int | None = None,
     seed: int = 0,
     work: int,
-    experience: Experience = NO_EXPERIENCE,
+    bias: ForecastBias = UNBIASED,
 ) -> list[Placement]:
     """The best placement that is found of each number of stages, the best of all first: what is best may be too dear
     to go to.
 
-    Args: as of `plan`; experience: what layouts of this run were seen to make, by which numbers of stages are compared.
+    Args: as of `plan`; bias: by how much the objective errs, for each number of stages: numbers are compared by it.
     Raises: NoLayout: there is none.
     """
-    search = _Search(topology, workload, seed=seed, current=None, horizon_s=math.inf, experience=experience)
+    search = _Search(topology, workload, seed=seed, current=None, horizon_s=math.inf, bias=bias)
     found = [placement for placement, _, _ in search.each(num_stages, work) if placement is not None]
     if not found:
         raise NoLayout(search.why_not(num_stages))
@@ -123,14 +123,14 @@ class _Search:
         seed: int,
         current: Placement | None,
         horizon_s: float,
-        experience: Experience = NO_EXPERIENCE,
+        bias: ForecastBias = UNBIASED,
     ) -> None:
         self._topology = topology
         self._workload = workload
         self._seed = seed
         self._current = current
         self._horizon_s = horizon_s
-        self._experience = experience
+        self._bias = bias
         self._levels = levels(topology, workload)
 
     def best(self, num_stages: int | None, work: int) -> tuple[Placement | None, float, int]:
@@ -158,8 +158,7 @@ class _Search:
         if found is None:
             return math.inf
         parts = ThroughputObjective(self._topology, self._workload).cost(found).parts
-        promised = self._experience.promised(found.bounds[1:], parts["tokens_per_s"])
-        return seconds * self._workload.tokens_per_step / promised / parts["step_s"]
+        return seconds * parts["foreseen_s"] / parts["step_s"] / self._bias.factor(len(found.stages))
 
     def why_not(self, num_stages: int | None) -> str:
         t, w = self._topology, self._workload

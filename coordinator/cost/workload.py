@@ -75,6 +75,11 @@ class Workload:
         """The last stage's job, in forwards."""
         return 1.0 + min(self.backward_per_forward, BACKWARD_PER_FORWARD)
 
+    @property
+    def layer_state_bytes(self) -> tuple[float, ...]:
+        """[L], what a peer that is to hold a layer fetches: the parameters and their moments."""
+        return tuple(STATE_BYTES_PER_PARAMETER * parameters for parameters in self.layer_parameters)
+
     def job_flop(self, first_layer: int, last_layer: int) -> float:
         """The FLOP of a microbatch there and back through a stage of those layers."""
         is_last = last_layer == self.num_layers

@@ -15,7 +15,7 @@ from shoal.coordinator.allocate.dividing import (
     worth_its_standstill,
 )
 from shoal.coordinator.allocate.interface import FORECAST_ERROR, Snapshot
-from shoal.coordinator.cost.experience import Experience
+from shoal.coordinator.cost.forecast_bias import ForecastBias
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
 from shoal.protocol.spec import ModelSpec, RunSpec, WireSpec
@@ -191,7 +191,7 @@ def test_another_number_of_stages_gains_what_the_live_one_has_disappointed() -> 
 
     def gain(*seen: tuple[int, float, int]) -> float:
         snapshot = Snapshot(
-            peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work, experience=Experience(seen)
+            peers=(), layer_costs=(1.0,) * 6, num_stages=None, workload=work, forecast_bias=ForecastBias(seen)
         )
         change = worth_its_standstill(snapshot, unequal, both, alone)
         return change.gain if change is not None else 0.0

@@ -1,18 +1,18 @@
-"""What was seen of layouts says what to expect of others, most for the same number of stages."""
+"""What was seen of layouts says by how much the objective errs, most for the same number of stages."""
 
 import math
 
 import pytest
 
-from shoal.coordinator.cost.experience import NO_EXPERIENCE, Experience
+from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 
 
 def test_nothing_seen_is_no_bias():
-    assert [NO_EXPERIENCE.factor(k) for k in (1, 7)] == [1.0, 1.0]
+    assert [UNBIASED.factor(k) for k in (1, 7)] == [1.0, 1.0]
 
 
 def test_what_was_seen_counts_for_its_number_of_stages_and_less_for_others():
-    bias = Experience(((1, math.log(0.6), 64),))
+    bias = ForecastBias(((1, math.log(0.6), 64),))
     factors = [bias.factor(k) for k in (1, 2, 4, 16)]
     assert factors == sorted(factors)
     assert factors[0] == pytest.approx(0.6, rel=0.02)
@@ -20,12 +20,12 @@ def test_what_was_seen_counts_for_its_number_of_stages_and_less_for_others():
 
 
 def test_few_steps_say_less_than_many():
-    few, many = (Experience(((3, math.log(0.5), steps),)).factor(3) for steps in (1, 64))
+    few, many = (ForecastBias(((3, math.log(0.5), steps),)).factor(3) for steps in (1, 64))
     assert 0.5 < many < 0.52 < 0.6 < few < 1.0
 
 
 def test_two_numbers_are_kept_apart():
-    bias = Experience(((1, math.log(0.6), 64), (3, math.log(1.0), 64)))
+    bias = ForecastBias(((1, math.log(0.6), 64), (3, math.log(1.0), 64)))
     assert bias.factor(1) == pytest.approx(0.6, rel=0.02)
     assert bias.factor(3) == pytest.approx(1.0, rel=0.02)
     assert 0.6 < bias.factor(2) < 1.0
