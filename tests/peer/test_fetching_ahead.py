@@ -163,8 +163,8 @@ def test_what_has_come_of_a_layer_on_its_way_is_told(play: Callable[..., None]) 
 def test_nothing_is_fetched_for_a_layout_that_ends_before_anything_has_been(play: Callable[..., None]) -> None:
     async def scene(s: Scene) -> None:
         s.obey(s.plan(ends_at=2))
+        assert s.ahead.unfetched_bytes == 0, "nothing is wanted yet"
         await asyncio.sleep(STEP_S)
-        assert s.ahead.unfetched_bytes == 0
         assert await s.ahead.ended(0, 2, [s.holder]) == {}
 
     play(scene)
