@@ -1,6 +1,6 @@
 """What a scenario came to in one of the two worlds, and both beside each other as a table. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -108,7 +108,7 @@ def table(sides: Sides) -> str:
     rows = [("", "real", "simulated", "sim/real")]
     real, virtual = sides.real, sides.virtual
 
-    def row(what: str, value_of, unit: str = "", *, compares: bool = False) -> None:  # type: ignore[no-untyped-def]
+    def row(what: str, value_of: Callable[[Figures], float | None], unit: str = "", *, compares: bool = False) -> None:
         values = [None if figures is None else value_of(figures) for figures in (real, virtual)]
         if all(value is None for value in values):
             return

@@ -6,7 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -290,7 +290,7 @@ async def _until_first_step(real: RealSwarm) -> None:
             raise
 
 
-async def _wait_for(real: RealSwarm, condition, timeout_s: float, complaint: str) -> None:  # type: ignore[no-untyped-def]
+async def _wait_for(real: RealSwarm, condition: Callable[[], bool], timeout_s: float, complaint: str) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             while not condition():
