@@ -172,6 +172,7 @@ class PeerDriver:
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
             witnessed=self._witnessed,
             is_busy=lambda: not self._meter.is_quiet,
+            inbox=self._inbox,
         )
         self._ahead = FetchingAhead(
             endpoint=endpoint,

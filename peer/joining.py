@@ -5,12 +5,13 @@ from its mates.
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.initial import begins_with_weights, first_state, foreign_layers, layers_of
 from shoal.peer.pipeline.state import LayerState, StageState
@@ -41,6 +42,7 @@ class Joining:
     newest: the newest plan; None: the one that `run` was given.
     carried: (era, version) -> the layers that this peer has kept since the layout before ended there.
     ahead: as `FetchingAhead.ended`.
+    pass_on: as `StateServer.pass_on`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Joining:
         newest: Callable[[], Plan] | None = None,
         carried: Callable[[int, int], Mapping[str, LayerState]] = lambda era, version: {},
         ahead: Callable[[int, int, Collection[PeerID]], Awaitable[Mapping[str, LayerState]]] = _nothing,
+        pass_on: Callable[[Relay], None] = lambda fetched: None,
     ) -> None:
         self._endpoint = endpoint
         self._compute = compute
@@ -69,6 +72,7 @@ class Joining:
         self._newest = newest
         self._carried = carried
         self._ahead = ahead
+        self._pass_on = pass_on
         self._stepped = asyncio.Event()
         self.progress: FetchProgress | None = None
         """Of the fetch that is under way."""
@@ -149,10 +153,7 @@ class Joining:
             holders = self._to_ask(plan)
             try:
                 if missing:
-                    state = await self._fetcher(missing).fetch(
-                        holders, version=version, stored_era=plan.restore_era, known=known
-                    )
-                    fetched = state.layers
+                    fetched = await self._with_mates(missing, holders, plan, known)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.warning("cannot begin at version %d yet: %s", plan.restore_version, error)
                 newest = self._newest() if self._newest is not None else plan
@@ -164,6 +165,23 @@ class Joining:
             layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
             await self._take_over(StageState(version=version, layers=layers))
             return
+
+    async def _with_mates(
+        self, missing: tuple[str, ...], holders: Sequence[PeerID], plan: Plan, known: Mapping[str, LayerState]
+    ) -> Mapping[str, LayerState]:
+        """Fetch what an era begins with, together with the mates that lack it too. Raises: as `StateFetcher.fetch`."""
+        version, era = plan.restore_version, plan.restore_era
+        relay = Relay(era, version, self._group.mates, vectors=self._runtime.vectors)
+        self._pass_on(relay)
+        try:
+            state = await self._fetcher(missing).fetch(
+                holders, version=version, stored_era=era, known=known, relay=relay, carriers=holders[1:]
+            )
+        except BaseException:
+            relay.done(void=True)
+            raise
+        relay.done()
+        return state.layers
 
     def _to_ask(self, plan: Plan) -> list[PeerID]:
         """For what lies on a disk: ourselves first, then all members. Who was away when `plan` was made, a host or

@@ -153,6 +153,7 @@ class Tenure(ABC):
             newest=lambda: self.core.plan,
             carried=surroundings.between.carried.read,
             ahead=surroundings.between.ahead.ended,
+            pass_on=surroundings.server.pass_on,
         )
         self.witnesses = Witnesses(core.group, endpoint=endpoint, compute=self.compute, tasks=self._tasks)
         self._sync_task: asyncio.Task[None] | None = None

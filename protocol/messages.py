@@ -775,6 +775,8 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     tensor: int
     start: int
     stop: int
+    holder: PeerID | None = None
+    """Who has it; the receiver is to get it from there and to pass it on. None: the receiver has it."""
 
 
 class ReducedRequest(EraMessage, frozen=True):

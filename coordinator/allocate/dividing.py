@@ -6,7 +6,8 @@ Such a change has a price, and there are two ways to pay it (`Change`). Either w
 - *Ahead*: while training goes on, everybody fetches the layers that it does not hold. That takes several times as long
   as with the lines alone, steps that need the lines are slower meanwhile, and the gain comes later. What is left for
   the standstill are gradients, and layers that could not be followed.
-- *At once*: the run stands still until everything has travelled.
+- *At once*: the run stands still until everything has travelled. Who lacks the same layers gives the others what has
+  come to it (`peer/handoff/relay.py`).
 
 Whichever costs less work is taken, and what a search finds must gain more than that within the time for which a layout
 is expected to last. The first way may turn out to be slower than was foreseen; what it costs then is compared again
@@ -127,7 +128,7 @@ def change_to(
     slowed = ThroughputObjective(_with_part(topology, 1.0 - AHEAD_PART), workload).cost(current)
     if not math.isfinite(slowed.seconds):
         return None
-    travel_s = fetch_s(topology, workload, current, found)
+    travel_s = fetch_s(topology, workload, current, found, together=True)
     part = max(AHEAD_PART, 1.0 - _busy(objective, current, step_s=live.parts["foreseen_s"]))
     return Change(
         gain=gain,
@@ -199,29 +200,44 @@ def seen_or_foreseen_s(snapshot: Snapshot, live: Cost) -> float:
     return live.seconds * min(1.0, live.parts["tokens_per_s"] / snapshot.seen_tokens_per_s)
 
 
-def fetch_s(topology: Topology, workload: Workload, current: Placement, found: Placement) -> float:
+def fetch_s(
+    topology: Topology, workload: Workload, current: Placement, found: Placement, *, together: bool = False
+) -> float:
     """Seconds until everybody has what it is to hold, with the lines for that alone: over the paths from a layer's
-    holders, from all of them at once, or over the busiest card, whichever takes longer."""
+    holders, from all of them at once, or over the busiest card, whichever takes longer.
+
+    Args: together: who lacks the same layers gives the others what has come to it, and all others carry it over their
+        own paths (`peer/handoff/relay.py`), so that layers leave their holders once, over all paths from there.
+    """
     layer_bytes = np.array(workload.layer_state_bytes)
     _, card = np.unique(topology.card, return_inverse=True)
     same_card = card[:, None] == card[None, :]
     ends = np.minimum(topology.up_bytes_per_s[:, None], topology.down_bytes_per_s[None, :])
     rate = np.maximum(np.minimum(topology.bytes_per_s, np.where(same_card, np.inf, ends)), 1.0)
     paths_s, into, out = np.zeros((3, topology.num_devices))
+    leave_s = np.zeros(len(current.stages))
     for devices, first, last in _ranges(found):
-        for device in devices:
-            for holders, held_first, held_last in _ranges(current):
-                num_bytes = float(layer_bytes[max(first, held_first) : min(last, held_last)].sum())
-                if device in holders or not num_bytes:
-                    continue
-                givers = np.array(holders)
-                parts = num_bytes * rate[givers, device] / rate[givers, device].sum()
-                paths_s[device] += num_bytes / rate[givers, device].sum()
-                away = ~same_card[givers, device]
-                np.add.at(out, card[givers[away]], parts[away])
-                into[card[device]] += parts[away].sum()
+        for stage, (holders, held_first, held_last) in enumerate(_ranges(current)):
+            num_bytes = float(layer_bytes[max(first, held_first) : min(last, held_last)].sum())
+            lacking = [device for device in devices if device not in holders]
+            if not num_bytes or not lacking:
+                continue
+            givers = np.array(holders)
+            others = np.setdiff1d(np.arange(topology.num_devices), givers)
+            leave_s[stage] += num_bytes / rate[np.ix_(givers, others)].sum() if together else 0.0
+            for device in lacking:
+                mates = np.array([mate for mate in lacking if mate != device and together], dtype=np.int64)
+                passed = len(mates) / len(lacking)
+                carriers = others[others != device] if together else mates
+                carried = np.minimum(rate[np.ix_(givers, carriers)].sum(axis=0), rate[carriers, device])
+                paths_s[device] += num_bytes / (rate[givers, device].sum() + carried.sum())
+                for who, part in ((givers, 1.0 - passed), (mates, passed)):
+                    parts = part * num_bytes * rate[who, device] / max(rate[who, device].sum(), 1.0)
+                    away = ~same_card[who, device]
+                    np.add.at(out, card[who[away]], parts[away])
+                    into[card[device]] += parts[away].sum()
     cards_s = np.maximum(out[card] / topology.up_bytes_per_s, into[card] / topology.down_bytes_per_s)
-    return float(max(paths_s.max(), cards_s.max()))
+    return float(max(paths_s.max(), cards_s.max(), leave_s.max()))
 
 
 def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:

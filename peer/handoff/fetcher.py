@@ -1,5 +1,6 @@
 """Fetches state: ranges from all holders of the same version at once, each layer checked against the digest that most
-holders name; another holder is asked where one fails.
+holders name; another holder is asked where one fails. Who fetches the same at the same time gives each other what has
+come (`relay.py`).
 """
 
 import asyncio
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.ranges import fetch_range, ranges
+from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range, ranges
+from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
@@ -28,6 +30,15 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 _REQUESTS_A_HOLDER = 2
+_REQUESTS_OF_MATES = 8
+_CARRIERS_MAX = 32
+_RETRY_CARRIER_S = 2.0
+"""A peer that carries nothing yet, since it fetches itself, is asked again after so long."""
+_LESS = 0.7
+"""If a range takes the direct path so much more slowly while others are carried, all share one line, and there is
+nothing to gain by carriers."""
+_RETRY_MATE_S = 0.5
+"""A mate that has not got a range yet is asked again after so long at the earliest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,8 @@ class _Range:
     tensor: int
     start: int
     stop: int
+    owner: PeerID | None = None
+    """The mate that gets it from a holder; None: we do."""
 
 
 @dataclass(slots=True)
@@ -71,9 +84,22 @@ class StateFetcher:
         self._device = device
         self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._sources: dict[str, list[PeerID]] = {}
+        self._digests: dict[str, str] = {}
         self._version = -1
         self._stored_era = TRAINED
         self._is_witnessed: Callable[[StateOffer], bool] | None = None
+        self._relay: Relay | None = None
+        self._mates: set[PeerID] = set()
+        """Those of the relay's that can be reached."""
+        self._carriers: list[PeerID] = []
+        self._alone: dict[PeerID, float] = {}
+        """Holder -> bytes/s of the quickest range that came from there before anything was carried."""
+        self._is_carried = False
+        self._asked: dict[PeerID, int] = {}
+        self._num_asked = 0
+        """Mate -> the number of its last request, of all."""
+        self._passed: dict[str, bool] = {}
+        """Whether mates have given us a part of a layer; False: none may any more."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -84,6 +110,8 @@ class StateFetcher:
         stored_era: int = TRAINED,
         is_witnessed: Callable[[StateOffer], bool] | None = None,
         known: Mapping[str, LayerState] | None = None,
+        relay: Relay | None = None,
+        carriers: Sequence[PeerID] = (),
     ) -> StageState:
         """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots, or of
         what the run begins with (`INITIAL`; then there are no moments).
@@ -91,11 +119,15 @@ class StateFetcher:
         Args:
             is_witnessed: of the newest, take nothing but what this says of an offer.
             known: layers that the caller believes it has at that version: what most holders name otherwise is fetched.
+            relay: gets what comes, for the mates who fetch the same, and who are asked for what has come to them.
+            carriers: peers that are asked to get ranges of a lone holder for us, over paths of their own.
         Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
             of a layer sent something else than it had said.
         """
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
-        digests = self._choose(await self._offers(holders))
+        self._relay, self._mates = relay, set(relay.mates) if relay is not None else set()
+        self._carriers = [peer for peer in carriers if peer not in self._mates][:_CARRIERS_MAX]
+        digests = self._digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
         has = dict(known or {})
         wrong = await self._compute.run_on_host(lambda: [key for key in has if has[key].proof() != digests.get(key)])
@@ -108,19 +140,26 @@ class StateFetcher:
             empty = self._vectors.empty
             moments = (0, 0) if stored_era == INITIAL else (size, moment2_numel(self._spec, key))
             self._tensors[key] = (empty(size), empty(moments[0]), empty(moments[1]))
-        self._tensors |= {key: layer.tensors for key, layer in has.items()}
+            self._begin(key)
+        for key, layer in has.items():
+            self._tensors[key] = layer.tensors
+            self._begin(key, whole=True)
         self.progress.total = sum(tensor.numel() for key in missing for tensor in self._tensors[key])
         while missing:
             await self._fetch_layers(missing)
             missing = await self._compute.run_on_host(functools.partial(self._differing, missing, digests))
             for key in missing:
                 culprit = self._sources[key][0]
-                if len(self._sources[key]) == 1:
+                is_passed = self._passed.get(key, False)
+                if len(self._sources[key]) == 1 and not is_passed:
                     raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
                 # With several sources nobody knows who erred: fetch it again without one, then without the next.
                 logger.warning("layer %s did not match its digest: fetching it again", key)
                 self.progress.done -= sum(tensor.numel() for tensor in self._tensors[key])
-                self._sources[key].remove(culprit)
+                if not is_passed:
+                    self._sources[key].remove(culprit)
+                self._passed[key] = False
+                self._begin(key)
         layers = await self._compute.run_on_host(lambda: {key: self._on_device(key) for key in self._keys})
         return StageState(version=self._version, layers=layers)
 
@@ -179,33 +218,186 @@ class StateFetcher:
 
     async def _fetch_layers(self, keys: Sequence[str]) -> None:
         """Fill the tensors of `keys`; who fails is nobody's source any more."""
-        todo = [
-            _Range(key, index, start, stop)
-            for key in keys
-            for index, tensor in enumerate(self._tensors[key])
-            for start, stop in ranges(tensor.numel(), self._vectors)
-        ]
-
-        async def work(peer: PeerID) -> None:
-            while (wanted := next((r for r in todo if peer in self._sources[r.key]), None)) is not None:
-                todo.remove(wanted)
-                try:
-                    await self._fetch_range(peer, wanted)
-                except (Unreachable, Refused, RemoteError) as error:
-                    logger.warning("lost a source of state: %s", error)
-                    todo.append(wanted)
-                    for sources in self._sources.values():
-                        if peer in sources:
-                            sources.remove(peer)
-
-        while todo:
-            orphan = next((r.key for r in todo if not self._sources[r.key]), None)
+        left = dict.fromkeys(wanted for key in keys for wanted in self._ranges_of(key))
+        while left:
+            orphan = next((wanted.key for wanted in left if not self._sources[wanted.key]), None)
             if orphan is not None:
                 raise Unreachable(self._endpoint.peer_id, f"all holders of {orphan} were lost while fetching")
-            peers = dict.fromkeys(peer for key in keys for peer in self._sources[key])
-            await asyncio.gather(*(work(peer) for peer in peers for _ in range(_REQUESTS_A_HOLDER)))
+            await self._fetch_ranges(left)
 
-    async def _fetch_range(self, peer: PeerID, wanted: _Range) -> None:
+    async def _fetch_ranges(self, left: dict[_Range, None]) -> None:
+        """Until nothing is left, or no holder gives any more. What comes is taken out of `left`.
+
+        A range that a mate or a carrier has been asked for is got from a holder as well once there is nothing else to
+        get: nobody waits for one that is slow.
+        """
+        todo, lent = list(left), dict[_Range, None]()
+        """Ranges that nobody is asked for, and those that only mates and carriers are asked for."""
+        nothing_left = asyncio.Event()
+
+        async def get(peer: PeerID, wanted: _Range, holder: PeerID | None = None) -> None:
+            await self._fetch_range(peer, wanted, holder=holder)
+            if wanted in left:
+                del left[wanted]
+                self._came(wanted)
+            if not left:
+                nothing_left.set()
+
+        async def work(peer: PeerID) -> None:
+            may_renew = True
+            while (wanted := self._next_of(peer, todo) or self._next_lent(peer, lent)) is not None:
+                if wanted in lent:
+                    del lent[wanted]
+                else:
+                    todo.remove(wanted)
+                began_s = asyncio.get_running_loop().time()
+                try:
+                    await get(peer, wanted)
+                    self._compare(peer, wanted, asyncio.get_running_loop().time() - began_s)
+                    may_renew = True
+                except (Unreachable, Refused, RemoteError) as error:
+                    if wanted in left:
+                        todo.append(wanted)
+                    if not (isinstance(error, Refused) and may_renew and await self._is_offered_again(peer)):
+                        self._lose(peer, error)
+                        return
+                    may_renew = False
+
+        async def borrow(peer: PeerID, wanted: _Range, holder: PeerID | None = None) -> bool:
+            """Returns: False: it was refused."""
+            todo.remove(wanted)
+            lent[wanted] = None
+            try:
+                await get(peer, wanted, holder)
+            except Refused:
+                return False
+            finally:
+                if wanted in lent:
+                    del lent[wanted]
+                    if wanted in left:
+                        todo.append(wanted)
+            return True
+
+        async def ask_mates() -> None:
+            while (wanted := self._next_of_mates(todo)) is not None:
+                assert wanted.owner is not None
+                self._passed[wanted.key] = True
+                try:
+                    if not await borrow(wanted.owner, wanted):
+                        await asyncio.sleep(_RETRY_MATE_S)
+                except (Unreachable, RemoteError) as error:
+                    logger.info("a mate passes nothing on: %s", error)
+                    self._mates.discard(wanted.owner)
+
+        async def ask_carrier(peer: PeerID) -> None:
+            while peer in self._carriers and (wanted := self._next_alone(peer, todo)) is not None:
+                try:
+                    if await borrow(peer, wanted, self._sources[wanted.key][0]):
+                        self._is_carried = True
+                    else:
+                        await asyncio.sleep(_RETRY_CARRIER_S)
+                except (Unreachable, RemoteError) as error:
+                    logger.info("a peer carries nothing: %s", error)
+                    return
+
+        peers = dict.fromkeys(peer for wanted in left for peer in self._sources[wanted.key])
+        working = [asyncio.create_task(work(peer)) for peer in peers for _ in range(_REQUESTS_A_HOLDER)]
+        helping = [asyncio.create_task(ask_mates()) for _ in range(_REQUESTS_OF_MATES if self._mates else 0)]
+        helping += [asyncio.create_task(ask_carrier(peer)) for peer in self._carriers]
+        worked = asyncio.gather(*working)
+        here = asyncio.create_task(nothing_left.wait())
+        try:
+            await asyncio.wait((worked, here), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            worked.cancel()
+            for task in (here, *helping):
+                task.cancel()
+            ended = await asyncio.gather(*working, *helping, return_exceptions=True)
+            await asyncio.gather(worked, here, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+
+    async def _is_offered_again(self, peer: PeerID) -> bool:
+        """Whether a holder that refuses a range still has what it has offered: what it has pinned lapses if nobody asks
+        it for long, as while mates pass on what is left."""
+        offer = (await self._ask_all([peer], self._version)).get(peer)
+        named = dict(offer.digests) if offer is not None else {}
+        return all(named.get(key) == self._digests[key] for key, sources in self._sources.items() if peer in sources)
+
+    def _lose(self, peer: PeerID, error: Exception) -> None:
+        """Nothing comes from that holder any more."""
+        logger.warning("lost a source of state: %s", error)
+        for sources in self._sources.values():
+            if peer in sources:
+                sources.remove(peer)
+
+    def _ranges_of(self, key: str) -> list[_Range]:
+        me = self._endpoint.peer_id
+        mates = self._mates.difference(self._sources[key]) if self._passed.get(key, True) else ()
+        fetching = sorted({me, *mates})
+        found = []
+        for index, tensor in enumerate(self._tensors[key]):
+            for number, (start, stop) in enumerate(ranges(tensor.numel(), self._vectors)):
+                owner = owner_of(key, index, number, fetching)
+                found.append(_Range(key, index, start, stop, owner if owner != me else None))
+        return found
+
+    def _next_of(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
+        """What to get from a holder: our own ranges, then what mates will come to last."""
+        theirs = None
+        for wanted in todo:
+            if holder in self._sources[wanted.key]:
+                if wanted.owner is None:
+                    return wanted
+                theirs = wanted
+        return theirs
+
+    def _next_lent(self, holder: PeerID, lent: Mapping[_Range, None]) -> _Range | None:
+        """What a holder has of what mates and carriers were asked for, the longest time ago first."""
+        return next((wanted for wanted in lent if holder in self._sources[wanted.key]), None)
+
+    def _came(self, wanted: _Range) -> None:
+        self.progress.done += wanted.stop - wanted.start
+        if self._relay is not None:
+            self._relay.came(wanted.key, wanted.tensor, wanted.start)
+
+    def _next_of_mates(self, todo: Sequence[_Range]) -> _Range | None:
+        """A range of the mate that has been asked the longest time ago."""
+        firsts: dict[PeerID, _Range] = {}
+        for wanted in todo:
+            if wanted.owner in self._mates:
+                firsts.setdefault(wanted.owner, wanted)
+        owner = min(firsts, key=lambda mate: (self._asked.get(mate, 0), mate), default=None)
+        if owner is None:
+            return None
+        self._num_asked += 1
+        self._asked[owner] = self._num_asked
+        return firsts[owner]
+
+    def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
+        """A range that only one other peer has; the last of them, as we get the first ones ourselves."""
+        for wanted in reversed(todo):
+            sources = self._sources[wanted.key]
+            if len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id):
+                return wanted
+        return None
+
+    def _compare(self, holder: PeerID, came: _Range, took_s: float) -> None:
+        """A range has come from `holder` itself. If carriers only take from our own path, there are none any more."""
+        if came.stop - came.start < RANGE_CHUNKS * self._vectors.chunk or took_s <= 0.0:
+            return
+        rate = 4.0 * (came.stop - came.start) / took_s
+        if not self._is_carried:
+            self._alone[holder] = max(rate, self._alone.get(holder, 0.0))
+        elif rate < _LESS * self._alone.get(holder, 0.0):
+            self._carriers = []
+
+    def _begin(self, key: str, *, whole: bool = False) -> None:
+        if self._relay is not None:
+            self._relay.begin(key, self._tensors[key], whole=whole)
+
+    async def _fetch_range(self, peer: PeerID, wanted: _Range, *, holder: PeerID | None = None) -> None:
         request = StateChunkRequest(
             stored_era=self._stored_era,
             version=self._version,
@@ -213,10 +405,10 @@ class StateFetcher:
             tensor=wanted.tensor,
             start=wanted.start,
             stop=wanted.stop,
+            holder=holder,
         )
         into_N = self._tensors[wanted.key][wanted.tensor]
         await fetch_range(peer, request, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=self._vectors)
-        self.progress.done += wanted.stop - wanted.start
 
     def _differing(self, keys: Sequence[str], digests: Mapping[str, str]) -> list[str]:
         """Which of these layers are not what their digests say."""

@@ -23,15 +23,23 @@ def ranges(size: int, vectors: Vectors) -> list[tuple[int, int]]:
 
 
 async def fetch_range(
-    peer: PeerID, request: StateChunkRequest, into_N: Tensor, *, endpoint: Endpoint, inbox: ChunkInbox, vectors: Vectors
+    peer: PeerID,
+    request: StateChunkRequest,
+    into_N: Tensor,
+    *,
+    endpoint: Endpoint,
+    inbox: ChunkInbox,
+    vectors: Vectors,
+    first: int = 0,
 ) -> None:
-    """Fill elements [start, stop) of `into_N` with what `request` asks of `peer`.
+    """Fill elements [start, stop) of a tensor with what `request` asks of `peer`.
 
+    Args: into_N: the tensor, or what of it begins with element `first`.
     Raises: Unreachable, Refused, RemoteError.
     """
     what = (peer, request.stored_era, request.version, request.layer, request.tensor)
     starts = range(request.start, request.stop, vectors.chunk)
-    events = [inbox.expect(*what, start, into_N) for start in starts]
+    events = [inbox.expect(*what, start, into_N, first=first) for start in starts]
     try:
         async with asyncio.timeout(_RANGE_TIMEOUT_S):
             await endpoint.ask(peer, request, Done, timeout_s=_RANGE_TIMEOUT_S)

@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from torch import Tensor
 
 from shoal.peer.group.witnesses import Signatures, Witnessed
-from shoal.peer.handoff.inbox import GRADIENT
-from shoal.peer.handoff.ranges import RANGE_CHUNKS
+from shoal.peer.handoff.inbox import GRADIENT, ChunkInbox
+from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range
+from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.trail import Trail
 from shoal.peer.initial import InitialWeights, bare_layer
 from shoal.peer.pipeline.state import LayerState, StageState
@@ -42,6 +43,10 @@ INITIAL = -2
 
 _GRADIENT_WAIT_S = 4.0
 """A request for the reduced gradient of a step that is still to come waits so long for it."""
+_CARRIED_MAX = 4
+"""So many ranges at once are got here for others."""
+_RELAY_WAIT_S = 2.0
+"""A request for what is being fetched here waits so long for it; then who asks may take it from somebody else."""
 _YIELD_TIMES = 4.0
 """What is fetched ahead waits for a quiet moment, at most so many times as long as the chunk before took to leave."""
 _YIELD_S_MIN = 0.05
@@ -113,6 +118,7 @@ class StateServer:
             fetch; None: the sender is none. Raises Refused: nothing yet.
         knows: whether a plan of late has a place for a peer. Nobody else is given anything.
         is_busy: whether anything is being sent, to whomever.
+        inbox: where chunks arrive that are passed on; None: nothing is got here for others.
     """
 
     def __init__(
@@ -126,6 +132,7 @@ class StateServer:
         knows: Callable[[PeerID], bool],
         witnessed: Callable[[PeerID, Collection[str], int], Awaitable[Witnessed | None]] = _no_newcomer,
         is_busy: Callable[[], bool] = lambda: False,
+        inbox: ChunkInbox | None = None,
         vectors: Vectors = VECTORS,
     ) -> None:
         self.trail = Trail()
@@ -145,6 +152,11 @@ class StateServer:
         """One chunk at a time goes to those who fetch ahead."""
         self._took_s = 0.0
         """How long the last of them took to leave."""
+        self._relays: list[Relay] = []
+        """The fetches of this peer whose mates may ask for what has come."""
+        self._inbox = inbox
+        self._carried: set[tuple[PeerID, StateChunkRequest]] = set()
+        """(holder, range) of what is on its way to us for others."""
         self._newcomers: dict[PeerID, float] = {}
         """Who has asked for the newest, as only a newcomer does, until when we remember it. Plans may tell of it later,
         and what it asks others for by its number is what some have reached meanwhile."""
@@ -156,6 +168,12 @@ class StateServer:
     async def pin(self, state: StageState) -> None:
         """Somebody is about to ask for this state, which will not be the current one any more."""
         await self._pin((TRAINED, state.version), state.layers)
+
+    def pass_on(self, fetched: Relay) -> None:
+        """This peer begins a fetch: its mates may ask for what has come, and for a while after all has."""
+        self._forget_old()
+        fetched.until_s = self._clock.now_s() + PINNED_S
+        self._relays.append(fetched)
 
     def pinned_from(self) -> int:
         """The oldest version of what is trained on which a newcomer builds; far in the future if none does."""
@@ -190,6 +208,7 @@ class StateServer:
         now_s = self._clock.now_s()
         self._pins = {key: pin for key, pin in self._pins.items() if pin.until_s >= now_s}
         self._newcomers = {peer: until_s for peer, until_s in self._newcomers.items() if until_s >= now_s}
+        self._relays = [relay for relay in self._relays if not (relay.is_done and relay.until_s < now_s)]
 
     async def _pin(
         self,
@@ -309,6 +328,8 @@ class StateServer:
         return StateOffer(version=state.version, digests=(), pinned_s=PINNED_S)
 
     async def _on_chunk_request(self, source: PeerID, message: StateChunkRequest) -> Done:
+        if message.holder is not None:
+            return await self._carry(source, message, message.holder)
         if message.tensor == GRADIENT:
             return await self._give_gradient(source, message)
         version, key, ahead = self._ahead.get(source, (-1, "", None))
@@ -319,6 +340,10 @@ class StateServer:
             return Done()
         pin = self._pins.get((message.stored_era, message.version))
         layer = pin.layers.get(message.layer) if pin else None
+        relay = next((relay for relay in self._relays if relay.is_asked(source, message)), None)
+        if layer is None and relay is not None:
+            await self._give_fetched(source, message, relay)
+            return Done()
         if pin is not None and source not in pin.left and source not in pin.served:
             raise Refused(self._endpoint.peer_id, "has offered the sender no such version")
         if pin is None or layer is None or not 0 <= message.tensor < 3:
@@ -334,6 +359,60 @@ class StateServer:
         else:
             pin.served.add(source)
         return Done()
+
+    async def _carry(self, source: PeerID, message: StateChunkRequest, holder: PeerID) -> Done:
+        """Get a range from its holder for somebody whose own path from there is slow, and pass it on. Nothing is
+        carried by who is fetching itself."""
+        me = self._endpoint.peer_id
+        is_fetching = any(not relay.is_done for relay in self._relays)
+        if not self._knows(source) or not self._knows(holder) or self._inbox is None or is_fetching:
+            raise Refused(me, "gets nothing for others now")
+        length = message.stop - message.start
+        is_range = message.start >= 0 and 0 < length <= RANGE_CHUNKS * self._vectors.chunk
+        if not is_range or not 0 <= message.tensor < GRADIENT:
+            raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of tensor {message.tensor}")
+        request = StateChunkRequest(
+            stored_era=message.stored_era,
+            version=message.version,
+            layer=message.layer,
+            tensor=message.tensor,
+            start=message.start,
+            stop=message.stop,
+        )
+        if (holder, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
+            raise Refused(me, "gets that for somebody else, or enough for others already")
+        self._carried.add((holder, request))
+        try:
+            wanted = StateRequest(layers=(message.layer,), version=message.version, stored_era=message.stored_era)
+            await self._endpoint.ask(holder, wanted, StateOffer)
+            into_N = self._vectors.empty(length)
+            await fetch_range(
+                holder,
+                request,
+                into_N,
+                endpoint=self._endpoint,
+                inbox=self._inbox,
+                vectors=self._vectors,
+                first=message.start,
+            )
+            for start in range(message.start, message.stop, self._vectors.chunk):
+                await self._send_chunk(source, message, into_N, start, first=message.start)
+        except (Unreachable, RemoteError) as error:
+            raise Refused(me, "cannot get that range") from error
+        finally:
+            self._carried.discard((holder, request))
+        return Done()
+
+    async def _give_fetched(self, source: PeerID, message: StateChunkRequest, relay: Relay) -> None:
+        """Send a range that we are fetching ourselves, once it is here."""
+        if not 0 <= message.tensor < GRADIENT:
+            raise RemoteError(source, f"asks for tensor {message.tensor} of a layer")
+        relay.until_s = self._clock.now_s() + PINNED_S
+        values_N = await relay.read(message, patience_s=_RELAY_WAIT_S)
+        if values_N is None:
+            raise Refused(self._endpoint.peer_id, f"has yet to get that range of {message.layer}")
+        for start in self._starts(source, message, values_N):
+            await self._send_chunk(source, message, values_N, start)
 
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> Done:
         """The reduced gradient with which a layer stepped to a version, once it has."""
@@ -371,8 +450,11 @@ class StateServer:
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
         return range(message.start, message.stop, chunk)
 
-    async def _send_chunk(self, source: PeerID, message: StateChunkRequest, values_N: Tensor, start: int) -> None:
-        """Raises: Refused: the network does not let us."""
+    async def _send_chunk(
+        self, source: PeerID, message: StateChunkRequest, values_N: Tensor, start: int, *, first: int = 0
+    ) -> None:
+        """Args: values_N: the tensor, or what of it begins with element `first`. Raises: Refused: the network does not
+        let us."""
         meta = StateChunk(
             stored_era=message.stored_era,
             version=message.version,
@@ -380,7 +462,7 @@ class StateServer:
             tensor=message.tensor,
             start=start,
         )
-        part_C = values_N[start : min(start + self._vectors.chunk, message.stop)]
+        part_C = values_N[start - first : min(start + self._vectors.chunk, message.stop) - first]
         make = self._gradient_payload_of if message.tensor == GRADIENT else self._payload_of
         payload = await self._compute.run_on_host(functools.partial(make, part_C))
         try:

@@ -12,6 +12,7 @@ import torch
 
 from shoal.peer.arithmetic import TorchArithmetic
 from shoal.peer.handoff.fetcher import StateFetcher
+from shoal.peer.handoff.relay import Relay
 from shoal.peer.joining import Joining
 from shoal.peer.model.layout import stage_layer_keys
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state
@@ -64,6 +65,8 @@ class Scene:
             stored_era: int = -1,
             is_witnessed: Callable[[StateOffer], bool] | None = None,
             known: Mapping[str, LayerState] | None = None,
+            relay: Relay | None = None,
+            carriers: Sequence[PeerID] = (),
         ) -> StageState:
             assert (is_witnessed is not None) == (version < 0), "only what a group trains has been signed"
             self.wanted.append(fetcher._keys)

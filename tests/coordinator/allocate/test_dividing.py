@@ -61,14 +61,20 @@ def four(card_bytes_per_s: float) -> Topology:
     )
 
 
-def seconds(found: tuple[tuple[int, ...], ...], *, card_bytes_per_s: float = 1e9) -> float:
+def seconds(
+    found: tuple[tuple[int, ...], ...],
+    *,
+    card_bytes_per_s: float = 1e9,
+    held: tuple[tuple[int, ...], ...] = ((0,), (1, 2)),
+    together: bool = False,
+) -> float:
     """How long state travels, beside the second half of the layers over one line between the towns, from a layout whose
-    first half is at device 0, the second at devices 1 and 2."""
+    first half is at device 0, the second at devices 1 and 2, or as `held` has it."""
     work = workload("fp32")
     half = len(work.layer_parameters) // 2
     bounds = (0, half, len(work.layer_parameters))
-    before, after = Placement(stages=((0,), (1, 2)), bounds=bounds), Placement(stages=found, bounds=bounds)
-    took_s = fetch_s(four(card_bytes_per_s), work, before, after)
+    before, after = Placement(stages=held, bounds=bounds), Placement(stages=found, bounds=bounds)
+    took_s = fetch_s(four(card_bytes_per_s), work, before, after, together=together)
     return took_s * 1e7 / (STATE_BYTES_PER_PARAMETER * sum(work.layer_parameters[half:]))
 
 
@@ -83,6 +89,18 @@ def test_state_comes_from_all_of_its_holders_from_each_what_its_path_carries() -
 def test_who_shares_a_card_shares_what_comes_over_it() -> None:
     alone, both = (seconds(found, card_bytes_per_s=1e5) for found in (((2,), (1,)), ((2, 3), (1,))))
     assert both == pytest.approx(2.0 * alone)
+
+
+def test_who_lacks_the_same_brings_it_over_a_slow_line_once() -> None:
+    def both(*, together: bool) -> float:
+        return seconds(((0,), (1, 2, 3)), held=((0,), (1,)), together=together)
+
+    assert both(together=False) == pytest.approx(1.0)
+    assert both(together=True) == pytest.approx(1 / 3), "over the paths of the others, too"
+    assert seconds(((0,), (1, 2)), held=((0,), (1,)), together=True) == pytest.approx(1 / 3)
+    card = {"held": ((0,), (1,)), "card_bytes_per_s": 1e5}
+    assert seconds(((0,), (1, 2, 3)), together=True, **card) == pytest.approx(1e7 / 1e5)
+    assert seconds(((0,), (1, 2, 3)), together=False, **card) == pytest.approx(2e7 / 1e5)
 
 
 def pair(*, state_s: float = 0.0, card_bytes_per_s: float = np.inf) -> Topology:
@@ -149,6 +167,12 @@ def test_a_change_costs_what_its_cheaper_way_costs() -> None:
     assert change().price_s == pytest.approx(4.0 + 15.0)
     assert change(travel_s=14.0).stands_still()
     assert change(travel_s=14.0).price_s == pytest.approx(4.0 + 14.0)
+
+
+def test_of_two_changes_the_one_with_the_larger_gain_may_do_less_in_time() -> None:
+    dear = change(worth=0.2, travel_s=200.0, ahead_s=1000.0, left_s=150.0)
+    assert change().work(600.0) > dear.work(600.0)
+    assert change().work(6000.0) < dear.work(6000.0)
 
 
 def test_state_that_comes_more_slowly_than_foreseen_is_fetched_at_once() -> None:

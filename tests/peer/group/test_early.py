@@ -104,7 +104,7 @@ class Replica(Tenure):
             compute=self.me.compute,
             clock=self.me.clock,
             inbox=None,
-            server=SimpleNamespace(pinned_from=lambda: 0),
+            server=SimpleNamespace(pinned_from=lambda: 0, pass_on=None),
             between=SimpleNamespace(carried=CarriedState(), ahead=SimpleNamespace(ended=None)),
             listeners=SimpleNamespace(on_failure=self._failed, on_unreachable=lambda peer: None),
         )
