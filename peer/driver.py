@@ -142,6 +142,8 @@ class PeerDriver:
         self._beside: tuple[PeerID, ...] = ()
         self._card_bytes_per_s = 0.0
         """The most that has gone out over several links at once."""
+        self._is_card_known = False
+        """Whether it has been measured since it was last in doubt."""
         self._draining = False
         self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
         self._clock = clock
@@ -561,8 +563,9 @@ class PeerDriver:
 
     def look_at_links(self) -> None:
         """The run is far slower than what is known explains: maybe one of our links is, which is too busy to probe."""
-        if self._meter.look():
-            self._card_bytes_per_s = 0.0  # it is measured again once our lines are quiet
+        seen_bytes_per_s = self._meter.look()
+        if seen_bytes_per_s is not None:
+            self._card_bytes_per_s, self._is_card_known = seen_bytes_per_s, False  # measured once our lines are quiet
 
     async def _probe_links(self) -> None:
         while self._to_probe:
@@ -575,7 +578,7 @@ class PeerDriver:
                 self._links[report.peer] = report
                 self._meter.probed(report, since=mark)
                 self._num_far += report.round_trip_s >= FAR_S
-            is_last = self._card_bytes_per_s == 0.0 and not self._to_probe
+            is_last = not self._is_card_known and not self._to_probe
             if self._num_far >= PROBES_PER_REPLY_MAX or (self._num_far > 1 and is_last):
                 self._num_far = 0
                 await self._probe_card()
@@ -586,6 +589,7 @@ class PeerDriver:
         if await self._is_quiet():
             found = await self._link_probe.measure_together(quickest, self._beside)
             self._card_bytes_per_s = max(self._card_bytes_per_s, found)
+            self._is_card_known = self._is_card_known or found > 0.0
 
     async def _is_quiet(self) -> bool:
         for _ in range(_QUIET_LOOKS):

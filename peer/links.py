@@ -171,16 +171,17 @@ class LinkMeter:
             link.probes.append(report.bytes_per_s)
             self._news[report.peer] = None
 
-    def look(self) -> bool:
+    def look(self) -> float | None:
         """Count what links have carried since the last look as probes, of those that were busy for long, if our card
         could have carried twice as much.
 
-        Returns: whether all links in use have become slow, so that it is our line.
+        Returns: bytes/s that have gone out over all links together, if all in use have become slow, so that it is our
+            line; else None.
         """
         now_s = self._clock.now_s()
         apart_s = now_s - self._looked[0]
         if apart_s < _LOOK_S:
-            return False
+            return None
         sending_s, before_s = self.sending_s, self._looked[1]
         self._looked = now_s, sending_s
         found: dict[PeerID, tuple[float, float]] = {}
@@ -195,7 +196,7 @@ class LinkMeter:
             if nbytes >= _SAMPLE_BYTES and seconds > 0.0:
                 found[peer] = nbytes / seconds, seconds
         if apart_s > _LOOK_S_MAX or total_bytes >= SLOWED * best * (sending_s - before_s):
-            return False
+            return None
         most = max((rate for rate, _ in found.values()), default=0.0)
         is_our_line = len(found) > 1 and most < SLOWED * best
         for peer, link in self._links.items():
@@ -207,7 +208,7 @@ class LinkMeter:
             else:
                 continue
             self._news[peer] = None
-        return is_our_line
+        return total_bytes / (sending_s - before_s) if is_our_line else None
 
     def tell_all(self) -> None:
         """There is another coordinator, which has heard of none of our links."""

@@ -5,7 +5,8 @@
 | latency i -> j           | what the triangle allows: between the largest |ia - aj| and the least ia + aj over all  |
 |                          | a that both were measured towards, near the upper end where some a is near i or j       |
 | rate i -> j              | the least of i's best rate out, j's best rate in, and what links between peers near i   |
-|                          | and near j carry where their own ends could do more: a line between two towns           |
+|                          | and near j carry where their own ends could do more: a line between two towns; less     |
+|                          | where most links of i, or towards j, are slower than these say                          |
 | a peer without figures   | what it claims; else the swarm's median; else `DEFAULT_LATENCY_S`, `DEFAULT_BYTES_PER_S`|
 | rate of a network card   | what has gone out over several links at once, or its best link with another machine; as |
 |                          | much comes in, or what its best link brings                                             |
@@ -38,6 +39,8 @@ LIMITED = 0.75
 rest are links that were busy when they were probed."""
 _POWER = 4.0
 """The exponent of the mean over such links: the faster ones count, since a probe errs low."""
+SLOW_LINKS_MIN = 4
+"""Where so many links of a peer are slower than those beside them, its others are believed to be slow too."""
 CENSORED = 0.7
 """A link that carries so much of what its ends could do says nothing of what lies between them."""
 
@@ -58,8 +61,9 @@ def topology_of(snapshot: Snapshot) -> Topology:
     together = _of_card(np.array([peer.card_bytes_per_s for peer in peers]), card)
     up = np.fmax(_or(best, _of_card(claims, card)), np.fmin(together, CARD_MAX * best))
     down = np.maximum(_or(_of_card(_best(known.T), card), np.full(n, np.nan)), up)
-    between = _between(known, up, down, latency)
     ends = np.minimum(up[:, None], down[None, :])
+    between = np.minimum(ends, _between(known, up, down, latency))
+    between *= np.fmin(_slower(known / between)[:, None], _slower((known / between).T)[None, :])
     within = network.bytes_per_s[inside & ~np.isnan(network.bytes_per_s)]
     loopback = float(np.median(within)) if len(within) else 0.0
     estimate = np.where(inside, np.maximum(ends, loopback), np.minimum(ends, between))
@@ -129,6 +133,20 @@ def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats
     with np.errstate(divide="ignore", invalid="ignore"):
         usual = scale * (powers / limited) ** (1.0 / _POWER)
         return np.where((limited > LIMITED * weight) & (weight > 0.0), usual, np.inf)
+
+
+def _slower(ratio: Floats) -> Floats:
+    """[N], in [0, 1]: how much slower the links from each peer are than their surroundings let one think, in the
+    median, where that is true of most that are known. A card that carries much over all of them makes none quicker.
+
+    Args: ratio: [N, N], known over estimated; NaN where nothing is known.
+    """
+    seen, slow = (~np.isnan(ratio)).sum(axis=1), (ratio < CENSORED).sum(axis=1)
+    is_slow = (slow >= SLOW_LINKS_MIN) & (slow > LIMITED * seen)
+    slower = np.ones(len(ratio))
+    if is_slow.any():
+        slower[is_slow] = np.nanmedian(ratio[is_slow], axis=1)
+    return slower
 
 
 def _of_card(rates: Floats, card: Ints) -> Floats:

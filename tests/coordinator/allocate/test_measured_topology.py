@@ -1,5 +1,7 @@
 """What is believed of links that nobody has measured, or only once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -48,7 +50,12 @@ def peers_of(num_peers: int, *, machines: tuple[str, ...] = ()) -> tuple[Measure
 
 
 def believed(
-    latency_s: Floats, bytes_per_s: Floats, *, certain: bool = False, machines: tuple[str, ...] = ()
+    latency_s: Floats,
+    bytes_per_s: Floats,
+    *,
+    certain: bool = False,
+    machines: tuple[str, ...] = (),
+    card_bytes_per_s: float = 0.0,
 ) -> Topology:
     """What is believed of links of which some are not known (NaN)."""
     workload = Workload.of(SPEC)
@@ -57,7 +64,9 @@ def believed(
     )
     return topology_of(
         Snapshot(
-            peers=peers_of(len(latency_s), machines=machines),
+            peers=tuple(
+                replace(peer, card_bytes_per_s=card_bytes_per_s) for peer in peers_of(len(latency_s), machines=machines)
+            ),
             layer_costs=workload.layer_flop,
             num_stages=None,
             workload=workload,
@@ -113,3 +122,13 @@ def test_a_slow_line_is_slow_towards_everybody() -> None:
     topology = believed(np.where(np.isnan(rate) & np.isnan(rate.T), np.nan, 0.01), rate)
     assert topology.bytes_per_s[0, 1:].tolist() == [2e6] * 5
     assert topology.bytes_per_s[3, 4] == 5e7
+
+
+def test_the_links_of_a_peer_whose_others_are_slow_are_slow_however_much_its_card_carries() -> None:
+    latency_s, bytes_per_s = np.full((12, 12), 0.001), np.full((12, 12), 1e8)
+    np.fill_diagonal(bytes_per_s, np.nan)
+    bytes_per_s[0] = 1e7
+    bytes_per_s[0, 6:] = np.nan
+    found = believed(latency_s, bytes_per_s, card_bytes_per_s=1e9)
+    assert found.bytes_per_s[0, 6:] == pytest.approx(1e7, rel=0.01)
+    assert found.bytes_per_s[1:, 0] == pytest.approx(1e8)
