@@ -77,6 +77,10 @@ class LinkSurvey:
             for card in known
         )
 
+    def is_falling(self, peers: Collection[PeerID]) -> bool:
+        """Whether a link between two of these seems to have become slow, and a few more reports will tell."""
+        return self._links.is_falling(peers)
+
     def is_known(self, peer: PeerID, others: Collection[PeerID]) -> bool:
         """Whether enough links of `peer` to others are known to find a place for it."""
         return len(self._links.known_from(peer).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)

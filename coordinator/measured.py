@@ -66,6 +66,11 @@ class Smoothed:
     def value(self) -> float:
         return math.exp(self.log)
 
+    @property
+    def is_falling(self) -> bool:
+        """Whether the last reports are far less than those before, and too few to be believed."""
+        return self._odd < 0
+
     def add(self, figure: float) -> None:
         if not self.count:
             self.log, self.count = math.log(figure), 1
@@ -136,6 +141,16 @@ class LinkBook:
         """The peers from which another peer has received anything."""
         links = ((peer, link) for links in self._links.values() for peer, link in links.items())
         return frozenset(peer for peer, link in links if link.received.count)
+
+    def is_falling(self, peers: Collection[PeerID]) -> bool:
+        """Whether a link between two of these seems to have become slow, and a few more reports will tell."""
+        among = set(peers)
+        return any(
+            link.sent.is_falling
+            for reporter in among
+            for target, link in self._links.get(reporter, {}).items()
+            if target in among
+        )
 
     def known_from(self, peer: PeerID) -> set[PeerID]:
         """The peers towards which `peer` has probed its link."""

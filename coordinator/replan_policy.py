@@ -37,6 +37,8 @@ END_PATIENCE_STEPS = 4.0
 """A layout that is to end is kept after all if nothing has moved for so long, whichever is more."""
 SEEN_AHEAD_S = 30.0
 """How quickly state comes ahead is known after so long."""
+FIGURES_HEARTBEATS = 15.0
+"""A search waits so long at most for figures that are changing: three reports in a row make a new one."""
 FETCH_S_MAX = 600.0
 """No search begins while members fetch the state of new places, for so long at most."""
 TOLD_HEARTBEATS = 4.0
@@ -82,6 +84,8 @@ class ReplanPolicy:
         self._places: Places | None = None
         self._placed_s = 0.0
         """When the live plan's places were new to us."""
+        self._due_s = math.inf
+        """When the search became due that is due now; inf: none is."""
         self._settled_for: Swarm | None = None
         """The swarm for which the live plan, or the refusal to make another, is right."""
 
@@ -291,13 +295,20 @@ class ReplanPolicy:
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
         if self._fetches(live, now_s):
             return None, ""  # without those who are on their way to their places any other layout looks better
-        if not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off):
+        is_due = not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
+        self._due_s = min(now_s, self._due_s) if is_due else math.inf
+        if is_due and not self._awaits_figures(live, now_s):
             snapshot = self._compared(peers, live, disks, now_s)
             job = self._schedule.begin(snapshot, live, swarm, now_s, seed=sequence, is_off=is_off, has_pace=has_pace)
             if job is not None:
                 view.calibration.searched()
             return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
         return None, ""
+
+    def _awaits_figures(self, live: Plan, now_s: float) -> bool:
+        """Whether a search that is due waits for links of which it is about to be known how slow they have become."""
+        patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
+        return now_s < self._due_s + patience_s and self.view.survey.links.is_falling(live.members)
 
     def _compared(self, peers: tuple[MeasuredPeer, ...], live: Plan, disks: Disks, now_s: float) -> Snapshot:
         """A snapshot that knows how fast the live layout is, and what promises are worth."""
@@ -407,15 +418,23 @@ class ReplanPolicy:
 
     def _sooner(self, live: Plan, layout: Layout, now_s: float, *, ends_at: int) -> int:
         """`ends_at`, by which all steps that have begun are over; or the version that every member knows of in time, if
-        it costs less to make what has begun of the next step once more than to wait for it in the slower layout."""
-        view = self.view
-        expected = view.ledger.pace.commits_within(SURE_HEARTBEATS * self._heartbeat_s, now_s)
+        it costs less to make what has begun of the next step once more than to wait for it in the slower layout.
+
+        A stage that is as far ahead of the others as it may be makes a whole step more after the next commit of theirs.
+        """
+        view, pace = self.view, self.view.ledger.pace
+        slow, quick = view.foresee(live.stages, now_s), view.foresee(layout.stages, now_s)
+        if slow is None or quick is None:
+            return ends_at
+        sure_s = SURE_HEARTBEATS * self._heartbeat_s
+        if view.version_max > view.ledger.step + view.spec.training.s_max:
+            sure_s -= pace.usual_step_s
+        expected = pace.commits_within(sure_s, now_s, believed_s=view.spec.tokens_per_step / slow.tokens_per_s)
         if expected is None:
             return ends_at
         commits, begun = expected
         first = view.version_max + commits
-        slow, quick = view.foresee(live.stages, now_s), view.foresee(layout.stages, now_s)
-        if slow is None or quick is None or not live.restore_version < first < ends_at:
+        if not live.restore_version < first < ends_at:
             return ends_at
         waits = (ends_at - first) * (1.0 / slow.tokens_per_s - 1.0 / quick.tokens_per_s)
         return first if waits > begun / quick.tokens_per_s else ends_at

@@ -143,16 +143,24 @@ class TokenRate:
         is_late = idle_s > max(STANDS_S, LATE_STEPS * self.usual_step_s)
         return min(rate, self._tokens_per_step / idle_s) if is_late else rate
 
-    def commits_within(self, seconds: float, now_s: float) -> tuple[int, float] | None:
+    def commits_within(self, seconds: float, now_s: float, *, believed_s: float = 0.0) -> tuple[int, float] | None:
         """How many commits are to be expected from `now_s` on for so long, if steps go on to take what the last ones
-        took, and the part of the step after these that is over by then; None before the second step."""
+        took, and the part of the step after these that is over by then; None before the second step.
+
+        Args:
+            seconds: below 0: until so long ago, as if the commit that is due now were not.
+            believed_s: what a step should take. Once the one under way is late it takes that, or has taken longer.
+        """
         if len(self._marks) < 2:
             return None
         before, last = self._marks[-2], self._marks[-1]
+        idle_s = max(0.0, now_s - last.at_s)
         step_s = max(self.usual_step_s, (last.at_s - before.at_s) / last.num_steps)
+        if idle_s > step_s:
+            step_s = max(idle_s, believed_s)
         if step_s <= 0.0:
             return None
-        part, whole = math.modf((max(0.0, now_s - last.at_s) + seconds) / step_s)
+        part, whole = math.modf(max(0.0, idle_s + seconds) / step_s)
         return int(whole), part
 
     def idle_s(self, now_s: float) -> float | None:

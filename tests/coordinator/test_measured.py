@@ -116,6 +116,19 @@ def meet(book, sender, receiver, *, sends, receives):
     book.note(receiver, [report(sender, sends=0.0, receives=receives)])
 
 
+def test_a_link_is_falling_until_its_new_figure_is_believed(book):
+    peers, falling = [A, B], []
+    book.note(A, [report(B, sends=1e8)])
+    for _ in range(ODD_REPORTS):
+        falling.append(book.is_falling(peers))
+        book.note(A, [report(B, sends=1e7)])
+    assert falling == [False] + [True] * (ODD_REPORTS - 1)
+    assert not book.is_falling(peers)
+    book.note(A, [report(B, sends=1e6)])
+    assert book.is_falling(peers)
+    assert not book.is_falling([A]), "the other end is none of them"
+
+
 def test_who_is_not_measured_uploads_as_it_claims_but_no_faster_than_others_do(book):
     meet(book, A, B, sends=1e6, receives=1e6)
     meet(book, A, C, sends=3e6, receives=3e6)

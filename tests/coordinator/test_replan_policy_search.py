@@ -14,8 +14,15 @@ from shoal.coordinator.calibration import OFF_STEPS, WARM_UP_STEPS
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
+from shoal.coordinator.measured import ODD_REPORTS
 from shoal.coordinator.plan_layout import Layout
-from shoal.coordinator.replan_policy import END_PATIENCE_S, LOOKING_FOR_FIRST, SEEN_AHEAD_S, ReplanPolicy
+from shoal.coordinator.replan_policy import (
+    END_PATIENCE_S,
+    FIGURES_HEARTBEATS,
+    LOOKING_FOR_FIRST,
+    SEEN_AHEAD_S,
+    ReplanPolicy,
+)
 from shoal.coordinator.search_schedule import (
     FIRST_PATIENCE_S,
     LINKS_PATIENCE_HEARTBEATS,
@@ -204,6 +211,25 @@ def test_without_numba_the_coordinator_goes_on(policy, hear, live):
             jobs.append(job)
             policy.searched(job, None, is_possible=False)
     assert len(jobs) == 1
+
+
+@pytest.mark.parametrize("reports", [1, ODD_REPORTS], ids=["it is not known yet how slow", "it is known"])
+def test_a_search_waits_until_it_is_known_how_slow_a_link_has_become(policy, hear, make_heartbeat, live, reports):
+    begin(policy, live)
+    hear()
+    for now_s in (1.0, 2.0):
+        policy.next_plan(live.plan, now_s, sequence=2)
+    hear(now_s=SEARCHED_S)
+    slow = (LinkReport(PeerID("b"), 0.04, 1e5, 1e5, 3),)
+    for _ in range(reports):
+        policy.view.hear("a", make_heartbeat("a", stage=0, version=57, synced=True, links=slow), SEARCHED_S)
+    begun = isinstance(policy.next_plan(live.plan, SEARCHED_S, sequence=2)[0], SearchJob)
+    assert begun is (reports == ODD_REPORTS)
+    if not begun:
+        later_s = SEARCHED_S + FIGURES_HEARTBEATS
+        for peer in "abcdef":
+            policy.view.hear(peer, make_heartbeat(peer, stage=STAGE_OF[peer], version=57, synced=True), later_s)
+        assert isinstance(policy.next_plan(live.plan, later_s, sequence=2)[0], SearchJob), "it does not wait for ever"
 
 
 def test_a_layout_that_is_slower_than_foreseen_is_searched_for_once_more(policy, allocator, hear, live):
@@ -507,6 +533,28 @@ def test_a_slow_layout_ends_at_the_version_that_is(
     hear_fetching(policy, make_heartbeat, plan, 0, now_s=now_s)
     draft, _ = policy.next_plan(plan, now_s, sequence=2)
     assert draft.ends_at == ends_at
+
+
+@pytest.mark.parametrize(("ahead", "more"), [(1, 1), (2, 0)], ids=["it may go on", "it waits for the others"])
+def test_a_stage_that_waits_for_the_others_does_not_pass_the_end_with_their_next_commit(
+    policy, make_heartbeat, monkeypatch, ahead, more, preparing
+):
+    """Steps took 10 s, and now the one under way has taken 40 s; a plan is known to everybody after 6 s.
+
+    Args: ahead: how many versions the first stage is ahead of the others; more: how many it may make by then."""
+    assert SPEC.training.s_max == 1
+    plan, now_s = preparing
+    for step in range(50, 57):
+        policy.view.ledger.pace.committed(0, step, SPEC.tokens_per_step, now_s - 40.0 - (56 - step) * 10.0)
+
+    def foresee(stages, now_s):
+        return Foreseen(SPEC.tokens_per_step / (10.0 if len(stages) == 2 else 30.0), "compute", 0)
+
+    monkeypatch.setattr(policy.view, "foresee", foresee)
+    hear_fetching(policy, make_heartbeat, plan, 0, now_s=now_s)
+    policy.view.ledger.note_version(0, 57 + ahead)
+    draft, _ = policy.next_plan(plan, now_s, sequence=2)
+    assert draft.ends_at == 57 + ahead + more
 
 
 @pytest.mark.parametrize("change", ["leaves", "dies"])
