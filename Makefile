@@ -56,7 +56,7 @@ bench: setup
 # Scenarios of tests/lab/ with real peers on an emulated internet, and simulated: most of an hour as root, on a machine that
 # does nothing else. ARGS='small two-nats' for those, ARGS='--virtual-only six-homes' where no namespaces can be made.
 lab: compiled
-	$(BIN)/python -m pytest -q tests/lab/internet tests/lab/played
+	$(BIN)/python -m pytest -q tests/lab/internet
 	$(BIN)/python tests/lab/run.py $(ARGS)
 
 # What swarms that decide by themselves reach of what is planned for them, an hour. ARGS='scenarios --only six-equal' for less.
