@@ -2,9 +2,14 @@
 
 Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the book of
 grants (`WorkQueue`) and holds every claim open until there is something to grant, for `PATIENCE_S` at most. It serves
-all open claims of one turn of the loop together, and gives each claimant at most its share of what may be granted, so
-that the first to ask leaves something to the others. A claimant far slower than the others gets one microbatch now and
+all open claims of one turn of the loop together. A claimant far slower than the others gets one microbatch now and
 then.
+
+Each claimant gets its share of a step, by the plan. Windows alone do not keep to it: a window is as large as the rate
+that it measures, and the rate is as high as the window is large, so that nothing brings back a member that has come to
+make more than the others. Its network card then carries more activations than the plan has counted with, and the whole
+group waits for its part of the reduction. Whoever has had its share gets more of a step only as others leave it: it
+then holds no more than its share of what nobody has. Until then it goes on with the next step.
 
 What died with a replica of any stage runs again: the leader divides it among the open members and asks each to take its
 part. Whoever declines leaves its part to the leader. These microbatches do not go through the book, because a claim
@@ -158,6 +163,8 @@ class Supply:
     demand: Demand
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Granted] = field(init=False, default_factory=dict)
+    _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
+    """Step -> how many of its microbatches each member has been given."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """When each claimant last contributed something that we had granted it."""
     _pace: Pace = field(init=False, default_factory=Pace)
@@ -280,6 +287,7 @@ class Supply:
         self.book.reach(version)
         self._losses = {step: losses for step, losses in self._losses.items() if step >= version - _VALIDATIONS_KEPT}
         self._out = {m: granted for m, granted in self._out.items() if m.step >= version}
+        self._had = {step: had for step, had in self._had.items() if step >= version}
         return self._look_again(now_s)
 
     # --- what the members say ---
@@ -287,7 +295,11 @@ class Supply:
     def _note(self, source: PeerID, step: int, indices: bytes, granted: bytes, now_s: float) -> None:
         count = self.book.microbatches
         made = indices_from(indices, count=count)
-        self.book.take(step, made | indices_from(granted, count=count))
+        taken = made | indices_from(granted, count=count)
+        self.book.take(step, taken)
+        if step >= self.book.version:  # whoever leads next goes on from this
+            had = self._had.setdefault(step, Counter())
+            had[source] = max(had[source], taken.bit_count())
         for microbatch, out in list(self._out.items()):
             if out.peer == source and microbatch.step == step and made >> microbatch.index & 1:
                 self._made(microbatch, now_s)
@@ -297,6 +309,8 @@ class Supply:
         granted = self._out.pop(microbatch, None)
         if granted is not None:
             self._made_s[granted.peer] = now_s
+            if granted.peer in self._claims:
+                self._serves_at_s = now_s  # it holds less, so more may be due to it
             self._pace.took(granted.peer, now_s - granted.at_s)
             self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
 
@@ -383,31 +397,58 @@ class Supply:
         return Answer(claim.call, Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain))
 
     def _serve(self, now_s: float) -> list[SupplyCommand]:
-        """Grant every open claim at most its claimant's share of what there is: the first to ask must not leave the
-        others with nothing. What is left then, the next claims get.
+        """Grant every open claim what is due to its claimant. What is left then, the next claims get.
 
         Whoever is not ready waits: it is not known here, or has been lost since it asked.
         """
         if not self.group.is_lead:
             return []
         commands: list[SupplyCommand] = []
-        admissible = self.book.admissible
         everyone = (self.group.me, *self.group.ready_mates)
         held = Counter(dict.fromkeys(everyone, 0))
         held.update(granted.peer for granted in self._out.values() if granted.peer in held)
-        for source, claim in [claim for claim in self._claims.items() if claim[0] in everyone]:
-            share = max(1, math.ceil(self.group.share_of(source) * admissible))
-            share = min(share, self._turns.most(source, held, left=self.book.admissible) - held[source])
-            if not self._keeps_pace(source, everyone, now_s):
+        claims = [claim for claim in self._claims.items() if claim[0] in everyone]
+        shares = self._shares(everyone, now_s) if claims else {}
+        for source, claim in claims:
+            most = self._turns.most(source, held, left=self.book.admissible) - held[source]
+            if source not in shares:
                 # The whole step would wait for what it holds: now and then one, to see whether it has recovered.
-                share = 1 if self._pace.is_due(source, now_s) else 0
-            granted = self.book.grant(max(0, min(claim.count, share)))
+                most = 1 if self._pace.is_due(source, now_s) else 0
+            due = self._due(source, shares.get(source, 1.0))
+            granted = self.book.grant(max(0, min(claim.count, most)), due)
             if granted:
                 held[source] += len(granted)
+                for step, count in Counter(microbatch.step for microbatch in granted).items():
+                    self._had.setdefault(step, Counter())[source] += count
                 self._pace.given(source, now_s)
                 commands += self._give(source, (m for m in granted if not m.validates), now_s)
                 commands.append(self._answer(source, granted))
         return commands
+
+    def _shares(self, everyone: Sequence[PeerID], now_s: float) -> dict[PeerID, float]:
+        """The share of each member that keeps pace, among those who do."""
+        shares = {
+            peer: max(self.group.share_of(peer), _SHARE_MIN)
+            for peer in everyone
+            if self._keeps_pace(peer, everyone, now_s)
+        }
+        total = sum(shares.values())
+        return {peer: share / total for peer, share in shares.items()}
+
+    def _due(self, source: PeerID, share: float) -> dict[int, int]:
+        """How many microbatches of each open step may be granted to a member of that share."""
+        control = self.demand.control
+        in_force = control.in_force if control is not None else None
+        last = self.book.version + in_force[0] if in_force is not None else math.inf
+        holds = Counter(microbatch.step for microbatch, granted in self._out.items() if granted.peer == source)
+        due: dict[int, int] = {}
+        for step, left in self.book.left.items():
+            had = self._had[step][source] if step in self._had else 0
+            its_own, of_others = share * self.book.microbatches - had, share * left - holds[step]
+            due[step] = max(0, math.ceil(max(its_own, of_others)))
+            if due[step] < left and step >= last:
+                break  # The next one cannot begin yet: it would only be in the way of what is left of this one.
+        return due
 
     def _give(self, peer: PeerID, microbatches: Iterable[Microbatch], now_s: float) -> list[SupplyCommand]:
         commands: list[SupplyCommand] = []

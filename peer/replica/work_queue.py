@@ -6,7 +6,7 @@ at which it takes effect. Every replica tells its mates what it has been granted
 next leader knows what is taken.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
@@ -68,18 +68,24 @@ class WorkQueue:
     @property
     def admissible(self) -> int:
         """Microbatches that could be granted now."""
-        open_steps = self._open_steps()
-        taken = [self._taken[step].bit_count() for step in open_steps if step in self._taken]
-        return self.microbatches * len(open_steps) - sum(taken) + len(self._validation)
+        return sum(self.left.values()) + len(self._validation)
 
-    def grant(self, count: int) -> list[Microbatch]:
-        """Up to `count` microbatches for one claimant; empty if every admissible one is taken."""
+    @property
+    def left(self) -> dict[int, int]:
+        """Each open step, in order -> how many of its microbatches nobody has."""
+        return {step: self.microbatches - self._taken.get(step, 0).bit_count() for step in self._open_steps()}
+
+    def grant(self, count: int, due: Mapping[int, int] | None = None) -> list[Microbatch]:
+        """Up to `count` microbatches for one claimant, of each step as many as are `due` to it at most; None: of each
+        all that nobody has."""
         granted, self._validation = self._validation[:count], self._validation[count:]
         for step in self._open_steps():
-            taken = self._taken.get(step, 0)
+            taken, most = self._taken.get(step, 0), count
+            if due is not None:
+                most = min(count, len(granted) + due.get(step, 0))
             for index in range(self.microbatches):
-                if len(granted) >= count:
-                    return granted
+                if len(granted) >= most:
+                    break
                 if not taken >> index & 1:
                     self._taken[step] = taken = taken | 1 << index
                     granted.append(Microbatch(step, index))

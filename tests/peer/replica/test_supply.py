@@ -38,13 +38,14 @@ from shoal.peer.replica.events import (
     VersionReached,
     WorkReturned,
 )
-from shoal.peer.replica.flow import Window
+from shoal.peer.replica.flow import Control, Window
 from shoal.peer.replica.supply import HALT_S, PATIENCE_S, RETRY_S, Supply
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationResult
 from shoal.protocol.plan import Member, Plan, Stage
+from shoal.protocol.staleness import FREE
 
 A, B, C, NEXT, STRANGER = (PeerID(name) for name in ("a", "b", "c", "next", "stranger"))
 
@@ -81,7 +82,7 @@ class Pipeline:
     room: int = 2
     num_waiting: int = 0
     window: Window | None = field(default_factory=lambda: Window(num_stages=2))
-    control: None = None
+    control: Control | None = None
 
 
 def supply(group=None, pipeline=None, *, M=9, s_max=0, validation=2):
@@ -210,6 +211,35 @@ def test_claims_of_one_turn_are_served_together_and_each_gets_at_most_its_share(
     assert MemberGranted(C, Microbatch(0, 3)) in commands
 
 
+def test_who_has_had_its_share_gets_more_as_it_holds_less_than_its_share_of_what_is_left():
+    made = supply(M=9)
+    assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2]}
+    assert after(made, ClaimArrived(B, 9, call=2), TimerFired()) == []
+    assert after(made, MemberSaid(B, 0, bitmap_of(indices(0)), b"")) == []
+    assert after(made, TimerFired()) == [], "it holds 2, as many as are its share of the 6 that are left"
+    after(made, MemberSaid(B, 0, bitmap_of(indices(0, 1)), b""))
+    assert granted(after(made, TimerFired())) == {2: [3]}
+
+
+def test_who_has_had_its_share_goes_on_with_the_next_step():
+    made = supply(M=9, s_max=1)
+    assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2, 0, 1, 2]}
+
+
+def test_who_has_had_its_share_does_not_go_on_with_a_step_that_may_not_begin_yet():
+    control = Control(s_max=1, price=FREE)
+    control.follow(0, 1.0)
+    made = supply(pipeline=Pipeline(control=control), M=9, s_max=1)
+    assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2]}
+
+
+def test_what_a_member_had_of_another_leader_counts_as_its_share():
+    made = supply(Group(lead=B), M=9)
+    after(made, MemberSaid(C, 0, bitmap_of(indices(0)), bitmap_of(indices(1, 2))))
+    made.group.lead = A
+    assert granted(after(made, ClaimArrived(C, 9, call=1), TimerFired())) == {1: [3, 4]}, "its share of what is left"
+
+
 def test_only_the_leader_grants_and_only_to_members():
     with pytest.raises(Refused):
         supply(Group(me=B, lead=A)).handle(ClaimArrived(C, 1, call=1), now_s=0.0)
@@ -327,7 +357,7 @@ def test_a_member_takes_its_part_from_its_leader_alone():
 
 
 def test_a_halt_lets_no_further_step_begin_until_nobody_asks_for_it():
-    made = supply(M=3, s_max=1)
+    made = supply(M=6, s_max=1)
     after(made, PlanFollowed(a_plan()))
     assert after(made, HaltAsked(NEXT, False, call=1)) == [Answer(1, Halted(version=0))]
     assert after(made, ClaimArrived(B, 2, call=2), TimerFired(), now_s=HALT_S - 1.0) == []

@@ -31,6 +31,15 @@ def test_microbatches_are_granted_in_order_and_once() -> None:
     assert made.grant(2) == [Microbatch(1, 0), Microbatch(1, 1)]
 
 
+def test_of_each_step_no_more_is_granted_than_is_due() -> None:
+    made = book(s_max=1)
+    assert made.left == {0: 3, 1: 3}
+    assert made.grant(9, {0: 1, 1: 2}) == [Microbatch(0, 0), Microbatch(1, 0), Microbatch(1, 1)]
+    assert made.grant(1, {0: 2, 1: 1}) == [Microbatch(0, 1)]
+    assert made.grant(9, {}) == []
+    assert made.left == {0: 1, 1: 1}
+
+
 def test_s_max_lets_the_next_steps_be_granted() -> None:
     assert book(M=1, s_max=2).grant(9) == [Microbatch(0, 0), Microbatch(1, 0), Microbatch(2, 0)]
 
