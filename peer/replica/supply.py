@@ -1,15 +1,17 @@
 """Decides who makes which microbatch, at stage 0. Pure.
 
 Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the book of
-grants (`WorkQueue`) and holds every claim open until there is something to grant, for `PATIENCE_S` at most. It serves
-all open claims of one turn of the loop together. A claimant far slower than the others gets one microbatch now and
-then.
+grants (`WorkQueue`) and holds every claim open until something is due to its claimant, for `PATIENCE_S` at most. It
+serves all open claims of one turn of the loop together. A claimant far slower than the others gets one microbatch now
+and then.
 
 Each claimant gets its share of a step, by the plan. Windows alone do not keep to it: a window is as large as the rate
 that it measures, and the rate is as high as the window is large, so that nothing brings back a member that has come to
 make more than the others. Its network card then carries more activations than the plan has counted with, and the whole
 group waits for its part of the reduction. Whoever has had its share gets more of a step only as others leave it: it
-then holds no more than its share of what nobody has. Until then it goes on with the next step.
+then holds no more than its share of what nobody has. Until then it goes on with the next step. Members that take no
+traffic have no share. A claim that has waited in vain for `PATIENCE_S` while something could be granted gets its share
+of all that, whatever its claimant has had: who was to make it may be gone, and nobody has said so.
 
 What died with a replica of any stage runs again: the leader divides it among the open members and asks each to take its
 part. Whoever declines leaves its part to the leader. These microbatches do not go through the book, because a claim
@@ -260,7 +262,7 @@ class Supply:
 
     def _timer(self, now_s: float) -> list[SupplyCommand]:
         commands = self._end_halts(now_s) if self._halts else []
-        if now_s >= self._serves_at_s:
+        if now_s >= self._serves_at_s or any(now_s >= claim.until_s for claim in self._claims.values()):
             self._serves_at_s = math.inf
             commands += self._serve(now_s)
         for source, claim in [*self._claims.items()]:
@@ -273,15 +275,20 @@ class Supply:
 
     def _look_again(self, now_s: float) -> list[SupplyCommand]:
         """Something has changed on which a claim may have waited, one made here or one of somebody else."""
+        ended: list[SupplyCommand] = []
+        if self.group.lead != self.group.me:
+            # Whoever claimed them now claims of the new leader. Should we lead again before they are over, what they
+            # were granted nobody would make.
+            ended = [self._answer(source, []) for source in self.open_claims]
         if self._claims:
             self._serves_at_s = now_s
         if self._asked is not None:
             if self._asked.leader == self.group.lead:
-                return []  # The answer to our claim comes first.
+                return ended  # The answer to our claim comes first.
             self._asked, self._claims_at_s = None, now_s
-            return [DropClaim(), RunAhead(-1, 1.0)]
+            return [*ended, DropClaim(), RunAhead(-1, 1.0)]
         self._claims_at_s = now_s
-        return []
+        return ended
 
     def _reach(self, version: int, now_s: float) -> list[SupplyCommand]:
         self.book.reach(version)
@@ -317,6 +324,8 @@ class Supply:
     def _lost(self, peer: PeerID, now_s: float) -> list[SupplyCommand]:
         """How fast it is, should it come back, we still know."""
         self._out = {m: granted for m, granted in self._out.items() if granted.peer != peer}
+        for had in self._had.values():
+            had.pop(peer, None)  # others run it again; should the member come back, it has its share before it
         # What would be granted to a claim that it has left open, nobody would make, and nobody would know.
         answers: list[SupplyCommand] = [self._answer(peer, [])] if peer in self._claims else []
         if self.book.version < self.book.steps:
@@ -363,6 +372,8 @@ class Supply:
         for step, index in grant.items if leader == self.group.lead else ():
             if index >= 0:
                 self.book.take(step, 1 << index)  # we may lead next, and our Progress goes to others
+                if leader != self.group.me:  # else it counted when we granted it
+                    self._had.setdefault(step, Counter())[self.group.me] += 1
             commands.append(Make(Microbatch(step, index), False))
         return commands
 
@@ -409,43 +420,57 @@ class Supply:
         held.update(granted.peer for granted in self._out.values() if granted.peer in held)
         claims = [claim for claim in self._claims.items() if claim[0] in everyone]
         shares = self._shares(everyone, now_s) if claims else {}
+        admissible, left_to_validate = self.book.admissible, self.book.left_to_validate
         for source, claim in claims:
             most = self._turns.most(source, held, left=self.book.admissible) - held[source]
+            due: dict[int, int] | None = None
+            due_to_validate: int | None = None
             if source not in shares:
                 # The whole step would wait for what it holds: now and then one, to see whether it has recovered.
                 most = 1 if self._pace.is_due(source, now_s) else 0
-            due = self._due(source, shares.get(source, 1.0))
-            granted = self.book.grant(max(0, min(claim.count, most)), due)
+            elif now_s < claim.until_s:
+                due = self._due(source, shares[source], everyone)
+                due_to_validate = math.ceil(shares[source] * left_to_validate)
+            else:
+                most = min(most, math.ceil(shares[source] * admissible))
+            granted = self.book.grant(max(0, min(claim.count, most)), due, due_to_validate=due_to_validate)
             if granted:
                 held[source] += len(granted)
-                for step, count in Counter(microbatch.step for microbatch in granted).items():
-                    self._had.setdefault(step, Counter())[source] += count
+                trained = [microbatch for microbatch in granted if not microbatch.validates]
+                for microbatch in trained:
+                    self._had.setdefault(microbatch.step, Counter())[source] += 1
                 self._pace.given(source, now_s)
-                commands += self._give(source, (m for m in granted if not m.validates), now_s)
+                commands += self._give(source, trained, now_s)
                 commands.append(self._answer(source, granted))
         return commands
 
     def _shares(self, everyone: Sequence[PeerID], now_s: float) -> dict[PeerID, float]:
-        """The share of each member that keeps pace, among those who do."""
+        """The share of each member that takes traffic and keeps pace, among those who do. Who drains makes no more."""
+        able = {self.group.me, *self.group.open_mates, *self._claims}
         shares = {
             peer: max(self.group.share_of(peer), _SHARE_MIN)
             for peer in everyone
-            if self._keeps_pace(peer, everyone, now_s)
+            if peer in able and self._keeps_pace(peer, everyone, now_s)
         }
         total = sum(shares.values())
         return {peer: share / total for peer, share in shares.items()}
 
-    def _due(self, source: PeerID, share: float) -> dict[int, int]:
-        """How many microbatches of each open step may be granted to a member of that share."""
+    def _due(self, source: PeerID, share: float, everyone: Sequence[PeerID]) -> dict[int, int]:
+        """How many microbatches of each open step may be granted to a member of that share. One that has become slow
+        gets no more of a step than it makes while the others make the rest of that step."""
         control = self.demand.control
         in_force = control.in_force if control is not None else None
         last = self.book.version + in_force[0] if in_force is not None else math.inf
-        holds = Counter(microbatch.step for microbatch, granted in self._out.items() if granted.peer == source)
+        held: dict[int, Counter[PeerID]] = {step: Counter(dict.fromkeys(everyone, 0)) for step in self.book.left}
+        for microbatch, granted in self._out.items():
+            if microbatch.step in held and granted.peer in everyone:
+                held[microbatch.step][granted.peer] += 1
         due: dict[int, int] = {}
         for step, left in self.book.left.items():
-            had = self._had[step][source] if step in self._had else 0
-            its_own, of_others = share * self.book.microbatches - had, share * left - holds[step]
-            due[step] = max(0, math.ceil(max(its_own, of_others)))
+            had, holds = self._had[step][source] if step in self._had else 0, held[step][source]
+            its_own, of_others = share * self.book.microbatches - had, share * left - holds
+            in_time = self._turns.most(source, held[step], left=left) - holds
+            due[step] = max(0, min(math.ceil(max(its_own, of_others)), in_time))
             if due[step] < left and step >= last:
                 break  # The next one cannot begin yet: it would only be in the way of what is left of this one.
         return due

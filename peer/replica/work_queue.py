@@ -68,17 +68,25 @@ class WorkQueue:
     @property
     def admissible(self) -> int:
         """Microbatches that could be granted now."""
-        return sum(self.left.values()) + len(self._validation)
+        return sum(self.left.values()) + self.left_to_validate
 
     @property
     def left(self) -> dict[int, int]:
         """Each open step, in order -> how many of its microbatches nobody has."""
         return {step: self.microbatches - self._taken.get(step, 0).bit_count() for step in self._open_steps()}
 
-    def grant(self, count: int, due: Mapping[int, int] | None = None) -> list[Microbatch]:
-        """Up to `count` microbatches for one claimant, of each step as many as are `due` to it at most; None: of each
-        all that nobody has."""
-        granted, self._validation = self._validation[:count], self._validation[count:]
+    @property
+    def left_to_validate(self) -> int:
+        """How many validation microbatches nobody has."""
+        return len(self._validation)
+
+    def grant(
+        self, count: int, due: Mapping[int, int] | None = None, *, due_to_validate: int | None = None
+    ) -> list[Microbatch]:
+        """Up to `count` microbatches for one claimant, of each step, and of validation, as many as are due to it at
+        most; None: of each all that nobody has."""
+        validating = count if due_to_validate is None else min(count, due_to_validate)
+        granted, self._validation = self._validation[:validating], self._validation[validating:]
         for step in self._open_steps():
             taken, most = self._taken.get(step, 0), count
             if due is not None:

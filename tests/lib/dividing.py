@@ -206,7 +206,9 @@ async def _play(run: DividingRun) -> DividingResult:
         swarm.launch(name)
     await swarm.until(lambda: len(swarm.steps) > 2)
     stepped_s, num_steps, kill_at_s = loop.time(), len(swarm.steps), loop.time() + run.kill_every_s
-    while max(swarm.steps) < run.steps - 1:
+    # A coordinator that dies between hearing of the last step and telling it leaves a swarm that ends without a word of
+    # it. What its groups have committed `flaws_of` looks at.
+    while max(swarm.steps) < run.steps - 1 and swarm.running:
         await asyncio.sleep(_POLL_S)
         swarm.raise_failures()
         if len(swarm.steps) != num_steps:

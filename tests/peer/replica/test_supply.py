@@ -240,6 +240,47 @@ def test_what_a_member_had_of_another_leader_counts_as_its_share():
     assert granted(after(made, ClaimArrived(C, 9, call=1), TimerFired())) == {1: [3, 4]}, "its share of what is left"
 
 
+def test_what_a_new_leader_was_granted_itself_counts_as_its_share():
+    group = Group(lead=B)
+    made = supply(group, M=9)
+    after(made, Changed(), TimerFired(), GrantArrived(B, ((0, 0), (0, 1), (0, 2)), -1, 1.0))
+    group.lead = A
+    assert granted(after(made, ClaimArrived(A, 9, call=1), TimerFired())) == {1: [3, 4]}, "its share of what is left"
+
+
+def test_what_died_with_a_member_it_has_not_had_when_it_comes_back():
+    made = supply(M=9)
+    after(made, ClaimArrived(B, 9, call=1), TimerFired(), MemberLost(B))
+    assert granted(after(made, ClaimArrived(B, 9, call=2), TimerFired())) == {2: [3, 4, 5]}
+
+
+def test_validation_is_no_part_of_a_share():
+    made = supply(M=9, validation=6)
+    after(made, VersionReached(2))
+    assert granted(after(made, ClaimArrived(B, 3, call=1), TimerFired())) == {1: [-1, -2, 0]}
+    after(made, MemberSaid(C, 2, bitmap_of(indices(1, 2, 3, 4, 5, 6)), b""))
+    assert granted(after(made, ClaimArrived(B, 9, call=2), TimerFired())) == {2: [-3, -4, 7, 8]}
+
+
+def test_each_validates_its_share():
+    made = supply(M=1, validation=4)
+    after(made, VersionReached(4), ClaimArrived(B, 9, call=1), ClaimArrived(C, 9, call=2))
+    assert granted(after(made, TimerFired())) == {1: [-1, -2], 2: [-3, -4]}
+
+
+def test_who_drains_has_no_share():
+    made = supply(Group(open_mates=(B,)), M=8)
+    assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2, 3]}
+
+
+def test_a_claim_that_has_waited_in_vain_gets_its_share_of_what_could_be_granted():
+    made = supply(M=9)
+    assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2]}
+    assert after(made, ClaimArrived(B, 9, call=2), TimerFired()) == []
+    assert made.next_timer_s() == PATIENCE_S
+    assert granted(made.handle(TimerFired(), now_s=PATIENCE_S)) == {2: [3, 4]}, "A and C have claimed nothing"
+
+
 def test_only_the_leader_grants_and_only_to_members():
     with pytest.raises(Refused):
         supply(Group(me=B, lead=A)).handle(ClaimArrived(C, 1, call=1), now_s=0.0)
@@ -274,6 +315,31 @@ def test_the_open_claim_of_a_lost_member_is_answered_with_nothing():
     after(made, ClaimArrived(B, 2, call=1))
     assert after(made, MemberLost(B)) == [Answer(1, Grant(items=()))]
     assert after(made, TimerFired()) == []
+
+
+def test_who_leads_again_serves_no_claim_of_before():
+    group = Group()
+    made = supply(group, M=1)
+    after(made, ClaimArrived(C, 2, call=1), TimerFired())
+    assert granted(after(made, ClaimArrived(B, 2, call=2), TimerFired())) == {}, "C has all of the step"
+    group.lead = B
+    assert after(made, Changed()) == [Answer(2, Grant(items=()))]
+    group.lead = A
+    assert granted(after(made, VersionReached(1), TimerFired())) == {}, "B awaits no answer from us any more"
+
+
+def test_a_new_leader_validates_what_died_with_the_leader_before_it():
+    """Somebody leads who has led before, claimed of itself then, and has heard of no loss since."""
+    group = Group()
+    made = supply(group, M=1, validation=2)
+    after(made, VersionReached(3), ClaimArrived(B, 1, call=1), TimerFired())
+    after(made, Changed(), TimerFired(), ClaimArrived(A, 2, call=2), TimerFired())
+    group.lead = B
+    after(made, Changed(), VersionReached(4))
+    group.lead = A
+    after(made, MemberLost(B), TimerFired(), ClaimArrived(C, 2, call=3), ClaimArrived(A, 2, call=4))
+    commands = after(made, TimerFired())
+    assert granted(commands) == {3: [-1], 4: [-2]}, "nothing of it went to the claim that nobody waits for"
 
 
 def test_who_is_not_ready_waits_with_its_claim():
