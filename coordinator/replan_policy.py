@@ -417,8 +417,8 @@ class ReplanPolicy:
         return announced, announced.reason
 
     def _sooner(self, live: Plan, layout: Layout, now_s: float, *, ends_at: int) -> int:
-        """`ends_at`, by which all steps that have begun are over; or the version that every member knows of in time, if
-        it costs less to make what has begun of the next step once more than to wait for it in the slower layout.
+        """The version that every member knows of in time, if it costs less to make what has begun of the next step once
+        more than to wait until `ends_at`, by which all steps that have begun are over; else the one after that step.
 
         A stage that is as far ahead of the others as it may be makes a whole step more after the next commit of theirs.
         """
@@ -437,7 +437,9 @@ class ReplanPolicy:
         if not live.restore_version < first < ends_at:
             return ends_at
         waits = (ends_at - first) * (1.0 / slow.tokens_per_s - 1.0 / quick.tokens_per_s)
-        return first if waits > begun / quick.tokens_per_s else ends_at
+        if waits > begun / quick.tokens_per_s:
+            return first
+        return first + 1 if waits > 0.0 else ends_at
 
     def _is_whole(self, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
         """Whether everybody of the plan is here and stays."""

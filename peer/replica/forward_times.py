@@ -8,6 +8,10 @@ from shoal.peer.replica.job import Job
 
 _TOLD_FORWARDS: Final = 9
 """A device that becomes slower is given less to do. It says so after five forwards, which still are no noise."""
+_SURE_FORWARDS: Final = 3
+_SURE_TIMES: Final = 2.0
+"""One that becomes far slower may not be given five any more. So many in a row that each take so many times what the
+median is are no noise either, nor are they if each takes so small a part of it."""
 _KINDS: Final = ("forward", "loss")
 
 
@@ -36,5 +40,10 @@ class ForwardTimes:
 
     @property
     def seconds(self) -> float:
-        """The median of the last ones; 0 before the first has ended."""
-        return median(self._took_s) if self._took_s else 0.0
+        """The median of the last ones, of the very last if these are all far from it; 0 before the first has ended."""
+        if not self._took_s:
+            return 0.0
+        usual_s, last_s = median(self._took_s), [*self._took_s][-_SURE_FORWARDS:]
+        if min(last_s) > _SURE_TIMES * usual_s or max(last_s) * _SURE_TIMES < usual_s:
+            return median(last_s)
+        return usual_s

@@ -514,7 +514,8 @@ def test_an_end_that_came_too_late_is_put_off_twice_as_far(
     ("step_s", "times", "ends_at"),
     [
         pytest.param(40.0, 3.0, 57, id="what has begun is made again"),
-        pytest.param(40.0, 1.05, 60, id="hardly quicker: what has begun is ended"),
+        pytest.param(40.0, 1.05, 58, id="hardly quicker: the step that has begun is ended, and no more"),
+        pytest.param(40.0, 0.95, 60, id="slower, as far as is foreseen"),
         pytest.param(1.0, 3.0, 62, id="steps are short: all members have to know of it first"),
     ],
 )

@@ -44,3 +44,18 @@ def test_five_forwards_tell_that_a_device_has_become_slower() -> None:
         times.ran(job(index), 1.0 if index < 35 else 4.0)
         times.ended(job(index))
     assert times.seconds == 4.0
+
+
+def test_three_forwards_far_slower_than_usual_are_believed() -> None:
+    times = ForwardTimes()
+    for index, seconds in enumerate([1.0, 1.1, 0.9, 1.0, 1.0, 1.2, 1.0, 8.0, 9.0]):
+        times.ran(job(index), seconds)
+        times.ended(job(index))
+    assert times.seconds == 1.0, "two may be noise"
+    times.ran(job(9), 8.5)
+    times.ended(job(9))
+    assert times.seconds == 8.5
+    for index, seconds in enumerate([1.0, 1.0, 1.0]):
+        times.ran(job(10 + index), seconds)
+        times.ended(job(10 + index))
+    assert times.seconds == 1.0
