@@ -281,6 +281,19 @@ def test_a_claim_that_has_waited_in_vain_gets_its_share_of_what_could_be_granted
     assert granted(made.handle(TimerFired(), now_s=PATIENCE_S)) == {2: [3, 4]}, "A and C have claimed nothing"
 
 
+def test_who_has_become_slow_gets_no_more_of_a_step_than_it_makes_in_time():
+    """B takes 3 s for one, the others 1 s: of the next step it gets its share, of this one no second microbatch."""
+    made = supply(M=12, s_max=1)
+    after(made, ClaimArrived(A, 1, call=1), ClaimArrived(B, 2, call=2), ClaimArrived(C, 1, call=3), TimerFired())
+    made.handle(Made(Microbatch(0, 0)), now_s=1.0)
+    made.handle(MemberSaid(C, 0, bitmap_of(indices(3)), b""), now_s=1.0)
+    made.handle(MemberSaid(B, 0, bitmap_of(indices(1)), b""), now_s=3.0)
+    made.handle(MemberSaid(C, 0, bitmap_of(indices(3, 4, 5, 6, 7, 8, 9)), b""), now_s=3.0)
+    after(made, ClaimArrived(B, 1, call=4), now_s=3.0)
+    commands = made.handle(TimerFired(), now_s=3.0)
+    assert [c.message.items for c in commands if isinstance(c, Answer)] == [((1, 0),)]
+
+
 def test_only_the_leader_grants_and_only_to_members():
     with pytest.raises(Refused):
         supply(Group(me=B, lead=A)).handle(ClaimArrived(C, 1, call=1), now_s=0.0)
