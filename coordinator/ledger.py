@@ -84,6 +84,8 @@ class Ledger:
         self._validates = validates
         self._patience_s = PATIENCE_HEARTBEATS * heartbeat_s
         self._reports: dict[int, dict[int, CommitReport]] = {}
+        self._expert_groups: dict[int, set[int]] = {}
+        """Step -> the groups of placed experts that have reported it."""
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
         """The last stage's report of each step that the stage's members have not confirmed, and when it came."""
         self._untold: dict[int, float] = {}
@@ -137,6 +139,7 @@ class Ledger:
         self._versions = [min(version, self._steps)] * self._num_stages
         self._expert_versions = [min(version, self._steps)] * (num_stages * self._num_experts)
         self._reports = {step: by_stage for step, by_stage in self._reports.items() if step < version}
+        self._expert_groups = {step: groups for step, groups in self._expert_groups.items() if step < version}
         self._untold = {step: at_s for step, at_s in self._untold.items() if step < version}
         self._unconfirmed = {step: report for step, report in self._unconfirmed.items() if step < version}
         self._told = deque((step for step in self._told if step < version), maxlen=HISTORY_STEPS)
@@ -162,7 +165,7 @@ class Ledger:
         for report in reports:
             oldest = max(0, self.version_max - HISTORY_STEPS)
             if report.era == self.era and report.stage >= self._num_stages and oldest <= report.step < self._steps:
-                self._note_norm(report)  # of experts nothing else is counted
+                self._note_expert(report)
             if not (0 <= report.stage < self._num_stages and oldest <= report.step < self._steps):
                 continue
             if report.era != self.era:
@@ -179,7 +182,7 @@ class Ledger:
             if report.stage == self._num_stages - 1:
                 self._unconfirmed[report.step] = report, now_s
         self._confirm()
-        for table in (self._reports, self._norms, self._unconfirmed):
+        for table in (self._reports, self._expert_groups, self._norms, self._unconfirmed):
             self._trim(table)
         return flaws
 
@@ -205,6 +208,12 @@ class Ledger:
         while len(table) > HISTORY_STEPS:
             last = max(table)
             del table[last if last >= self.version_max + HISTORY_STEPS else min(table)]
+
+    def _note_expert(self, report: CommitReport) -> None:
+        """Note that a group of experts has committed, and its norm: nothing else of it is counted."""
+        if report.stage < self._num_stages + len(self._expert_versions):
+            self._expert_groups.setdefault(report.step, set()).add(report.stage)
+            self._note_norm(report)
 
     def _note_norm(self, report: CommitReport) -> None:
         norm = report.gradient_norm
@@ -294,9 +303,13 @@ class Ledger:
         return before if step < begun else self._num_stages
 
     def has_reported(self, version: int) -> bool:
-        """Whether every stage has reported the step that made `version`, or the step has been told without."""
+        """Whether every stage has reported the step that made `version`, or the step has been told without; and every
+        group of placed experts has."""
         step = version - 1
-        return step < 0 or step in self._told or len(self._reports.get(step, {})) == self._stages_of(step)
+        if step < 0:
+            return True
+        stages_have = step in self._told or len(self._reports.get(step, {})) == self._stages_of(step)
+        return stages_have and len(self._expert_groups.get(step, ())) == self._stages_of(step) * self._num_experts
 
     def _gradient_norm(self, step: int) -> float | None:
         norms = self._norms.get(step, {})

@@ -78,7 +78,7 @@ class ReplanPolicy:
         self._change: Change | None = None
         """What it costs to go on to these stages, as the first look after `SEEN_AHEAD_S` foresees it."""
         self._ended_s: float | None = None
-        """When every stage was first seen at the end of the live layout."""
+        """When every stage, and a holder of every layer, was first seen at the end of the live layout."""
         self._too_few_s = math.inf
         """When it was first seen that a stage is lost and that too few peers are left for so many stages."""
         self._places: Places | None = None
@@ -447,22 +447,23 @@ class ReplanPolicy:
         return here.issuperset(live.members)
 
     def _end(self, live: Plan, disks: Disks, now_s: float) -> tuple[Next, str]:
-        """The layout after the live one, once every stage has come to the version at which that ends."""
+        """The layout after the live one, once every stage and placed expert is at the version at which that ends."""
         view, version = self.view, live.ends_at
         if view.version_max > version:
             # Stage 0 heard of it too late and has begun later steps, which are to be finished.
             after = Layout(stages=live.following, spares=(), reason="another division into stages")
             return self._announced(live, after, now_s, times=min(2 * self._notice, NOTICE_TIMES_MAX))
         wanted = held_keys(view.spec.model, placed=view.places_experts)
-        if view.ledger.step < version:
+        if view.ledger.step < version or not disks.covers((live.era, version), wanted):
             self._ended_s = None
         elif self._ended_s is None:
             self._ended_s = now_s
-        # The reports of the last step may have gone to a coordinator before us, so they are not waited for for ever.
+        # A group reports once its members have compared their states, so all of them have come to the end by then: what
+        # one alone carried might die with it. The reports may have gone to a coordinator before us, or never come, so
+        # they are not waited for for ever.
         patience_s = PATIENCE_HEARTBEATS * self._heartbeat_s
         late = self._ended_s is not None and now_s >= self._ended_s + patience_s
-        complete = self._ended_s is not None and (late or view.ledger.has_reported(version))
-        if complete and disks.covers((live.era, version), wanted):
+        if self._ended_s is not None and (late or view.ledger.has_reported(version)):
             members = {peer for stage in live.following for peer in stage.peers}
             spares = tuple(peer for peer in live.members if peer not in members)
             reason = _divided(live, version)

@@ -338,6 +338,25 @@ def test_another_division_takes_nothing_from_the_ledger(ledger):
     assert ledger.has_reported(6)
 
 
+def test_a_version_is_reported_once_the_placed_experts_have():
+    ledger = Believing(
+        num_stages=2, num_experts=2, steps=9, microbatches=8, heartbeat_s=1.0, validates=False, tokens_per_step=1
+    )
+    ledger.note_commits([commit(0, 0), commit(1, 0, loss=5.0), *(commit(group, 0) for group in (2, 3, 5))], 0.0)
+    assert len(tell(ledger, 0.0)) == 1, "a step is told without them"
+    assert not ledger.has_reported(1)
+    ledger.note_commits([commit(6, 0), commit(4, 0, era=1)], 0.0)
+    assert not ledger.has_reported(1), "there is no group 6, and no era 1"
+    ledger.note_commits([commit(4, 0)], 0.0)
+    assert ledger.has_reported(1)
+    ledger.rewind(1, 1, num_stages=1)
+    assert ledger.has_reported(1)
+    ledger.note_commits([commit(0, 1, era=1), commit(1, 1, era=1)], 0.0)
+    assert not ledger.has_reported(2)
+    ledger.note_commits([commit(2, 1, era=1)], 0.0)
+    assert ledger.has_reported(2)
+
+
 def test_what_had_not_been_confirmed_when_the_stages_changed_is_told(ledger):
     unbelieving = Ledger(
         num_stages=3, steps=100, microbatches=8, heartbeat_s=1.0, validates=False, tokens_per_step=1000

@@ -31,8 +31,8 @@ from shoal.coordinator.search_schedule import (
     SearchJob,
 )
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import stage_layer_keys
-from shoal.protocol.messages import Holding, LinkReport
+from shoal.protocol.layers import held_keys, stage_layer_keys
+from shoal.protocol.messages import CommitReport, Holding, LinkReport
 from shoal.protocol.plan import Foreseen, Plan
 from shoal.protocol.spec import RunSpec, SwarmSpec, TrainingSpec
 
@@ -308,6 +308,15 @@ def carried(peer, version, *, era=0):
     return Holding(era=era, version=version, layers=stage_layer_keys(SPEC.model, 2 * stage, 2 * stage + 2))
 
 
+def placed(*, num_experts):
+    """The spec with so many experts of each layer, placed."""
+    return msgspec.structs.replace(
+        SPEC,
+        model=msgspec.structs.replace(SPEC.model, num_experts=num_experts),
+        swarm=msgspec.structs.replace(SPEC.swarm, expert_slots=num_experts),
+    )
+
+
 def hear_carried(policy, make_heartbeat, peers, *, version, now_s):
     for peer in peers:
         at = {"stage": STAGE_OF[peer], "version": version, "synced": True, "carried": carried(peer, version)}
@@ -439,12 +448,7 @@ def test_nothing_is_divided_that_would_end_with_the_run(allocator, make_heartbea
 
 
 def test_a_run_whose_experts_are_placed_is_divided_as_any_other(allocator, make_heartbeat, live, halves):
-    spec = msgspec.structs.replace(
-        SPEC,
-        model=msgspec.structs.replace(SPEC.model, num_experts=2),
-        swarm=msgspec.structs.replace(SPEC.swarm, expert_slots=2),
-    )
-    policy = ReplanPolicy(ClusterView("run", spec), allocator)
+    policy = ReplanPolicy(ClusterView("run", placed(num_experts=2)), allocator)
 
     def hear(*, now_s=0.0):
         for peer in "abcdef":
@@ -472,12 +476,45 @@ def test_the_next_layout_begins_once_every_stage_is_there_and_all_layers_are_car
     hear_carried(policy, make_heartbeat, "abde", version=60, now_s=late_s)
     assert policy.next_plan(plan, late_s, sequence=3) == (None, ""), "nobody carries the last stage's layers"
     hear_carried(policy, make_heartbeat, "c", version=60, now_s=late_s)
+    assert policy.next_plan(plan, late_s, sequence=3) == (None, ""), "that c and f have the same nobody has said"
+    late_s += PATIENCE_HEARTBEATS
+    hear_carried(policy, make_heartbeat, "abcdef", version=60, now_s=late_s)
     draft, reason = policy.next_plan(plan, late_s, sequence=3)
     assert draft.stages == halves.stages
     assert draft.spares == ("e",)
     assert (draft.beginning.era, draft.beginning.version, draft.beginning.from_era) == (1, 60, 0)
     assert draft.ends_at == 0
     assert reason == "3 stages became 2 at step 60: layers 0-3, 3-6"
+
+
+def test_the_next_layout_begins_once_every_group_of_experts_has_compared_its_states(
+    allocator, make_heartbeat, make_plan, live, halves
+):
+    """What a holder has that is there before its mates would die with it, and nobody would see whether they come to the
+    same."""
+    spec = placed(num_experts=2)
+    policy = ReplanPolicy(ClusterView("run", spec), allocator)
+    plan = ending(make_plan, live, halves, ends_at=60)
+    policy.obey(plan, 0.0)
+    policy.begin_term(plan, 0.0, continuing=False, silent=None)
+
+    def hear(now_s, *groups):
+        """Everybody is at the end; these groups report it."""
+        m = spec.training.microbatches_per_step
+        usual = {"step": 59, "members": 2, "microbatches": m, "duplicates": 0, "given_up": 0, "tokens": 1}
+        commits = tuple(CommitReport(stage=g, staleness_steps_mean=0.0, loss=None, digest="", **usual) for g in groups)
+        carried = Holding(era=0, version=60, layers=held_keys(spec.model, placed=True))
+        for peer in "abcdef":
+            at = {"stage": STAGE_OF[peer], "version": 60, "synced": True, "carried": carried, "commits": commits}
+            policy.view.hear(peer, make_heartbeat(peer, **at), now_s)
+
+    hear(1.0, 0, 1, 2)
+    assert policy.next_plan(plan, 1.0, sequence=3) == (None, ""), "no group of experts has reported"
+    hear(1.1, 3, 4, 5, 7, 8)
+    assert policy.next_plan(plan, 1.1, sequence=3) == (None, ""), "group 6 has not"
+    hear(1.2, 6)
+    draft, _ = policy.next_plan(plan, 1.2, sequence=3)
+    assert draft.stages == halves.stages
 
 
 def test_who_carries_a_version_of_another_era_does_not_count(policy, make_heartbeat, make_plan, live, halves):
