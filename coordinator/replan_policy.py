@@ -68,7 +68,7 @@ class ReplanPolicy:
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._era = 0
         self._ends_s, self._notice = 0.0, 1
-        """When the end of the live layout was announced, and how much later than usual that end was put."""
+        """When we announced the end of the live layout, or our term began, and how much later than usual we put it."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
         """What the members of the following layout lacked when that last became less, and when that was."""
@@ -108,6 +108,7 @@ class ReplanPolicy:
         if not (continuing and self._holders.is_waiting(now_s)):
             self._holders = HolderWatch(self._heartbeat_s, now_s)
         if not continuing:
+            self._ends_s = now_s
             self._schedule.begin_term(plan, now_s, searched=searched)
 
     def settle(self, live: Plan, now_s: float) -> None:

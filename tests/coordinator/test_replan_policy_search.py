@@ -625,6 +625,21 @@ def test_a_layout_does_not_end_if_nothing_moves_any_more(policy, hear, make_plan
     assert reason == "the stages stay as they are: not all have come to step 60"
 
 
+def test_who_takes_over_gives_the_end_of_a_layout_as_much_time_as_who_announced_it(
+    policy, hear, make_plan, live, halves
+):
+    """It knows of no commit, so for all it knows nothing has moved for ever."""
+    plan = ending(make_plan, live, halves, ends_at=60)
+    policy.obey(plan, 0.0)
+    began_s = 2.0 * END_PATIENCE_S
+    policy.begin_term(plan, began_s, continuing=False, silent=None)
+    hear(version=59, now_s=began_s + 1.0)
+    assert policy.next_plan(plan, began_s + 1.0, sequence=3) == (None, "")
+    hear(version=59, now_s=began_s + END_PATIENCE_S)
+    draft, _ = policy.next_plan(plan, began_s + END_PATIENCE_S, sequence=3)
+    assert (draft.ends_at, draft.following) == (0, ())
+
+
 class Quiet:
     """Nine peers whose figures are noise around what is: heartbeats with links and seconds a forward. A third of the
     model fits in a device, and no more."""
