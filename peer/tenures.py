@@ -188,6 +188,8 @@ class Tenure(ABC):
                     self._pieces.forget(peer)
             case Count(counted):
                 apart = self._held.contribute(counted.microbatch, apart=counted.apart)
+                if apart is None:
+                    return  # the device has stepped without it, and the core is about to hear so
                 self.handle(counted if apart == counted.apart else dataclasses.replace(counted, apart=apart))
             case SayHello():
                 self._s.listeners.on_change()

@@ -64,7 +64,7 @@ class ModelledShard:
 
     # --- between jobs ---
 
-    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
+    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool | None:
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor]:

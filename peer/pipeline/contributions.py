@@ -93,13 +93,15 @@ class Contributions:
     def forget(self, microbatch: Microbatch) -> None:
         self._finished.pop(microbatch, None)
 
-    def contribute(self, microbatch: Microbatch, *, version: int, apart: bool) -> bool:
+    def contribute(self, microbatch: Microbatch, *, version: int, apart: bool) -> bool | None:
         """The others are about to be told: add it to the step's sum, or keep it `apart` if there is room.
 
-        Returns: whether it is kept apart.
+        Returns: whether it is kept apart; None: it comes too late for its step, and is in no sum.
         """
         finished = self._finished.pop(microbatch, None)
-        if finished is None or microbatch.step < version:
+        if microbatch.step < version:
+            return None
+        if finished is None:
             return False
         kept = self._apart.setdefault(microbatch.step, {})
         gradient_N, weights = finished

@@ -94,12 +94,12 @@ class Shard:
 
     # --- between jobs ---
 
-    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool:
+    def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool | None:
         """Its backward is done and the others are about to be told: add its gradient to the step's sum, or keep it
         `apart` from that if there is room, so that it can be left out.
 
         The tensor itself is added by the next job here, or before that by whoever makes a sum.
-        Returns: whether it is kept apart.
+        Returns: whether it is kept apart; None: we have stepped without it.
         """
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 

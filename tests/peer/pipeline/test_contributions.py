@@ -47,6 +47,14 @@ def test_what_is_kept_apart_is_in_the_sums_that_ask_for_it():
     assert contributions.total(0)().num == 2
 
 
+def test_what_comes_after_its_step_is_in_no_sum_and_says_so():
+    contributions = Contributions(SIZE, VECTORS)
+    assert contribute(contributions, 0, 0, 1.0, version=1, apart=True) is None
+    contributions.settle()
+    assert contributions.steps == []
+    assert not contributions.has(Microbatch(0, 0))
+
+
 def test_what_was_told_of_a_step_that_is_committed_meanwhile_is_dropped():
     contributions = Contributions(SIZE, VECTORS)
     contribute(contributions, 0, 0, 1.0)
