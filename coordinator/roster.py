@@ -9,7 +9,7 @@ from shoal.coordinator.adaptive_timeout import Arrivals
 from shoal.coordinator.allocate.interface import MeasuredPeer
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEERS_MAX
-from shoal.protocol.messages import Absence, Advert, Heartbeat, PeerStatus
+from shoal.protocol.messages import Absence, Advert, Heartbeat, PeerStatus, Rhythm
 from shoal.protocol.plan import Plan
 
 FLOOR_HEARTBEATS = 3.0
@@ -20,6 +20,8 @@ SILENT_HEARTBEATS = 2.5
 """A peer that has not been heard for so long is said not to answer."""
 ABSENT_MAX = 16
 """A coordinator names so many silent peers to the next one."""
+RHYTHMS_MAX = 64
+"""A coordinator tells the next one of so many peers whose heartbeats are irregular."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 FORGOTTEN_HEARTBEATS = 60.0
@@ -59,6 +61,8 @@ class Roster:
 
     heartbeat_s: float
     presences: dict[PeerID, Presence] = field(default_factory=dict)
+    _learned: dict[PeerID, Rhythm] = field(default_factory=dict)
+    """The rhythms of peers before this term."""
 
     def has_room_for(self, peer: PeerID) -> bool:
         """Whether `peer` is known, or may become so."""
@@ -68,7 +72,7 @@ class Roster:
         """Note a heartbeat; there must be room for the peer (`has_room_for`)."""
         presence = self.presences.get(peer)
         if presence is None or presence.left:
-            presence = self.presences[peer] = Presence(self._arrivals(now_s))
+            presence = self.presences[peer] = Presence(self._arrivals(peer, now_s))
         elif presence.heartbeat is None:
             presence.arrivals.excuse(now_s)  # the gap says when the role moved, not how this peer's heart beats
         else:
@@ -117,7 +121,7 @@ class Roster:
         presence = self.presences.get(peer)
         if presence is None:
             if len(self.presences) < PEERS_MAX:
-                self.presences[peer] = Presence(self._arrivals(now_s), advert)
+                self.presences[peer] = Presence(self._arrivals(peer, now_s), advert)
         elif not presence.left:
             if presence.heartbeat is not None:
                 presence.silent_since_s = now_s - presence.silent_s(now_s)  # a new term makes no silence shorter
@@ -142,6 +146,25 @@ class Roster:
             if seen is not None and seen.heartbeat is None:
                 seen.advert = seen.advert or absence.advert
                 seen.silent_since_s = now_s - (span(absence.seconds) or 0.0)
+
+    def rhythms(self) -> tuple[Rhythm, ...]:
+        """What was learned of those whose silence may last longer than a regular peer's, the longest first."""
+        irregular = [
+            (seen.arrivals.patience_s, peer, seen.arrivals)
+            for peer, seen in self.presences.items()
+            if not seen.left and seen.arrivals.patience_s > seen.arrivals.floor_s
+        ]
+        irregular.sort(key=lambda each: (-each[0], each[1]))
+        return tuple(
+            Rhythm(peer, found.mean_s, found.deviation_s, found.worst_s) for _, peer, found in irregular[:RHYTHMS_MAX]
+        )
+
+    def take_over(self, rhythms: Iterable[Rhythm]) -> None:
+        """Begin with these where such a peer is met, instead of learning them anew by counting it out."""
+        longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
+        for rhythm in islice(rhythms, RHYTHMS_MAX):
+            if all(0.0 <= seconds <= longest_s for seconds in (rhythm.mean_s, rhythm.deviation_s, rhythm.worst_s)):
+                self._learned[rhythm.peer] = rhythm
 
     def excuse_all(self, now_s: float) -> None:
         """This peer slept: no silence until now counts."""
@@ -265,6 +288,7 @@ class Roster:
             paused_s=paused_s,
         )
 
-    def _arrivals(self, now_s: float) -> Arrivals:
+    def _arrivals(self, peer: PeerID, now_s: float) -> Arrivals:
         floor_s, memory_s = FLOOR_HEARTBEATS * self.heartbeat_s, MEMORY_HEARTBEATS * self.heartbeat_s
-        return Arrivals(self.heartbeat_s, now_s, floor_s, memory_s)
+        known = self._learned.get(peer, Rhythm(peer, 0.0, 0.0, 0.0))
+        return Arrivals(self.heartbeat_s, now_s, floor_s, memory_s, known.mean_s, known.deviation_s, known.worst_s)

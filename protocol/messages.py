@@ -319,6 +319,8 @@ class HandOver(_Message, frozen=True, kw_only=True):
     """How often members and others of late have failed, where experts are placed."""
     calibration: "Calibrated | None" = None
     """What the sender has learned of how fast layouts are beside what was foreseen."""
+    rhythms: "tuple[Rhythm, ...]" = ()
+    """How irregular heartbeats are, of the peers that may be silent for longer than others."""
 
 
 class Calibrated(_Part, frozen=True, array_like=True):
@@ -335,6 +337,15 @@ class Calibrated(_Part, frozen=True, array_like=True):
     """The factor with which the live plan foresees."""
     off: tuple[float, ...] = ()
     """log(seen tokens/s / tokens/s that its first plan promised), of each of the last layouts before the live one."""
+
+
+class Rhythm(_Part, frozen=True, array_like=True):
+    """The gaps between the heartbeats of a peer, in seconds."""
+
+    peer: PeerID
+    mean_s: float
+    deviation_s: float
+    worst_s: float
 
 
 class Absence(_Part, frozen=True, array_like=True):

@@ -9,7 +9,7 @@ from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.handover import ADVERTS_MAX, LEAST_NEEDED, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.limits import CONTROL_BYTES_MAX
-from shoal.protocol.messages import Absence, HandOver, PeerRecord, PlanNote
+from shoal.protocol.messages import Absence, HandOver, PeerRecord, PlanNote, Rhythm
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
 NAMES = [f"{number:052}" for number in range(512)]
@@ -27,7 +27,7 @@ def size(will):
 
 
 @pytest.mark.parametrize(
-    ("plan_bytes", "left_out"), [(55_000, 0), (120_000, 1), (200_000, 4), (230_000, 5), (300_000, 5)]
+    ("plan_bytes", "left_out"), [(55_000, 0), (120_000, 1), (200_000, 4), (230_000, 5), (300_000, 6)]
 )
 def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out):
     will = HandOver(
@@ -38,6 +38,7 @@ def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out
         absent=(Absence(NAMES[0], make_large(NAMES[0]), 9.0),),
         loads=((1.0,) * 1024,) * 4,
         records=tuple(PeerRecord(name, 1.0, 1.0) for name in NAMES),
+        rhythms=(Rhythm(NAMES[0], 1.0, 1.0, 9.0),),
     )
     less = fitting(will)
     assert size(less) <= CONTROL_BYTES_MAX or plan_bytes > CONTROL_BYTES_MAX
@@ -56,3 +57,22 @@ def test_with_a_plan_for_a_thousand_there_is_a_will(make_plan, make_large, make_
     assert size(will) <= CONTROL_BYTES_MAX
     assert (will.plan, will.version, will.roster) == (live.link, 57, ())
     assert len(will.plans) == 1
+
+
+def test_how_irregular_heartbeats_are_is_handed_over(make_plan, make_heartbeat):
+    spec = RunSpec(swarm=SwarmSpec(stages=3, min_peers=6))
+    live = make_plan(GROUPS, coordinator="a")
+    last, heir = ClusterView("run", spec), ClusterView("run", spec)
+    for view in (last, heir):
+        view.obey(live.plan, 0.0)
+    last.begin_term(live.plan, 0.0, continuing=False, silent=None)
+    now_s = 0.0
+    for number in range(40):
+        now_s += 1.0 if number % 2 else 7.0
+        last.hear("b", make_heartbeat("b"), now_s)
+    patience_s = last.roster.patience_s("b")
+    heir.inherit(last.hand_over(live, now_s, searched=False))
+    heir.begin_term(live.plan, now_s, continuing=False, silent=None)
+    assert heir.roster.patience_s("b") == patience_s > heir.roster.patience_s("c")
+    heir.begin_term(live.plan, now_s, continuing=False, silent=None)  # whoever was in between has died
+    assert heir.roster.patience_s("b") == patience_s

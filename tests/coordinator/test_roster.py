@@ -2,6 +2,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.roster import FLOOR_HEARTBEATS, MEMORY_HEARTBEATS, Roster
+from shoal.protocol.messages import Rhythm
 
 
 @pytest.fixture
@@ -159,3 +160,30 @@ def test_who_answers_a_ping_is_alive_however_late_its_heartbeats_are(roster, mak
         roster.signed("a", last_s + count)
     assert roster.alive(last_s + 19 + FLOOR_HEARTBEATS - 0.1) == ("a",)
     assert roster.alive(last_s + 19 + FLOOR_HEARTBEATS) == ()
+
+
+def test_an_irregular_rhythm_is_known_to_the_next_coordinator(roster, make_heartbeat):
+    now_s = 0.0
+    for number in range(40):
+        now_s += 0.5 if number % 2 else 3.5
+        roster.heard("a", make_heartbeat("a"), now_s)
+        roster.heard("b", make_heartbeat("b"), 2.0 * number)
+    patience_s = roster.patience_s("a")
+    told = roster.rhythms()
+    assert [rhythm.peer for rhythm in told] == ["a"]
+
+    heir = Roster(1.0)
+    heir.take_over(told)
+    heir.expect("a", None, 100.0)
+    heir.heard("c", make_heartbeat("c"), 100.0)
+    assert heir.patience_s("a") == pytest.approx(patience_s)
+    assert heir.alive(100.0 + FLOOR_HEARTBEATS) == ("a",)
+    assert heir.alive(100.0 + patience_s) == ()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e9])
+def test_an_absurd_rhythm_is_not_taken_over(roster, seconds):
+    roster.take_over([Rhythm("a", 1.0, 0.0, seconds), Rhythm("b", seconds, 0.0, 0.0), Rhythm("c", 1.0, seconds, 0.0)])
+    for peer in "abc":
+        roster.expect(peer, None, 0.0)
+        assert roster.patience_s(peer) == FLOOR_HEARTBEATS
