@@ -94,7 +94,7 @@ class Copies:
     async def give(self, group: int, state: StageState, *, until_s: float) -> list[PeerID]:
         """Have others keep `state`, before we go. Returns: those that have got it by `until_s`."""
         await self._server.pin(state)
-        asked = [peer for peer, _ in await self._offer(group, state, list(range(WRITERS)))]
+        asked = [peer for peer, _ in await self._offer(group, state, list(range(WRITERS)), is_awaited=True)]
         given: list[PeerID] = []
         while len(given) < len(asked):
             given = [peer for peer in asked if self._server.has_given(peer, state.version)]
@@ -103,7 +103,9 @@ class Copies:
             await asyncio.sleep(_POLL_S)
         return given
 
-    async def _offer(self, group: int, state: StageState, copies: list[int]) -> list[tuple[PeerID, int]]:
+    async def _offer(
+        self, group: int, state: StageState, copies: list[int], *, is_awaited: bool = False
+    ) -> list[tuple[PeerID, int]]:
         """Ask for these copies. Returns: who is to keep one, of which version."""
         plan = self._plan()
         if plan is None:
@@ -120,6 +122,8 @@ class Copies:
                     logger.debug("no copy there: %s", error)
                 else:
                     taken.append((peer, state.version))
+                    if not is_awaited:
+                        self._server.gives_copy(peer, state.version, state.layers)
                     break
         return taken
 

@@ -19,11 +19,15 @@ Payload = bytes | bytearray | memoryview
 
 
 class Priority(IntEnum):
-    """Order in which frames to one peer leave: backward frees memory upstream, bulk can wait."""
+    """Order in which a peer's frames leave, whomever they are for: backward frees memory upstream, a step ends when its
+    gradients are reduced, a peer without its state cannot begin; a copy of it, and a probe, can wait. Calls go before
+    all of them."""
 
     GRADIENT = 0
     ACTIVATION = 1
-    BULK = 2
+    REDUCTION = 2
+    STATE = 3
+    BULK = 4
 
 
 CallHandler = Callable[[PeerID, bytes], Awaitable[bytes]]

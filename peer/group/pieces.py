@@ -1,4 +1,4 @@
-"""Sends pieces of gradients to mates, behind everything else on the wire."""
+"""Sends pieces of gradients to mates, behind what flows through the pipeline and before copies of state."""
 
 import asyncio
 import itertools
@@ -84,7 +84,7 @@ class Pieces:
                 meta = kind(stage=start.stage, step=start.step, attempt=start.attempt, start=piece.start)
                 began_s = self._clock.now_s()
                 try:
-                    await self._endpoint.send(target, meta, payload, priority=Priority.BULK)
+                    await self._endpoint.send(target, meta, payload, priority=Priority.REDUCTION)
                     left_s = self._clock.now_s()
                     self._slowest_s[target] = max(left_s - began_s, _FORGETS * self.slowest_s(target))
                     self._last[target] = start.step, left_s
@@ -105,7 +105,7 @@ class Pieces:
             meta = ReducedChunk(stage=stage, step=step, start=start)
             payload = await self._encoder.payload_of(mean_N[start : start + chunk])
             try:
-                await self._endpoint.send(target, meta, payload, priority=Priority.BULK)
+                await self._endpoint.send(target, meta, payload, priority=Priority.REDUCTION)
             except Unreachable as error:
                 logger.warning("catch-up: %s", error)
                 return

@@ -6,7 +6,7 @@ replays. Who keeps a copy never does: at a step a second those of a long transfe
 
 Who gets ready for the following layout (`StateRequest.ahead`) fetches layer by layer, and nobody waits for it: what
 goes to it leaves when nothing else does, or after a few times what it takes itself. Once the layout has ended the whole
-run waits for it, and it leaves at once.
+run waits for it, and it leaves at once. Nor does anybody wait for a copy, which leaves behind everything else.
 """
 
 import asyncio
@@ -148,6 +148,8 @@ class StateServer:
         self._is_busy = is_busy
         self._ahead: dict[PeerID, tuple[int, str, LayerState]] = {}
         """Who fetches ahead -> version, key and state of the layer that it fetches now."""
+        self._copies: set[tuple[PeerID, int, str]] = set()
+        """Who keeps a copy of which version of which layer."""
         self._one_ahead = asyncio.Lock()
         """One chunk at a time goes to those who fetch ahead."""
         self._took_s = 0.0
@@ -192,6 +194,10 @@ class StateServer:
         pin = self._pins.get((TRAINED, version))
         return pin is not None and peer in pin.served and peer not in pin.left
 
+    def gives_copy(self, peer: PeerID, version: int, keys: Iterable[str]) -> None:
+        """`peer` is about to fetch these layers as a copy, which nobody waits for."""
+        self._copies.update((peer, version, key) for key in keys)
+
     def forget(self, keys: Collection[str]) -> None:
         """A tenure that held these layers is over: what it has pinned is of no use to anybody."""
         for (era, version), pin in list(self._pins.items()):
@@ -199,6 +205,7 @@ class StateServer:
                 pin.forget(keys)
                 if not pin.layers:
                     del self._pins[era, version]
+        self._copies = {copy for copy in self._copies if copy[2] not in keys}
 
     def forget_ahead(self) -> None:
         """Nobody gets ready for another layout any more."""
@@ -352,7 +359,9 @@ class StateServer:
         starts = self._starts(source, message, values_N)
         pin.asked_for(self._clock.now_s())
         for start in starts:
-            await self._send_chunk(source, message, values_N, start)
+            is_copy = message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
+            priority = Priority.BULK if is_copy else Priority.STATE
+            await self._send_chunk(source, message, values_N, start, priority)
         left = pin.left.pop(source, 0) - (message.stop - message.start)
         if left > 0:
             pin.left[source] = left
@@ -396,7 +405,7 @@ class StateServer:
                 first=message.start,
             )
             for start in range(message.start, message.stop, self._vectors.chunk):
-                await self._send_chunk(source, message, into_N, start, first=message.start)
+                await self._send_chunk(source, message, into_N, start, Priority.STATE, first=message.start)
         except (Unreachable, RemoteError) as error:
             raise Refused(me, "cannot get that range") from error
         finally:
@@ -412,7 +421,7 @@ class StateServer:
         if values_N is None:
             raise Refused(self._endpoint.peer_id, f"has yet to get that range of {message.layer}")
         for start in self._starts(source, message, values_N):
-            await self._send_chunk(source, message, values_N, start)
+            await self._send_chunk(source, message, values_N, start, Priority.STATE)
 
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> Done:
         """The reduced gradient with which a layer stepped to a version, once it has."""
@@ -432,7 +441,7 @@ class StateServer:
         """Send a range: while training goes on when nothing else is being sent, or when that lasts too long."""
         for start in self._starts(source, message, values_N):
             if not self.trail.is_wanted:
-                await self._send_chunk(source, message, values_N, start)
+                await self._send_chunk(source, message, values_N, start, Priority.STATE)
                 continue
             async with self._one_ahead:
                 for _ in range(math.ceil(max(_YIELD_S_MIN, _YIELD_TIMES * self._took_s) / _LOOK_S)):
@@ -440,7 +449,7 @@ class StateServer:
                         break
                     await asyncio.sleep(_LOOK_S)
                 began_s = self._clock.now_s()
-                await self._send_chunk(source, message, values_N, start)
+                await self._send_chunk(source, message, values_N, start, Priority.BULK)
                 self._took_s = self._clock.now_s() - began_s
 
     def _starts(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> range:
@@ -451,7 +460,14 @@ class StateServer:
         return range(message.start, message.stop, chunk)
 
     async def _send_chunk(
-        self, source: PeerID, message: StateChunkRequest, values_N: Tensor, start: int, *, first: int = 0
+        self,
+        source: PeerID,
+        message: StateChunkRequest,
+        values_N: Tensor,
+        start: int,
+        priority: Priority,
+        *,
+        first: int = 0,
     ) -> None:
         """Args: values_N: the tensor, or what of it begins with element `first`. Raises: Refused: the network does not
         let us."""
@@ -466,7 +482,7 @@ class StateServer:
         make = self._gradient_payload_of if message.tensor == GRADIENT else self._payload_of
         payload = await self._compute.run_on_host(functools.partial(make, part_C))
         try:
-            await self._endpoint.send(source, meta, payload, priority=Priority.BULK)
+            await self._endpoint.send(source, meta, payload, priority=priority)
         except Unreachable as error:
             raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
 

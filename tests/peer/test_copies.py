@@ -23,6 +23,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys, stage_layer_keys
 from shoal.protocol.messages import Done, Keep
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
+from shoal.protocol.ports import Priority
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -181,6 +182,27 @@ def test_what_is_given_before_a_peer_goes_is_on_the_other_side_when_it_goes(tiny
         assert given == [peers["c"].name, peers["d"].name]
         await asyncio.gather(*(other.tasks.wait() for other in peers.values()))
         assert versions(peers["c"]) == versions(peers["d"]) == [VERSION]
+
+    play(tiny_spec, scene)
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_only_a_copy_that_somebody_waits_for_leaves_before_other_bulk(tiny_spec: RunSpec, is_awaited: bool) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        one, seen = peers["a"], set()
+        send = one.endpoint.send
+
+        async def noting(*args: Any, priority: Priority) -> None:
+            seen.add(priority)
+            await send(*args, priority=priority)
+
+        one.endpoint.send = noting  # type: ignore[method-assign]
+        assert one.state is not None
+        if is_awaited:
+            await one.copies.give(0, one.state, until_s=one.sim.clock.now_s() + 30.0)
+        else:
+            await preserve(one, rank=0, num_ready=1, among=peers)
+        assert seen == {Priority.STATE if is_awaited else Priority.BULK}
 
     play(tiny_spec, scene)
 
