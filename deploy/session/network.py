@@ -20,6 +20,7 @@ from shoal.protocol.live.listen import refuse_ports_in_use
 from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.transport import LiveTransport, dialable
+from shoal.protocol.live.uplink import Uplink
 from shoal.protocol.membership import Members
 from shoal.protocol.token_bucket import RateLimits
 
@@ -66,7 +67,7 @@ async def open_network(
             listen=_where_free(kept.fill(listen), listen),
             announce=announce,
             initial_peers=dialable(whom_to_try(invited, remembered, me=identity.peer_id)),
-            throttle=Throttle(rates),
+            throttle=Throttle(rates, Uplink()),
         )
         stack.push_async_callback(transport.close)
         await asyncio.to_thread(keep_addresses, folder, kept.with_ports(listen, transport.daemon.listening))

@@ -56,7 +56,9 @@ class Link(asyncio.BufferedProtocol):
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._throttle = throttle or Throttle()
-        self._upload = self._throttle.upload
+        self._line = self._throttle.line
+        self._priority = Priority.BULK
+        """Of the frame that is on its way."""
         self._intake: Intake | None = None
         self._sequence = 1  # HELLO was 0
         self._owed_bytes = 0
@@ -128,18 +130,25 @@ class Link(asyncio.BufferedProtocol):
 
     async def write_frame(self, meta: bytes, payload: Payload, priority: Priority) -> None:
         """Returns when the kernel has every byte. Raises: EOFError: the stream broke."""
+        self._priority = priority
         pieces = encode_frame(FrameType.DATA, self._next_sequence(), meta, payload)
         if memoryview(payload).nbytes <= _JOINED_BYTES:
             pieces = iter([b"".join(pieces)])
-        for piece in pieces if self._upload is None else self._upload.cut(pieces):
-            if self._upload is not None:
-                await self._upload.admit(len(piece), priority)
+        for piece in pieces if self._line is None else self._line.cut(pieces, self.peer):
+            if self._line is not None:
+                await self._line.admit(len(piece), self._priority, self.peer)
             if self.lost.is_set():
                 raise EOFError(self.why_lost)
             self._transport.write(piece)
             await self._writable.wait()
         if self.lost.is_set():
             raise EOFError(self.why_lost)
+
+    def hurry(self, priority: Priority) -> None:
+        """A frame of this priority waits behind the one that is on its way, which goes on with no less."""
+        if self._line is not None and priority < self._priority:
+            self._priority = priority
+            self._line.hurry(self.peer, priority)
 
     def give_back(self, frame_bytes: int) -> None:
         """Return the credit of a frame that has been handled, before long."""

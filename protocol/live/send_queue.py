@@ -60,6 +60,8 @@ class SendQueue:
         left = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, _Waiting(priority, next(self._arrivals), meta, payload, left))
         self._changed.set()
+        if self._link is not None:
+            self._link.hurry(priority)
         if self._writer is None:
             self._writer = asyncio.create_task(self._write(), name=f"frames to {self._peer[-8:]}")
         await left

@@ -1,16 +1,23 @@
 """Keeps a peer's bytes within its limits: who wants to send waits in line, what is read too fast is read later.
 
+Two things bound what is sent: the volunteer's limit, if there is one, and the uplink itself (`uplink.py`). Calls never
+wait: what a peer says of itself is small, and others wait for it.
+
 What is counted is our own frames and calls, times what the network adds to them (`WIRE_FACTOR`). What the daemon says
 on its own account (the directory, pings, keeping connections open) is small and not counted.
 """
 
 import asyncio
-import heapq
+import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+from shoal.protocol.frames import PIECE_BYTES
+from shoal.protocol.identity import PeerID
+from shoal.protocol.live.uplink import Uplink
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.token_bucket import RateLimits, TokenBucket
 
@@ -19,25 +26,24 @@ WIRE_FACTOR: Final = 1.045
 each 16 KiB, yamux 12 to each piece."""
 ACK_FACTOR: Final = 0.018
 """Bytes that go back per byte received: an acknowledgement of 52 bytes for two packets."""
-_SLICE_S: Final = 0.05
+_SLICE_S: Final = 0.025
 """The slice of data that is written at a time, in seconds of the rate: a gradient need not wait for a megabyte."""
+_PATIENCE_S: Final = 6 * _SLICE_S
+"""A copy of state that gets so much of 5 Mbit/s has its 4 MiB in 40 s, and its receiver waits for them for 60."""
 _SLICE_BYTES_MIN: Final = 4 * 1024
 _SLICE_BYTES_MAX: Final = 256 * 1024
 
 
 class RateLimiter:
-    """One direction. Who waits passes by priority, then in the order of arrival."""
+    """One direction within the volunteer's limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._bucket = TokenBucket(rate=bytes_per_s, now_s=self._loop.time())
-        self._line: list[tuple[Priority, int, int, asyncio.Future[None]]] = []
-        self._arrivals = itertools.count()
-        self._timer: asyncio.TimerHandle | None = None
-        self.slice_bytes = int(min(_SLICE_BYTES_MAX, max(_SLICE_BYTES_MIN, _SLICE_S * bytes_per_s)))
+        self.slice_bytes = _slice_bytes(bytes_per_s)
 
     def charge(self, nbytes: float) -> None:
-        """These pass without waiting."""
+        """These pass, whether or not there is room."""
         self._bucket.take(nbytes * WIRE_FACTOR, now_s=self._loop.time())
 
     def charge_acknowledgements(self, received_bytes: int) -> None:
@@ -47,56 +53,152 @@ class RateLimiter:
         """The seconds until something may pass."""
         return self._bucket.wait_s(now_s=self._loop.time())
 
-    async def admit(self, nbytes: int, priority: Priority) -> None:
-        """Wait until `nbytes` may pass."""
-        if not self._line and self.wait_s() == 0.0:
-            self.charge(nbytes)
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    priority: Priority
+    arrival: int
+    peer: PeerID = field(compare=False)
+    nbytes: int = field(compare=False)
+    since_s: float = field(compare=False)
+    turn: asyncio.Future[None] = field(compare=False)
+
+
+class SendLine:
+    """All frames of this peer on their way out, whatever link they take. Who waits passes by priority, then in the
+    order of arrival; only a frame that is held up by its own connection lets others pass. Each sixth slice is of the
+    frame that has waited longest: copies of state have a sixth of the line at least.
+
+    Args:
+        limiter: the volunteer's limit; None: there is none.
+        uplink: what the line itself can take; None: nobody knows.
+    """
+
+    def __init__(self, limiter: RateLimiter | None = None, uplink: Uplink | None = None) -> None:
+        self.limiter = limiter
+        self.uplink = uplink
+        self._waiting: list[_Waiting] = []
+        self._arrivals = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_due = False
+        """Whether `_serve` is about to be called."""
+        self._eldest_passed_s = -math.inf
+        if uplink is not None:
+            uplink.on_room = self._serve
+
+    async def admit(self, nbytes: int, priority: Priority, peer: PeerID) -> None:
+        """Wait until `nbytes` may pass to `peer`."""
+        if not self._waiting and self._wait_s() == 0.0 and self._has_room(peer):
+            self._pass(peer, nbytes)
             return
-        turn: asyncio.Future[None] = self._loop.create_future()
-        heapq.heappush(self._line, (priority, next(self._arrivals), nbytes, turn))
-        self._arm()
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        bisect.insort(self._waiting, _Waiting(priority, next(self._arrivals), peer, nbytes, loop.time(), turn))
+        if not self._is_due:
+            self._serve()
         await turn
 
-    def cut(self, pieces: Iterable[Payload]) -> Iterator[Payload]:
-        for piece in pieces:
-            view = memoryview(piece)
-            for start in range(0, view.nbytes, self.slice_bytes):
-                yield view[start : start + self.slice_bytes]
+    def hurry(self, peer: PeerID, priority: Priority) -> None:
+        """Something of this priority waits behind the frame that is on its way to `peer`."""
+        for waiting in self._waiting:
+            if waiting.peer == peer and priority < waiting.priority:
+                waiting.priority = priority
+        self._waiting.sort()
 
-    def _arm(self) -> None:
-        if self._timer is None and self._line:
-            self._timer = self._loop.call_later(self.wait_s(), self._serve)
+    def cut(self, pieces: Iterable[Payload], peer: PeerID) -> Iterator[Payload]:
+        """Into slices that are admitted one by one."""
+        for piece in pieces:
+            view, start = memoryview(piece), 0
+            while start < view.nbytes:
+                end = start + self._slice_bytes(peer)
+                yield view[start:end]
+                start = end
+
+    def _slice_bytes(self, peer: PeerID) -> int:
+        sizes = [PIECE_BYTES]
+        if self.limiter is not None:
+            sizes.append(self.limiter.slice_bytes)
+        if self.uplink is not None and self.uplink.holds(peer):
+            sizes.append(_slice_bytes(self.uplink.bytes_per_s))
+        return min(sizes)
+
+    def _wait_s(self) -> float:
+        return 0.0 if self.limiter is None else self.limiter.wait_s()
+
+    def _has_room(self, peer: PeerID) -> bool:
+        return self.uplink is None or self.uplink.admits(peer)
+
+    def _pass(self, peer: PeerID, nbytes: int) -> None:
+        if self.limiter is not None:
+            self.limiter.charge(nbytes)
+        if self.uplink is not None:
+            self.uplink.wrote(peer, nbytes)
 
     def _serve(self) -> None:
+        """Let one pass, and look again when it has had time to come with its next slice: else whoever is behind it
+        would pass meanwhile. The uplink says by itself when it has room again."""
+        self._is_due = False
+        self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]  # else it was cancelled
+        wait_s = self._wait_s()
+        chosen = None if wait_s > 0.0 else self._choose([each for each in self._waiting if self._has_room(each.peer)])
+        if chosen is not None:
+            self._waiting.remove(chosen)
+            self._pass(chosen.peer, chosen.nbytes)
+            chosen.turn.set_result(None)
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._serve)
+        elif wait_s > 0.0 and self._timer is None and self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._ring)
+        if self.uplink is not None:
+            self.uplink.is_awaited = bool(self._waiting)
+
+    def _choose(self, free: Sequence[_Waiting]) -> _Waiting | None:
+        if not free:
+            return None
+        now_s, eldest = asyncio.get_running_loop().time(), min(free, key=lambda waiting: waiting.since_s)
+        if now_s < max(eldest.since_s, self._eldest_passed_s) + _PATIENCE_S:
+            return free[0]
+        self._eldest_passed_s = now_s
+        return eldest
+
+    def _ring(self) -> None:
         self._timer = None
-        while self._line and self.wait_s() == 0.0:
-            _, _, nbytes, turn = heapq.heappop(self._line)
-            if not turn.done():  # else whoever waited was cancelled
-                self.charge(nbytes)
-                turn.set_result(None)
-        self._arm()
+        self._serve()
+
+
+def _slice_bytes(bytes_per_s: float) -> int:
+    return int(min(_SLICE_BYTES_MAX, max(_SLICE_BYTES_MIN, _SLICE_S * bytes_per_s)))
 
 
 class Throttle:
-    """Both directions of one transport; None where there is no limit."""
+    """Both directions of one transport.
 
-    def __init__(self, limits: RateLimits | None = None) -> None:
+    Args:
+        limits: the volunteer's.
+        uplink: bounds what stands before the line; None: nothing does.
+    """
+
+    def __init__(self, limits: RateLimits | None = None, uplink: Uplink | None = None) -> None:
         limits = limits or RateLimits()
-        self.upload = RateLimiter(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
+        self.uplink = uplink
+        upload = RateLimiter(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
+        self._upload = upload
+        self.line = None if upload is None and uplink is None else SendLine(upload, uplink)
+        """None: nobody waits here."""
         self.download = RateLimiter(limits.download_bytes_per_s) if limits.download_bytes_per_s < math.inf else None
 
     def sent(self, nbytes: int) -> None:
         """Something that must not wait has gone out."""
-        if self.upload is not None:
-            self.upload.charge(nbytes)
+        if self._upload is not None:
+            self._upload.charge(nbytes)
 
     def called(self, *, sent: int, received: int) -> None:
         self.sent(sent)
         self.received(received)
 
     def received(self, nbytes: int) -> None:
-        if self.upload is not None:
-            self.upload.charge_acknowledgements(nbytes)
+        if self._upload is not None:
+            self._upload.charge_acknowledgements(nbytes)
         if self.download is not None:
             self.download.charge(nbytes)
 

@@ -27,7 +27,9 @@ from shoal.protocol.live.handshake import Greeter, StreamHello
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.receive_queue import ReceiveQueues
 from shoal.protocol.live.send_queue import SendQueue
+from shoal.protocol.live.tcp_queues import follow, name_of
 from shoal.protocol.live.throttle import Throttle
+from shoal.protocol.live.uplink import Uplink
 from shoal.protocol.membership import Members
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
 
@@ -89,13 +91,13 @@ class LiveTransport:
             members: of the run; says who we are, too.
             listen, announce: multiaddrs without `/p2p/…`; announce replaces what others are told.
             initial_peers: multiaddrs with `/p2p/…`. None of them needs to be up: a bootstrap peer may be the one down.
-            throttle: keeps what passes within its limits; None: there are none.
+            throttle: keeps what passes within its limits; None: there are none but the uplink's own.
         Raises: TransportError: the daemon cannot start, a port is in use, or the state folder is another peer's.
         """
         relays = [address for address in initial_peers if "/p2p-circuit" not in address]
         daemon = Daemon(identity, state_dir, listen=listen, announce=announce, relays=relays, use_relay=use_relay)
         await daemon.start()
-        self = cls(identity, members, daemon, throttle or Throttle())
+        self = cls(identity, members, daemon, throttle or Throttle(uplink=Uplink()))
         try:
             for peer, places in _by_peer(initial_peers).items():
                 if peer != self.peer_id:  # a restart may be told of itself
@@ -194,6 +196,8 @@ class LiveTransport:
         await asyncio.gather(*dials, return_exceptions=True)
         await asyncio.gather(*(queue.close() for queue in self._send_queues.values()))
         await self._receive_queues.close()
+        if self._throttle.uplink is not None:
+            self._throttle.uplink.close()
         await self._daemon.close()
 
     async def _flush(self) -> None:
@@ -203,6 +207,8 @@ class LiveTransport:
 
     async def _set_up(self, p2p: Any) -> None:
         """Register with a fresh daemon and introduce it to everyone we know."""
+        if self._throttle.uplink is not None:
+            follow(self._throttle.uplink, self._daemon.process_id)
         await p2p._client.add_unary_handler(self._call_name, self._answer)
         await p2p._client.add_unary_handler(ABOUT_NAME, self._about.answer)
         await p2p.add_binary_stream_handler(self._frames_name, self._accept)
@@ -256,6 +262,7 @@ class LiveTransport:
                     reader, writer = await self._open_stream(peer)
             link = Link(peer, on_frame=queue.on_frame, on_lost=queue.on_lost, throttle=self._throttle)
             await link.open(reader, writer, self._greeter, calls=True, on_open=self._met)
+            await self._find_connection(peer)
             return link
         except TimeoutError as error:
             raise Unreachable(peer, f"no stream in {_OPEN_TIMEOUT_S:g} s") from error
@@ -317,6 +324,13 @@ class LiveTransport:
         p2p = await self._daemon.p2p()
         infos = [info for info in await p2p.list_peers() if info.peer_id.to_base58() == peer]
         return tuple(str(address) for info in infos for address in info.addrs)
+
+    async def _find_connection(self, peer: PeerID) -> None:
+        """Tell the uplink over which of the daemon's connections a stream to `peer` goes."""
+        if self._throttle.uplink is not None:
+            with suppress(TransportError, P2PDaemonError, OSError, EOFError):
+                names = map(name_of, await self._seen_at(peer))
+                self._throttle.uplink.opened(peer, [name for name in names if name is not None])
 
     def _met(self, link: Link, hello: StreamHello) -> None:
         self._remember(link.peer, hello.addresses)

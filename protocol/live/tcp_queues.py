@@ -1,0 +1,203 @@
+"""What the kernel has yet to deliver for the network daemon, connection by connection.
+
+The sockets are the daemon's, but the kernel tells any process of the network namespace about all of them
+(NETLINK_SOCK_DIAG, Linux 3.3; `ss -ti` reads the same). All of them are listed when a stream opens; then the ones that
+matter are asked for one by one, which does not walk the kernel's whole table.
+
+Lost: the credit of our own frames as the signal. It comes when a frame was handled, in lumps of up to 4 MiB, and a busy
+processor of the receiver's looks like a narrow line of ours.
+"""
+
+import contextlib
+import ipaddress
+import logging
+import os
+import re
+import socket
+import struct
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shoal.protocol.live.uplink import Uplink
+from shoal.protocol.uplink import Connection
+
+logger = logging.getLogger(__name__)
+
+_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
+_ERROR, _DONE = 2, 3
+_REQUEST, _DUMP = 0x1, 0x300
+_INFO = 2
+"""INET_DIAG_INFO, the attribute that holds a `tcp_info`."""
+_ESTABLISHED = 1
+_HEADER: Final = struct.Struct("=IHHII")
+_ASK: Final = struct.Struct("=BBBxI48s")
+_ANSWER: Final = struct.Struct("=BBBB48sIIIII")
+_ATTRIBUTE: Final = struct.Struct("=HH")
+_MSS: Final = struct.Struct("=16xI")
+_SACKED: Final = struct.Struct("=28xI")
+_BYTES_ACKED: Final = struct.Struct("=120xQ")
+_MIN_RTT: Final = struct.Struct("=148xI")
+"""Fields of `tcp_info`, whose layout is the kernel's promise to its users."""
+_INFO_BYTES_MIN: Final = 152
+"""Up to `tcpi_min_rtt`, Linux 4.6."""
+_MULTIADDR: Final = re.compile(r"^/ip[46]/([^/]+)/tcp/(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Socket:
+    family: int
+    id: bytes
+    """`inet_diag_sockid`: ports, addresses, interface and a cookie that is this socket's alone."""
+    inode: int
+    connection: Connection
+
+    @property
+    def name(self) -> str:
+        (port,) = struct.unpack_from(">H", self.id, 2)
+        return f"{self._address(20)} {port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it ends on this machine."""
+        there = self._address(20)
+        return there.is_loopback or there == self._address(4)
+
+    def _address(self, at: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+        if self.family == socket.AF_INET:
+            return ipaddress.IPv4Address(self.id[at : at + 4])
+        address = ipaddress.IPv6Address(self.id[at : at + 16])
+        return address.ipv4_mapped or address
+
+
+def name_of(multiaddr: str) -> str | None:
+    """The name of the connection with that remote end; None: it is not over TCP, or not said."""
+    match = _MULTIADDR.match(multiaddr)
+    if match is None:
+        return None
+    try:
+        address = ipaddress.ip_address(match[1])
+    except ValueError:
+        return None
+    return f"{getattr(address, 'ipv4_mapped', None) or address} {match[2]}"
+
+
+def follow(uplink: Uplink, process_id: int) -> None:
+    """Let `uplink` look at the sockets of the network daemon, if the kernel shows them."""
+    try:
+        uplink.follow(TcpQueues(process_id))
+    except OSError as error:
+        logger.info("what stands before the uplink cannot be seen here: %s", error)
+
+
+class TcpQueues:
+    """Args: process_id: of the daemon. Raises: OSError: the kernel does not tell."""
+
+    def __init__(self, process_id: int) -> None:
+        self._process_id = process_id
+        self._sockets: dict[str, _Socket] = {}
+        if not hasattr(socket, "AF_NETLINK"):
+            raise OSError("only Linux says it")
+        self._asked = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
+        self._asked.settimeout(0.5)
+        try:
+            self.list()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._asked.close()
+
+    def list(self) -> None:
+        """Find the daemon's connections to other machines anew. Raises: OSError."""
+        own = self._inodes()
+        found = [*self._dump(socket.AF_INET), *self._dump(socket.AF_INET6)]
+        self._sockets = {each.name: each for each in found if each.inode in own and not each.is_local}
+
+    def look(self, names: Collection[str]) -> Mapping[str, Connection]:
+        """What the kernel says now of those that are still there. Raises: OSError."""
+        asked = [self._sockets[name] for name in names if name in self._sockets]
+        return {each.name: each.connection for each in self._ask(asked)} if asked else {}
+
+    def _inodes(self) -> set[int]:
+        found = set()
+        folder = Path(f"/proc/{self._process_id}/fd")
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(entry.path)
+                if target.startswith("socket:["):
+                    found.add(int(target[8:-1]))
+        return found
+
+    def _dump(self, family: int) -> "Iterator[_Socket]":
+        self._send(_request(family, bytes(48), _REQUEST | _DUMP))
+        while True:
+            for kind, body in self._receive():
+                if kind == _DONE:
+                    return
+                found = _read(body) if kind == _SOCK_DIAG_BY_FAMILY else None
+                if found is not None:
+                    yield found
+
+    def _ask(self, asked: Collection[_Socket]) -> "Iterator[_Socket]":
+        self._send(b"".join(_request(each.family, each.id, _REQUEST) for each in asked))
+        answers = 0
+        while answers < len(asked):
+            for kind, body in self._receive():
+                answers += 1
+                found = _read(body) if kind == _SOCK_DIAG_BY_FAMILY else None
+                if found is not None:
+                    yield found
+
+    def _send(self, request: bytes) -> None:
+        self._asked.send(request)
+
+    def _receive(self) -> "Iterator[tuple[int, bytes]]":
+        datagram, at = self._asked.recv(1 << 17), 0
+        while at + _HEADER.size <= len(datagram):
+            length, kind, *_ = _HEADER.unpack_from(datagram, at)
+            yield kind, datagram[at + _HEADER.size : at + length]
+            at += length + 3 & ~3
+
+
+def _request(family: int, id_: bytes, flags: int) -> bytes:
+    body = _ASK.pack(family, socket.IPPROTO_TCP, 1 << _INFO - 1, 1 << _ESTABLISHED, id_)
+    return _HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, flags, 0, 0) + body
+
+
+def _read(body: bytes) -> _Socket | None:
+    """None: not a connection that stands, or a kernel that says too little of it."""
+    if len(body) < _ANSWER.size:
+        return None
+    family, state, _, _, id_, _, _, queued_bytes, _, inode = _ANSWER.unpack_from(body)
+    info = _attribute(body, _INFO)
+    if state != _ESTABLISHED or info is None or len(info) < _INFO_BYTES_MIN:
+        return None
+    ((mss,), (sacked,), (acked_bytes,), (round_trip_us,)) = (
+        field.unpack_from(info) for field in (_MSS, _SACKED, _BYTES_ACKED, _MIN_RTT)
+    )
+    out_of_order = min(sacked * mss, queued_bytes)
+    return _Socket(
+        family=family,
+        id=id_,
+        inode=inode,
+        connection=Connection(
+            delivered_bytes=acked_bytes + out_of_order,
+            queued_bytes=queued_bytes - out_of_order,
+            round_trip_s=round_trip_us / 1e6 if round_trip_us < 0xFFFFFFFF else 0.0,
+        ),
+    )
+
+
+def _attribute(body: bytes, wanted: int) -> bytes | None:
+    at = _ANSWER.size
+    while at + _ATTRIBUTE.size <= len(body):
+        length, kind = _ATTRIBUTE.unpack_from(body, at)
+        if kind == wanted:
+            return body[at + _ATTRIBUTE.size : at + length]
+        if length < _ATTRIBUTE.size:
+            return None
+        at += length + 3 & ~3
+    return None

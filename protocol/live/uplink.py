@@ -1,0 +1,133 @@
+"""Looks at what stands before the uplink while somebody sends, and says when there is room again.
+
+`../uplink.py` decides how much may stand there; `tcp_queues.py` reads it from the kernel. Where the kernel does not
+tell (it is not Linux, or may not) nothing is held back here: a volunteer's own limit does what it did.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final, Protocol
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.uplink import Connection, UplinkWindow
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 0.02
+"""A fifth of what may stand there: the queue does not run empty between two looks. One takes about 0.1 ms."""
+
+
+class Queues(Protocol):
+    """What the kernel has yet to deliver, connection by connection, by name. Both raise OSError."""
+
+    def list(self) -> None:
+        """Find the connections anew."""
+
+    def look(self, names: Collection[str]) -> Mapping[str, Connection]:
+        """Those of them that are still there."""
+
+    def close(self) -> None: ...
+
+
+class Uplink:
+    """One peer's uplink. Before `follow` it holds nothing back.
+
+    Attributes:
+        on_room: called after each look; whoever waits may pass by now.
+        is_awaited: somebody waits for room.
+    """
+
+    def __init__(self) -> None:
+        self.on_room: Callable[[], None] = lambda: None
+        self.is_awaited = False
+        self._window = UplinkWindow()
+        self._queues: Queues | None = None
+        self._owners: dict[str, PeerID] = {}
+        """Whom each connection leads to. Only those that a stream of ours was opened to: what goes to others is small.
+        A peer may have several."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The most that the line was seen to carry of late."""
+        return self._window.bytes_per_s
+
+    def follow(self, queues: Queues) -> None:
+        """Look there from now on: the network daemon has been started, or started again."""
+        self.close()
+        self._queues = queues
+        self._window = UplinkWindow()
+        self._owners.clear()
+        self._look()
+
+    def close(self) -> None:
+        """Hold nothing back from now on."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._queues is not None:
+            self._queues.close()
+            self._queues = None
+        self.on_room()
+
+    def opened(self, peer: PeerID, connections: Iterable[str]) -> None:
+        """A stream to `peer` is open, over one of these connections."""
+        if self._queues is None:
+            return
+        for name, owner in tuple(self._owners.items()):
+            if owner == peer:
+                del self._owners[name]
+        self._owners.update(dict.fromkeys(connections, peer))
+        try:
+            self._queues.list()
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._look()
+
+    def holds(self, peer: PeerID) -> bool:
+        """Whether what goes to `peer` passes the uplink. What stays on this machine does not."""
+        return self._queues is not None and self._window.knows(peer)
+
+    def admits(self, peer: PeerID) -> bool:
+        if not self.holds(peer) or self._window.admits(peer):
+            return True
+        self._arm()  # whoever waits for room is told when there is some
+        return False
+
+    def wrote(self, peer: PeerID, nbytes: int) -> None:
+        if self.holds(peer):
+            if self._timer is None:
+                self._look()  # what the kernel took until now is nothing of these bytes
+                self._arm()
+            self._window.wrote(peer, nbytes)
+
+    def _look(self) -> None:
+        if self._queues is None:
+            return
+        try:
+            found = self._queues.look(self._owners)
+        except OSError as error:
+            self._give_up(error)
+            return
+        seen: dict[str, Connection] = {}
+        for name, connection in found.items():
+            peer = self._owners[name]
+            seen[peer] = seen[peer] + connection if peer in seen else connection
+        self._window.look(seen, now_s=asyncio.get_running_loop().time())
+
+    def _arm(self) -> None:
+        if self._timer is None and self._queues is not None:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._look()
+        self.on_room()
+        if self.is_awaited or not self._window.is_idle:
+            self._arm()
+
+    def _give_up(self, error: OSError) -> None:
+        logger.info("what stands before the uplink cannot be seen any more: %s", error)
+        self.close()
