@@ -33,7 +33,7 @@ QUEUE_S: Final = 0.1
 WINDOW_BYTES_MIN: Final = 16 * 1024
 """TCP finds a loss by three packets that come after it, and begins with ten."""
 WINDOW_BYTES_FIRST: Final = 64 * 1024
-"""Before anything is known of a line: 0.1 s at 5 Mbit/s, and ten times that within some samples if the line has it."""
+"""The window while nothing is known of a line: 0.1 s at 5 Mbit/s, and ten times that some samples later."""
 _PATH_GAIN: Final = 1.5
 """How many times as wide a connection's own window is."""
 _SAMPLE_S: Final = 0.1
@@ -43,7 +43,7 @@ _UNSEEN_S: Final = 0.5
 """Bytes that the kernel has not seen after once to twice this time are not on their way to it: the daemon holds them
 back for their receiver, or they went another way."""
 _PAUSE_S: Final = 0.5
-"""After so long without a look a sample begins anew."""
+"""A sample begins anew after so long without a look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class _Path:
     unseen_bytes: float = 0.0
     """Written by us, and not yet in the kernel's queue: in the daemon, or on the way to it."""
     _written: tuple[float, float] = (0.0, 0.0)
-    """In this span of `_UNSEEN_S` and in the one before."""
+    """What we wrote in this span of `_UNSEEN_S`, and in the one before."""
     _span_s: float = -math.inf
 
     @property
@@ -138,7 +138,7 @@ class _Path:
 
     @property
     def counted_bytes(self) -> float:
-        """Of the backlog, what is before the line. The rest waits for its receiver, and all of it if that takes
+        """The part of the backlog that is before the line. The rest waits for its receiver, and all of it if that takes
         nothing."""
         return min(self.backlog_bytes, _PATH_GAIN * self.rate.queue_bytes(self.seen.round_trip_s))
 
@@ -147,9 +147,10 @@ class _Path:
         self._written = (self._written[0] + nbytes, self._written[1])
 
     def look(self, now: Connection, now_s: float) -> int:
-        """Returns: the bytes delivered since the last look."""
+        """Returns: the bytes delivered since the last look; 0, if there was nothing to look at: that was long ago."""
+        was_busy = self.backlog_bytes > 0.0
         before, self.seen = self.seen, now
-        delivered = max(0, now.delivered_bytes - before.delivered_bytes)
+        delivered = max(0, now.delivered_bytes - before.delivered_bytes) if was_busy else 0
         entered = delivered + now.queued_bytes - before.queued_bytes
         if now_s > self._span_s + _UNSEEN_S:
             self._written, self._span_s = (0.0, self._written[0]), now_s
@@ -174,15 +175,20 @@ class UplinkWindow:
         return self._rate.bytes_per_s
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing of ours is on its way."""
-        return not any(path.backlog_bytes for path in self._paths.values())
+    def busy(self) -> list[str]:
+        """Connections with something on its way."""
+        return [name for name, path in self._paths.items() if path.backlog_bytes]
+
+    def is_busy(self, name: str) -> bool:
+        return self._paths[name].backlog_bytes > 0.0
+
+    def forget(self, name: str) -> None:
+        """That connection is gone."""
+        self._paths.pop(name, None)
 
     def look(self, connections: Mapping[str, Connection], *, now_s: float) -> None:
-        """Take what the kernel says of all connections that pass the uplink. Who is not among them is forgotten."""
+        """Take what the kernel says of connections that pass the uplink: of new ones, and of all that are busy."""
         delivered = 0
-        for name in self._paths.keys() - connections.keys():
-            del self._paths[name]
         for name, connection in connections.items():
             path = self._paths.get(name)
             if path is None:
@@ -198,7 +204,7 @@ class UplinkWindow:
         return name in self._paths
 
     def wrote(self, name: str, nbytes: float) -> None:
-        """So much was written towards a connection that was there at the last look."""
+        """Take note of what was written towards a connection that was there at the last look."""
         path = self._paths[name]
         before = path.counted_bytes
         path.wrote(nbytes)
@@ -210,7 +216,7 @@ class UplinkWindow:
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 
     def _round_trip_s(self) -> float:
-        """Of the bytes that stand before the line, the mean of what their connections have; else the least of all."""
+        """The mean of what the connections have whose bytes stand before the line; else the least of all."""
         paths = self._paths.values()
         counted = sum(path.counted_bytes for path in paths)
         if counted <= 0.0:

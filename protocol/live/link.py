@@ -58,7 +58,7 @@ class Link(asyncio.BufferedProtocol):
         self._throttle = throttle or Throttle()
         self._line = self._throttle.line
         self._priority = Priority.BULK
-        """Of the frame that is on its way."""
+        """What the frame that is on its way has."""
         self._intake: Intake | None = None
         self._sequence = 1  # HELLO was 0
         self._owed_bytes = 0

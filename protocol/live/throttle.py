@@ -106,7 +106,7 @@ class SendLine:
         self._waiting.sort()
 
     def cut(self, pieces: Iterable[Payload], peer: PeerID) -> Iterator[Payload]:
-        """Into slices that are admitted one by one."""
+        """Cut a frame into slices, which are admitted one by one."""
         for piece in pieces:
             view, start = memoryview(piece), 0
             while start < view.nbytes:

@@ -15,7 +15,9 @@ from shoal.protocol.uplink import Connection, UplinkWindow
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.02
-"""A fifth of what may stand there: the queue does not run empty between two looks. One takes about 0.1 ms."""
+"""A fifth of what may stand there: the queue does not run empty between two looks. One takes 0.1 ms for five peers."""
+_SHARE: Final = 0.05
+"""The share of the loop's time that looking may take, where a hundred peers are sent to at once."""
 
 
 class Queues(Protocol):
@@ -44,9 +46,10 @@ class Uplink:
         self._window = UplinkWindow()
         self._queues: Queues | None = None
         self._owners: dict[str, PeerID] = {}
-        """Whom each connection leads to. Only those that a stream of ours was opened to: what goes to others is small.
-        A peer may have several."""
+        """Says to whom each connection leads, of those over which a stream of ours was opened: what goes over others is
+        small. A peer may have several."""
         self._timer: asyncio.TimerHandle | None = None
+        self._took_s = 0.0
 
     @property
     def bytes_per_s(self) -> float:
@@ -75,16 +78,14 @@ class Uplink:
         """A stream to `peer` is open, over one of these connections."""
         if self._queues is None:
             return
-        for name, owner in tuple(self._owners.items()):
-            if owner == peer:
-                del self._owners[name]
+        self._forget(peer)
         self._owners.update(dict.fromkeys(connections, peer))
         try:
             self._queues.list()
         except OSError as error:
             self._give_up(error)
         else:
-            self._look()
+            self._look(peer)
 
     def holds(self, peer: PeerID) -> bool:
         """Whether what goes to `peer` passes the uplink. What stays on this machine does not."""
@@ -97,35 +98,46 @@ class Uplink:
         return False
 
     def wrote(self, peer: PeerID, nbytes: int) -> None:
+        if self.holds(peer) and not self._window.is_busy(peer):
+            self._look(peer)  # what the kernel took until now is nothing of these bytes
         if self.holds(peer):
-            if self._timer is None:
-                self._look()  # what the kernel took until now is nothing of these bytes
-                self._arm()
+            self._arm()
             self._window.wrote(peer, nbytes)
 
-    def _look(self) -> None:
+    def _look(self, *peers: PeerID) -> None:
+        """Look at the connections on which something is on its way, and at those to `peers`."""
         if self._queues is None:
             return
+        loop, asked = asyncio.get_running_loop(), {*peers, *map(PeerID, self._window.busy)}
+        begun_s = loop.time()
         try:
-            found = self._queues.look(self._owners)
+            found = self._queues.look([name for name, owner in self._owners.items() if owner in asked])
         except OSError as error:
             self._give_up(error)
             return
         seen: dict[str, Connection] = {}
         for name, connection in found.items():
-            peer = self._owners[name]
-            seen[peer] = seen[peer] + connection if peer in seen else connection
-        self._window.look(seen, now_s=asyncio.get_running_loop().time())
+            owner = self._owners[name]
+            seen[owner] = seen[owner] + connection if owner in seen else connection
+        for gone in asked - seen.keys():
+            self._forget(gone)
+        self._window.look(seen, now_s=begun_s)
+        self._took_s = loop.time() - begun_s
+
+    def _forget(self, peer: PeerID) -> None:
+        self._window.forget(peer)
+        self._owners = {name: owner for name, owner in self._owners.items() if owner != peer}
 
     def _arm(self) -> None:
         if self._timer is None and self._queues is not None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._ring)
+            wait_s = max(_LOOK_S, self._took_s / _SHARE)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def _ring(self) -> None:
         self._timer = None
         self._look()
         self.on_room()
-        if self.is_awaited or not self._window.is_idle:
+        if self.is_awaited or self._window.busy:
             self._arm()
 
     def _give_up(self, error: OSError) -> None:
