@@ -42,6 +42,8 @@ _MIN_RTT: Final = struct.Struct("=148xI")
 """Fields of `tcp_info`, whose layout is the kernel's promise to its users."""
 _INFO_BYTES_MIN: Final = 152
 """Up to `tcpi_min_rtt`, Linux 4.6."""
+_BATCH: Final = 32
+"""How many sockets are asked for at once: the answers wait in a buffer of the kernel's that has room for some 150."""
 _MULTIADDR: Final = re.compile(r"^/ip[46]/([^/]+)/tcp/(\d+)")
 
 
@@ -88,6 +90,7 @@ def follow(uplink: Uplink, process_id: int) -> None:
     try:
         uplink.follow(TcpQueues(process_id))
     except OSError as error:
+        uplink.close()
         logger.info("what stands before the uplink cannot be seen here: %s", error)
 
 
@@ -119,7 +122,8 @@ class TcpQueues:
     def look(self, names: Collection[str]) -> Mapping[str, Connection]:
         """What the kernel says now of those that are still there. Raises: OSError."""
         asked = [self._sockets[name] for name in names if name in self._sockets]
-        return {each.name: each.connection for each in self._ask(asked)} if asked else {}
+        batches = (asked[start : start + _BATCH] for start in range(0, len(asked), _BATCH))
+        return {each.name: each.connection for batch in batches for each in self._ask(batch)}
 
     def _inodes(self) -> set[int]:
         found = set()
@@ -155,7 +159,7 @@ class TcpQueues:
         self._asked.send(request)
 
     def _receive(self) -> "Iterator[tuple[int, bytes]]":
-        datagram, at = self._asked.recv(1 << 17), 0
+        datagram, at = self._asked.recv(1 << 16), 0
         while at + _HEADER.size <= len(datagram):
             length, kind, *_ = _HEADER.unpack_from(datagram, at)
             yield kind, datagram[at + _HEADER.size : at + length]

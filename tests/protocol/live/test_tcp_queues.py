@@ -85,6 +85,18 @@ def test_a_connection_that_is_closed_is_gone():
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("as_if_afar")
+def test_several_hundred_connections_are_asked_for_at_once():
+    async def main():
+        with contextlib.ExitStack() as stack:
+            names = [named(stack.enter_context(connection())[0]) for _ in range(200)]
+            queues = TcpQueues(os.getpid())
+            assert queues.look(names).keys() == set(names)
+            queues.close()
+
+    asyncio.run(main())
+
+
 def test_what_ends_on_this_machine_does_not_pass_the_uplink():
     async def main():
         with connection() as (caller, _):
