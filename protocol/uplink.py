@@ -39,6 +39,9 @@ _PATH_GAIN: Final = 1.5
 _SAMPLE_S: Final = 0.1
 _NUM_SAMPLES: Final = 6
 """A fall is believed after so many samples. Fewer, and the time in which TCP mends a loss counts as the line's rate."""
+_NUM_PATH_SAMPLES: Final = 20
+"""The rate of a connection is often low because others share the line. What it had alone is remembered for longer, so
+that the next burst need not find it again."""
 _UNSEEN_S: Final = 0.5
 """Bytes that the kernel has not seen after once to twice this time are not on their way to it: the daemon holds them
 back for their receiver, or they went another way."""
@@ -70,8 +73,9 @@ class Connection:
 class _Rate:
     """The most that was delivered in a sample of late."""
 
+    num_samples: int = _NUM_SAMPLES
     bytes_per_s: float = 0.0
-    _samples: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
+    _samples: deque[float] = field(default_factory=deque)
     _was_busy: bool = False
     _begun_s: float = -math.inf
     _looked_s: float = -math.inf
@@ -96,6 +100,8 @@ class _Rate:
     def _take(self, sample: float) -> None:
         if self._is_busy or sample > self.bytes_per_s:
             self._samples.append(sample)
+            if len(self._samples) > self.num_samples:
+                self._samples.popleft()
             self.bytes_per_s = max(self._samples)
             self._was_busy |= self._is_busy
 
@@ -121,7 +127,7 @@ class _Path:
     """One connection, and what was written towards it."""
 
     seen: Connection
-    rate: _Rate = field(default_factory=_Rate)
+    rate: _Rate = field(default_factory=lambda: _Rate(num_samples=_NUM_PATH_SAMPLES))
     unseen_bytes: float = 0.0
     """Written by us, and not yet in the kernel's queue: in the daemon, or on the way to it."""
     _written: tuple[float, float] = (0.0, 0.0)
