@@ -1,6 +1,11 @@
-"""Where chunks of state arrive: each is expected by somebody, or dropped."""
+"""Where chunks of state arrive: each is expected by somebody, or dropped.
+
+Two fetches may expect the same chunk of the same sender: one of a layer that we are to hold, one of the copy that its
+holder has us keep. Both ask for it, and the first that comes is good for both.
+"""
 
 import asyncio
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,13 +23,27 @@ _Key = tuple[PeerID, int, int, str, int, int]
 """Sender, stored era, version, layer key, tensor, first element."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A chunk that somebody waits for."""
+
+    into_N: Tensor
+    first: int
+    """The element of the tensor with which `into_N` begins."""
+    event: asyncio.Event
+
+    def left(self, start: int) -> int:
+        """How many elements there are from `start` on."""
+        return self.into_N.numel() - (start - self.first)
+
+
 class ChunkInbox:
     """One a peer: several fetches may be under way, of several states."""
 
     def __init__(self, endpoint: Endpoint, *, compute: Compute, vectors: Vectors = VECTORS) -> None:
         self._vectors = vectors
         self._compute = compute
-        self._expected: dict[_Key, tuple[Tensor, int, asyncio.Event]] = {}
+        self._expected: dict[_Key, list[_Expected]] = {}
         endpoint.on_frame(StateChunk, self._on_chunk)
 
     def expect(
@@ -44,25 +63,34 @@ class ChunkInbox:
         Args: into_N: the tensor, or of a tensor that is not wanted as a whole what begins with element `first`.
         """
         event = asyncio.Event()
-        self._expected[peer, stored_era, version, layer, tensor, start] = (into_N, first, event)
+        key = (peer, stored_era, version, layer, tensor, start)
+        self._expected.setdefault(key, []).append(_Expected(into_N, first, event))
         return event
 
-    def forget(self, peer: PeerID, stored_era: int, version: int, layer: str, tensor: int, start: int) -> None:
-        self._expected.pop((peer, stored_era, version, layer, tensor, start), None)
+    def forget(
+        self, peer: PeerID, stored_era: int, version: int, layer: str, tensor: int, start: int, event: asyncio.Event
+    ) -> None:
+        """Args: event: what `expect` returned."""
+        key = (peer, stored_era, version, layer, tensor, start)
+        self._expected[key] = [expected for expected in self._expected[key] if expected.event is not event]
+        if not self._expected[key]:
+            del self._expected[key]
 
     async def _on_chunk(self, source: PeerID, meta: StateChunk, payload: Payload) -> None:
         key = (source, meta.stored_era, meta.version, meta.layer, meta.tensor, meta.start)
-        into_N, first, event = self._expected.get(key, (None, 0, None))
-        if into_N is None or event is None:
+        expected = tuple(self._expected.get(key, ()))
+        if not expected:
             return  # late, or never asked for
         is_gradient = meta.tensor == GRADIENT
         values_C = self._vectors.gradient_of(payload) if is_gradient else self._vectors.values_of(payload)
-        at = meta.start - first
-        if values_C.numel() != min(self._vectors.chunk, into_N.numel() - at):
+        if any(values_C.numel() != min(self._vectors.chunk, each.left(meta.start)) for each in expected):
             raise RemoteError(source, f"sent {values_C.numel()} numbers at {meta.start} of {meta.layer}")
 
         def take() -> None:
-            into_N[at : at + values_C.numel()] = values_C
+            for each in expected:
+                at = meta.start - each.first
+                each.into_N[at : at + values_C.numel()] = values_C
 
         await self._compute.run_on_host(take)
-        event.set()
+        for each in expected:
+            each.event.set()

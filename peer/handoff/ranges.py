@@ -48,5 +48,5 @@ async def fetch_range(
     except TimeoutError as error:
         raise Unreachable(peer, "state did not arrive in time") from error
     finally:
-        for start in starts:
-            inbox.forget(*what, start)
+        for start, event in zip(starts, events, strict=True):
+            inbox.forget(*what, start, event)

@@ -106,6 +106,22 @@ def test_layers_come_from_whoever_has_them_in_a_snapshot(
     play(scene)
 
 
+def test_two_fetches_of_one_state_from_one_holder_both_end(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    """One for the group that we join, one for the copy that it has us keep."""
+
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        b.trained = state
+        both = [newcomer.fetcher(tiny_spec, keys).fetch([b.name], version=VERSION) for _ in range(2)]
+        async with asyncio.timeout(30.0):
+            fetched = await asyncio.gather(*both)
+        assert [each.digest() for each in fetched] == [state.digest()] * 2
+
+    play(scene)
+
+
 def test_second_moments_may_be_shorter_than_the_parameters(tiny_spec: RunSpec, keys: tuple[str, ...]) -> None:
     spec = msgspec.structs.replace(tiny_spec, optimizer=OptimizerSpec(name="muon"))
     state = initial_state(spec, keys, CPU)
