@@ -5,13 +5,14 @@ grants (`WorkQueue`) and holds every claim open until something is due to its cl
 serves all open claims of one turn of the loop together. A claimant far slower than the others gets one microbatch now
 and then.
 
-Each claimant gets its share of a step, by the plan. Windows alone do not keep to it: a window is as large as the rate
-that it measures, and the rate is as high as the window is large, so that nothing brings back a member that has come to
-make more than the others. Its network card then carries more activations than the plan has counted with, and the whole
-group waits for its part of the reduction. Whoever has had its share gets more of a step only as others leave it: it
-then holds no more than its share of what nobody has. Until then it goes on with the next step. Members that take no
-traffic have no share. A claim that has waited in vain for `PATIENCE_S` while something could be granted gets its share
-of all that, whatever its claimant has had: who was to make it may be gone, and nobody has said so.
+Each claimant gets its share of a step, by the plan, and up to a tenth more. Windows alone do not keep to it: a window
+is as large as the rate that it measures, and the rate is as high as the window is large, so that nothing brings back a
+member that has come to make more than the others. Its network card then carries more activations than the plan has
+counted with, and the whole group waits for its part of the reduction. Whoever has had all that gets more of a step only
+as others leave it: it then holds no more than its share of what nobody has. Until then it goes on with the next step.
+Members that take no traffic have no share. A claim that has waited in vain for `PATIENCE_S` while something could be
+granted gets its share of all that, whatever its claimant has had: who was to make it may be gone, and nobody has said
+so.
 
 What died with a replica of any stage runs again: the leader divides it among the open members and asks each to take its
 part. Whoever declines leaves its part to the leader. These microbatches do not go through the book, because a claim
@@ -79,6 +80,9 @@ RETRY_S = 0.2
 HALT_S = 10.0
 """How long a halt lasts that is not asked for again: who asked for it is gone, or a successor holds its stage."""
 _SHARE_MIN = 1e-3
+_SHARE_TIMES = 1.1
+"""A member that is quicker than the plan says makes up to so many times its share of a step, which so does not wait for
+those that are slower today. Beyond that its network card would carry more than the plan has counted with."""
 _STEPS_APART = 2
 """So many steps the leader may be ahead of a member that takes part in what runs again."""
 _ANSWERS_KEPT = 16
@@ -468,12 +472,17 @@ class Supply:
         due: dict[int, int] = {}
         for step, left in self.book.left.items():
             had, holds = self._had[step][source] if step in self._had else 0, held[step][source]
-            its_own, of_others = share * self.book.microbatches - had, share * left - holds
+            its_own, of_others = self._its_own(share) - had, math.ceil(share * left) - holds
             in_time = self._turns.most(source, held[step], left=left) - holds
-            due[step] = max(0, min(math.ceil(max(its_own, of_others)), in_time))
+            due[step] = max(0, min(max(its_own, of_others), in_time))
             if due[step] < left and step >= last:
                 break  # The next one cannot begin yet: it would only be in the way of what is left of this one.
         return due
+
+    def _its_own(self, share: float) -> int:
+        """How many microbatches of a step a member of that share may make, whatever the others do."""
+        of_plan = share * self.book.microbatches
+        return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 
     def _give(self, peer: PeerID, microbatches: Iterable[Microbatch], now_s: float) -> list[SupplyCommand]:
         commands: list[SupplyCommand] = []

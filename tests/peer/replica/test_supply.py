@@ -221,6 +221,12 @@ def test_who_has_had_its_share_gets_more_as_it_holds_less_than_its_share_of_what
     assert granted(after(made, TimerFired())) == {2: [3]}
 
 
+def test_who_is_quicker_than_planned_makes_a_tenth_more_than_its_share_and_leaves_the_rest_to_the_others():
+    made = supply(M=90)
+    assert granted(after(made, ClaimArrived(B, 90, call=1), TimerFired())) == {1: [*range(33)]}
+    assert after(made, ClaimArrived(B, 90, call=2), TimerFired()) == []
+
+
 def test_who_has_had_its_share_goes_on_with_the_next_step():
     made = supply(M=9, s_max=1)
     assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2, 0, 1, 2]}
