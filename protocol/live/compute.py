@@ -50,6 +50,8 @@ class ThreadCompute:
         self._spent_s = spent_s
         self._jobs_s = 0.0
         self._charged_s = spent_s() if spent_s is not None else 0.0
+        self._by_jobs_s = 0.0
+        """What was used while jobs ran, since the last charge."""
         self._turn = asyncio.Lock()
 
     @property
@@ -86,9 +88,10 @@ class ThreadCompute:
         self._host_thread.shutdown(wait=False, cancel_futures=True)
 
     def _rest_s(self) -> float:
-        used_s = self.used_s
-        self._duty.spend(used_s - self._charged_s)
-        self._charged_s = used_s
+        used_s, by_jobs_s = self.used_s, self._by_jobs_s
+        self._duty.spend(by_jobs_s)
+        self._duty.spend_beside(max(0.0, used_s - self._charged_s - by_jobs_s))
+        self._charged_s, self._by_jobs_s = used_s, 0.0
         return self._duty.rest_s(time.monotonic())
 
     def _prepared(self, work: Callable[[], T]) -> T:
@@ -111,6 +114,7 @@ class ThreadCompute:
             took_s = clock() - clock_started_s
         finally:
             self._jobs_s += time.monotonic() - started_s
+            self._by_jobs_s += self.used_s - used_before_s
         if kind == "probe":
             took_s /= self._share
         else:

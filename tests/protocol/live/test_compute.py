@@ -130,7 +130,7 @@ def test_of_a_processor_its_own_seconds_count_and_those_of_work_that_is_no_job()
         return timed, timed.started_s - began_s
 
     timed, waited_s = asyncio.run(main())
-    assert waited_s >= 0.1
+    assert waited_s >= 0.08, "0.02 s at a share of 0.5, and half of what comes in goes to the network's work"
     assert timed.ended_s - timed.started_s >= 0.04 - 1e-9
 
 
