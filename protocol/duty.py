@@ -50,8 +50,8 @@ class Duty:
         self._at_s = now_s
         lacking_s = max(0.0, -self._credit_s)
         over_s = max(0.0, self._beside_s - BESIDE_MAX_S) if lacking_s else 0.0
+        # The credit that comes in while the rest is repaid.
         at_half_s = (self._beside_s - over_s) * (1.0 - _BESIDE_PART) / _BESIDE_PART
-        """So much credit comes in beside the rest of what is repaid."""
         earned_s = lacking_s / (1.0 - _BESIDE_PART) if lacking_s <= at_half_s else lacking_s + self._beside_s - over_s
         return (over_s + earned_s) / self._share
 
