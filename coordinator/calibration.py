@@ -90,7 +90,7 @@ class Calibration:
 
     @property
     def bias(self) -> ForecastBias:
-        """The objective errs by so much in this run, as far as that was seen."""
+        """The ratio of seen to foreseen throughput in this run, estimated for each number of stages."""
         return ForecastBias(tuple((num_stages, *learned) for num_stages, learned in self._learned.items()))
 
     @property

@@ -78,7 +78,8 @@ class ReplanPolicy:
         self._change: Change | None = None
         """What it costs to go on to these stages, as the first look after `SEEN_AHEAD_S` foresees it."""
         self._ended_s: float | None = None
-        """When every stage, and a holder of every layer, was first seen at the end of the live layout."""
+        """The time at which the live layout was first seen to be finished: every stage had committed its last version,
+        and every layer of that version had a holder. None: it is not finished."""
         self._too_few_s = math.inf
         """When it was first seen that a stage is lost and that too few peers are left for so many stages."""
         self._places: Places | None = None

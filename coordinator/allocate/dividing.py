@@ -39,8 +39,9 @@ from shoal.protocol.plan import Plan, Stage
 from shoal.protocol.topology import Topology
 
 AGREED_S = 1.0
-"""A change takes two plans, which take so long to be reported, made and voted for: with heartbeats of 2 s, 0.7 s beyond
-a step (`coordinator/MEASURED.md`)."""
+"""Seconds that a change of layout costs for coordination alone: one plan ends the old layout, another begins the new
+one, and each is reported, made and voted for. With heartbeats of 2 s that was 0.7 s beyond a step
+(`coordinator/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
 """A peer keeps up with the gradients of so many of the layers that it has fetched as travel in this part of a step; the
 others it fetches in the standstill (`peer/MEASURED.md`)."""
@@ -110,10 +111,13 @@ def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Pl
 def change_to(
     snapshot: Snapshot, topology: Topology, current: Placement, found: Placement, *, worth_min: float = -math.inf
 ) -> Change | None:
-    """Reckon what it costs to go from `current` to `found`, and what that gains.
+    """Estimate the cost and the gain of changing the layout from `current` to `found`.
 
-    Args: worth_min: a change that is worth less is of no interest, and how long its state travels is not worked out.
-    Returns: None: it is worth less, or one of the placements is impossible.
+    Args:
+        topology: of `snapshot.peers`, whose numbers the placements use.
+        worth_min: the least expected gain, relative. For a change below it the transfer of state, which is slow to
+            estimate, is not estimated.
+    Returns: the change; None if its expected gain is below `worth_min`, or either placement is infeasible.
     """
     workload = snapshot.workload
     assert workload is not None

@@ -36,7 +36,10 @@ class ForecastBias:
     """(number of stages, log(seen / foreseen tokens/s), the steps behind it), each number of stages once."""
 
     def factor(self, num_stages: int) -> float:
-        """Seen over foreseen tokens/s that is to be expected of a layout with so many stages; 1: nothing is known."""
+        """The expected ratio of seen to foreseen tokens/s for a layout of `num_stages` stages.
+
+        Returns: > 0 and without a unit; 1.0 if nothing has been seen. Source: as of this module.
+        """
         if not self.seen:
             return 1.0
         stages, logs, steps = (np.array(column, dtype=np.float64) for column in zip(*self.seen, strict=True))

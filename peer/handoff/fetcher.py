@@ -92,12 +92,15 @@ class StateFetcher:
         self._mates: set[PeerID] = set()
         """Those of the relay's that can be reached."""
         self._carriers: list[PeerID] = []
+        """Peers that may still be asked to get a lone holder's ranges for us."""
         self._alone: dict[PeerID, float] = {}
         """Holder -> bytes/s of the quickest range that came from there before anything was carried."""
         self._is_carried = False
+        """Whether a carrier has brought anything."""
         self._asked: dict[PeerID, int] = {}
+        """Mate -> the value of `_num_asked` when it was last asked: the least recently asked mate is next."""
         self._num_asked = 0
-        """Mate -> the number of its last request, of all."""
+        """Requests to mates so far."""
         self._passed: dict[str, bool] = {}
         """Whether mates have given us a part of a layer; False: none may any more."""
         self.progress = FetchProgress()
@@ -226,10 +229,11 @@ class StateFetcher:
             await self._fetch_ranges(left)
 
     async def _fetch_ranges(self, left: dict[_Range, None]) -> None:
-        """Until nothing is left, or no holder gives any more. What comes is taken out of `left`.
+        """Fetch the ranges in `left` from holders, mates and carriers at once, and remove each from `left` as it
+        arrives. Return when `left` is empty, or when every holder has failed.
 
-        A range that a mate or a carrier has been asked for is got from a holder as well once there is nothing else to
-        get: nobody waits for one that is slow.
+        A holder that has nothing else to send is also asked for ranges that were asked of a mate or a carrier, so that
+        a slow one holds nobody up.
         """
         todo, lent = list(left), dict[_Range, None]()
         """Ranges that nobody is asked for, and those that only mates and carriers are asked for."""
