@@ -150,14 +150,14 @@ class ClusterView:
         if not continuing:
             # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.
             # But how irregular somebody's heartbeats were is more than nothing.
-            rhythms = self.roster.rhythms()
+            irregular = self.roster.irregular()
             self.roster = Roster(self.spec.swarm.heartbeat_s)
-            self.roster.take_over(rhythms)
+            self.roster.take_over(irregular)
             self._snapshots.begin()
             self.survey.begin_term(plan)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s
         if inherited is not None:
-            self.roster.take_over(inherited.rhythms)
+            self.roster.take_over(inherited.arrivals)
             for peer, advert in inherited.roster:
                 self.roster.expect(peer, advert, now_s)
             self.begun_s = now_s - max(0.0, inherited.elapsed_s)
@@ -228,7 +228,7 @@ class ClusterView:
             loads=self.experts.loads(len(live.plan.stages)),
             records=self.experts.records.tell(live.plan.members),
             calibration=self.calibration.tell(),
-            rhythms=self.roster.rhythms(),
+            arrivals=self.roster.irregular(),
         )
         return fitting(handover)
 

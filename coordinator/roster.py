@@ -9,7 +9,7 @@ from shoal.coordinator.adaptive_timeout import Arrivals
 from shoal.coordinator.allocate.interface import MeasuredPeer
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEERS_MAX
-from shoal.protocol.messages import Absence, Advert, Heartbeat, PeerStatus, Rhythm
+from shoal.protocol.messages import Absence, Advert, ArrivalStatistics, Heartbeat, PeerStatus
 from shoal.protocol.plan import Plan
 
 FLOOR_HEARTBEATS = 3.0
@@ -20,7 +20,7 @@ SILENT_HEARTBEATS = 2.5
 """A peer that has not been heard for so long is said not to answer."""
 ABSENT_MAX = 16
 """A coordinator names so many silent peers to the next one."""
-RHYTHMS_MAX = 64
+ARRIVALS_TOLD_MAX = 64
 """A coordinator tells the next one of so many peers whose heartbeats are irregular."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
@@ -61,8 +61,8 @@ class Roster:
 
     heartbeat_s: float
     presences: dict[PeerID, Presence] = field(default_factory=dict)
-    _learned: dict[PeerID, Rhythm] = field(default_factory=dict)
-    """The rhythms of peers before this term."""
+    _learned: dict[PeerID, ArrivalStatistics] = field(default_factory=dict)
+    """What was learned of the heartbeats of peers before this term."""
 
     def has_room_for(self, peer: PeerID) -> bool:
         """Whether `peer` is known, or may become so."""
@@ -147,8 +147,9 @@ class Roster:
                 seen.advert = seen.advert or absence.advert
                 seen.silent_since_s = now_s - (span(absence.seconds) or 0.0)
 
-    def rhythms(self) -> tuple[Rhythm, ...]:
-        """What was learned of those whose silence may last longer than a regular peer's, the longest first."""
+    def irregular(self) -> tuple[ArrivalStatistics, ...]:
+        """The arrival statistics of peers that may be silent for longer than a regular peer, the most patient timeout
+        first, at most `ARRIVALS_TOLD_MAX`."""
         irregular = [
             (seen.arrivals.patience_s, peer, seen.arrivals)
             for peer, seen in self.presences.items()
@@ -156,15 +157,19 @@ class Roster:
         ]
         irregular.sort(key=lambda each: (-each[0], each[1]))
         return tuple(
-            Rhythm(peer, found.mean_s, found.deviation_s, found.worst_s) for _, peer, found in irregular[:RHYTHMS_MAX]
+            ArrivalStatistics(peer, found.mean_s, found.deviation_s, found.worst_s)
+            for _, peer, found in irregular[:ARRIVALS_TOLD_MAX]
         )
 
-    def take_over(self, rhythms: Iterable[Rhythm]) -> None:
-        """Begin with these where such a peer is met, instead of learning them anew by counting it out."""
+    def take_over(self, learned: Iterable[ArrivalStatistics]) -> None:
+        """Use these statistics from the first heartbeat of such a peer on. Learned anew, they would cost it a time-out
+        first. Values that no heartbeats can have are ignored."""
         longest_s = MEMORY_HEARTBEATS * self.heartbeat_s
-        for rhythm in islice(rhythms, RHYTHMS_MAX):
-            if all(0.0 <= seconds <= longest_s for seconds in (rhythm.mean_s, rhythm.deviation_s, rhythm.worst_s)):
-                self._learned[rhythm.peer] = rhythm
+        for arrivals in islice(learned, ARRIVALS_TOLD_MAX):
+            if all(
+                0.0 <= seconds <= longest_s for seconds in (arrivals.mean_s, arrivals.deviation_s, arrivals.worst_s)
+            ):
+                self._learned[arrivals.peer] = arrivals
 
     def excuse_all(self, now_s: float) -> None:
         """This peer slept: no silence until now counts."""
@@ -290,5 +295,5 @@ class Roster:
 
     def _arrivals(self, peer: PeerID, now_s: float) -> Arrivals:
         floor_s, memory_s = FLOOR_HEARTBEATS * self.heartbeat_s, MEMORY_HEARTBEATS * self.heartbeat_s
-        known = self._learned.get(peer, Rhythm(peer, 0.0, 0.0, 0.0))
+        known = self._learned.get(peer, ArrivalStatistics(peer, 0.0, 0.0, 0.0))
         return Arrivals(self.heartbeat_s, now_s, floor_s, memory_s, known.mean_s, known.deviation_s, known.worst_s)

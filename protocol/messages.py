@@ -319,8 +319,8 @@ class HandOver(_Message, frozen=True, kw_only=True):
     """How often members and others of late have failed, where experts are placed."""
     calibration: "Calibrated | None" = None
     """What the sender has learned of how fast layouts are beside what was foreseen."""
-    rhythms: "tuple[Rhythm, ...]" = ()
-    """How irregular heartbeats are, of the peers that may be silent for longer than others."""
+    arrivals: "tuple[ArrivalStatistics, ...]" = ()
+    """The heartbeat arrivals of irregular peers, which may be silent for longer than others."""
 
 
 class Calibrated(_Part, frozen=True, array_like=True):
@@ -339,8 +339,9 @@ class Calibrated(_Part, frozen=True, array_like=True):
     """log(seen tokens/s / tokens/s that its first plan promised), of each of the last layouts before the live one."""
 
 
-class Rhythm(_Part, frozen=True, array_like=True):
-    """The gaps between the heartbeats of a peer, in seconds."""
+class ArrivalStatistics(_Part, frozen=True, array_like=True):
+    """The gaps between a peer's heartbeats, in seconds, as the coordinator's timeout uses them: mean, mean deviation
+    and the worst of late (`coordinator/adaptive_timeout.py`)."""
 
     peer: PeerID
     mean_s: float

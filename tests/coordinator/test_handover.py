@@ -9,7 +9,7 @@ from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.handover import ADVERTS_MAX, LEAST_NEEDED, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.limits import CONTROL_BYTES_MAX
-from shoal.protocol.messages import Absence, HandOver, PeerRecord, PlanNote, Rhythm
+from shoal.protocol.messages import Absence, ArrivalStatistics, HandOver, PeerRecord, PlanNote
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
 NAMES = [f"{number:052}" for number in range(512)]
@@ -38,7 +38,7 @@ def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out
         absent=(Absence(NAMES[0], make_large(NAMES[0]), 9.0),),
         loads=((1.0,) * 1024,) * 4,
         records=tuple(PeerRecord(name, 1.0, 1.0) for name in NAMES),
-        rhythms=(Rhythm(NAMES[0], 1.0, 1.0, 9.0),),
+        arrivals=(ArrivalStatistics(NAMES[0], 1.0, 1.0, 9.0),),
     )
     less = fitting(will)
     assert size(less) <= CONTROL_BYTES_MAX or plan_bytes > CONTROL_BYTES_MAX

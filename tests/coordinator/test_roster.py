@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.roster import FLOOR_HEARTBEATS, MEMORY_HEARTBEATS, Roster
-from shoal.protocol.messages import Rhythm
+from shoal.protocol.messages import ArrivalStatistics
 
 
 @pytest.fixture
@@ -162,15 +162,15 @@ def test_who_answers_a_ping_is_alive_however_late_its_heartbeats_are(roster, mak
     assert roster.alive(last_s + 19 + FLOOR_HEARTBEATS) == ()
 
 
-def test_an_irregular_rhythm_is_known_to_the_next_coordinator(roster, make_heartbeat):
+def test_how_irregular_a_peer_is_the_next_coordinator_knows(roster, make_heartbeat):
     now_s = 0.0
     for number in range(40):
         now_s += 0.5 if number % 2 else 3.5
         roster.heard("a", make_heartbeat("a"), now_s)
         roster.heard("b", make_heartbeat("b"), 2.0 * number)
     patience_s = roster.patience_s("a")
-    told = roster.rhythms()
-    assert [rhythm.peer for rhythm in told] == ["a"]
+    told = roster.irregular()
+    assert [each.peer for each in told] == ["a"]
 
     heir = Roster(1.0)
     heir.take_over(told)
@@ -182,8 +182,14 @@ def test_an_irregular_rhythm_is_known_to_the_next_coordinator(roster, make_heart
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e9])
-def test_an_absurd_rhythm_is_not_taken_over(roster, seconds):
-    roster.take_over([Rhythm("a", 1.0, 0.0, seconds), Rhythm("b", seconds, 0.0, 0.0), Rhythm("c", 1.0, seconds, 0.0)])
+def test_absurd_statistics_are_not_taken_over(roster, seconds):
+    roster.take_over(
+        [
+            ArrivalStatistics("a", 1.0, 0.0, seconds),
+            ArrivalStatistics("b", seconds, 0.0, 0.0),
+            ArrivalStatistics("c", 1.0, seconds, 0.0),
+        ]
+    )
     for peer in "abc":
         roster.expect(peer, None, 0.0)
         assert roster.patience_s(peer) == FLOOR_HEARTBEATS
