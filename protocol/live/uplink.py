@@ -6,6 +6,7 @@ tell (it is not Linux, or may not) nothing is held back here: a volunteer's own 
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, Protocol
 
@@ -16,8 +17,10 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.02
 """A fifth of what may stand there: the queue does not run empty between two looks. One takes 0.1 ms for five peers."""
+_LOOK_S_MAX: Final = 0.1
+"""The longest time between two looks while somebody waits: what may stand there is gone after that."""
 _SHARE: Final = 0.05
-"""The share of the loop's time that looking may take, where a hundred peers are sent to at once."""
+"""The share of a core that looking may take, where a hundred peers are sent to at once."""
 
 
 class Queues(Protocol):
@@ -108,8 +111,9 @@ class Uplink:
         """Look at the connections on which something is on its way, and at those to `peers`."""
         if self._queues is None:
             return
-        loop, asked = asyncio.get_running_loop(), {*peers, *map(PeerID, self._window.busy)}
-        begun_s = loop.time()
+        asked, now_s = {*peers, *map(PeerID, self._window.busy)}, asyncio.get_running_loop().time()
+        # Processor time: a busy machine may take the processor from us for a second, and that second costs nobody more.
+        begun_s = time.thread_time()
         try:
             found = self._queues.look([name for name, owner in self._owners.items() if owner in asked])
         except OSError as error:
@@ -121,8 +125,8 @@ class Uplink:
             seen[owner] = seen[owner] + connection if owner in seen else connection
         for gone in asked - seen.keys():
             self._forget(gone)
-        self._window.look(seen, now_s=begun_s)
-        self._took_s = loop.time() - begun_s
+        self._window.look(seen, now_s=now_s)
+        self._took_s = time.thread_time() - begun_s
 
     def _forget(self, peer: PeerID) -> None:
         self._window.forget(peer)
@@ -130,7 +134,7 @@ class Uplink:
 
     def _arm(self) -> None:
         if self._timer is None and self._queues is not None:
-            wait_s = max(_LOOK_S, self._took_s / _SHARE)
+            wait_s = min(max(_LOOK_S, self._took_s / _SHARE), _LOOK_S_MAX)
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def _ring(self) -> None:

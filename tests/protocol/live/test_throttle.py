@@ -1,6 +1,7 @@
 """In virtual time: what waits for its turn, and for how long."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -269,6 +270,28 @@ def test_nothing_is_looked_at_while_nothing_is_sent():
         await home.end()
 
     run(main())
+
+
+def test_a_look_that_the_machine_held_up_puts_the_next_one_off_no_longer():
+    """The processor was somebody else's meanwhile: a line that then waits for twenty times as long stands still."""
+
+    async def main():
+        home, loop = Home(), asyncio.get_running_loop()
+        look = home.queues.look
+
+        def held_up(names):
+            home.queues.look = look
+            time.sleep(0.5)
+            return look(names)
+
+        home.queues.look = held_up
+        began_s = loop.time()
+        await home.send("a", 200_000, Priority.GRADIENT)
+        took_s = loop.time() - began_s
+        await home.end()
+        return took_s
+
+    assert asyncio.run(main()) < 5.0
 
 
 def test_where_the_kernel_says_no_more_everybody_passes():
