@@ -32,7 +32,8 @@ _STEP_PATIENCE_S = 8.0
 _DEATH_S = 3.0
 """A peer that a status leaves out for so long was counted out: a new coordinator may not know everybody at once."""
 _BUSY_MIN = 0.02
-"""A device that works less than this says little of its speed."""
+"""A device that works less than this says little of its speed, and one that holds no layers nothing: what its processor
+does is the network's and the program's."""
 _AT_WORK = 0.9
 """A peer that waits still spends processor seconds on its heartbeats: its speed is that of its busiest times."""
 
@@ -169,7 +170,7 @@ class RealSwarm:
                 self.book.commit(report.report, now_s)
             case StepDone():
                 self.book.tell(report, now_s)
-            case Contribution() if report.busy > _BUSY_MIN and report.flop_per_s > 0.0:
+            case Contribution() if report.synced and report.busy > _BUSY_MIN and report.flop_per_s > 0.0:
                 # Under a limit "busy" counts all processor seconds, of which the peer gets no more than its share.
                 peer.speeds.append(report.flop_per_s / report.busy * peer.host.compute_share)
             case Status():

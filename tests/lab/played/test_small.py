@@ -69,7 +69,7 @@ def test_a_swarm_trains_through_a_slow_uplink_and_leaves_nothing(tmp_path):
     assert printed.strip() == table(sides).strip()
     for figures in (sides.real, sides.virtual):
         assert figures is not None
-        assert figures.steps > 4, printed + logs
+        assert figures.steps > 2, printed + logs
         assert all(steps_per_s > 0.0 for steps_per_s in figures.parts), printed + logs
         assert (figures.given_up, figures.dissenting, figures.rollbacks) == (0, 0, 0), printed + logs
         assert not figures.problems
