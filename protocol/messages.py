@@ -984,7 +984,7 @@ class ProbeChunk(_Message, frozen=True):
     """Carries bytes for their own sake. `echo`: the receiver answers with an empty one of the same `nonce`."""
 
     nonce: int
-    """A negative one marks the moment from which the receiver takes the time."""
+    """-1 marks the moment from which the receiver takes the time; other negative ones say nothing."""
     echo: bool
     took_s: float = 0.0
     """An answer says how many seconds went by from the last such mark to the frame that it answers."""

@@ -8,7 +8,7 @@ from shoal.peer.probe import LinkProbe
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.sim.loop import run
-from shoal.protocol.sim.network import MatrixNetwork, uniform
+from shoal.protocol.sim.network import LinkSpec, MatrixNetwork, uniform
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.topology import make_topology
@@ -55,6 +55,40 @@ def test_a_probe_finds_round_trip_and_rate(rate: float) -> None:
     links, _ = probed(path=rate, up=1e12, others=1)
     assert links[0].round_trip_s == pytest.approx(2 * LATENCY_S, rel=0.05)
     assert links[0].bytes_per_s == pytest.approx(rate, rel=0.1)
+
+
+@pytest.mark.parametrize("rate", [2.5e6, 1.25e7], ids=["20 Mbit/s", "100 Mbit/s"])
+def test_a_link_that_begins_slowly_is_as_quick_as_it_becomes(rate: float) -> None:
+    """As TCP does: ten packets of 1,460 bytes in the first round trip, and twice as much in each that follows."""
+    world = World(1, uniform(LATENCY_S))
+    near, far = world.add_peer("near"), world.add_peer("far")
+
+    async def main() -> LinkReport:
+        probes = [
+            LinkProbe(
+                endpoint=Endpoint(port.identity, port.transport, run="run", gate=OpenGate(), first_sequence=0),
+                clock=port.clock,
+            )
+            for port in (near, far)
+        ]
+        for here, there in ((near, far), (far, near)):
+            await here.transport.introduce(there.peer_id, there.transport.addresses())
+
+        def carries(bytes_per_s: float) -> None:
+            world.set_link(near, far, LinkSpec(latency_s=LATENCY_S, rate_bytes_per_s=bytes_per_s))
+
+        carries(14_600 / (2 * LATENCY_S))
+        probe = near.spawn(probes[0].measure(far.peer_id))
+        while not any(count > 14_600 for count in world.sent_bytes.values()):
+            await asyncio.sleep(0.001)
+        window_bytes = 14_600
+        while window_bytes / (2 * LATENCY_S) < rate:
+            await asyncio.sleep(2 * LATENCY_S)
+            window_bytes *= 2
+            carries(min(rate, window_bytes / (2 * LATENCY_S)))
+        return await probe
+
+    assert run(main()).bytes_per_s == pytest.approx(rate, rel=0.1)
 
 
 def test_an_answer_that_waits_on_a_busy_line_takes_nothing_from_the_rate() -> None:
