@@ -86,6 +86,11 @@ class ClusterView:
         """The members of the live plan."""
         self._changed_s = math.inf
         """When a plan has last had other members than the one before, as far as we have seen."""
+        self._bounds: tuple[tuple[int, int], ...] = ()
+        self._num_divisions = 0
+        """How often another division into stages has become live, of which `_bounds` is the last."""
+        self._seen_from_s = math.inf
+        """When we saw the first of them."""
         self._former_members: frozenset[PeerID] = frozenset()
         """The members of the last plan that had others: they may still report what they did under it."""
 
@@ -126,6 +131,9 @@ class ClusterView:
         if self._members != frozenset(plan.members):
             self._changed_s = now_s
         self._members = frozenset(plan.members)
+        if (bounds := tuple(stage.layers for stage in plan.stages)) != self._bounds:
+            self._num_divisions += bool(self._bounds)
+            self._bounds, self._seen_from_s = bounds, min(self._seen_from_s, now_s)
         self.confirmations.obey(plan)
         self.experts.obey(plan)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
@@ -298,9 +306,20 @@ class ClusterView:
         return replace(
             found,
             peers=tuple(replace(p, failure_probability=chance) for p, chance in zip(found.peers, chances, strict=True)),
-            horizon_s=min(max(HORIZON_S, now_s - self._changed_s), HORIZON_S_MAX),
+            horizon_s=self._horizon_s(now_s),
             going_back_s=self._going_back_s(disks, now_s),
         )
+
+    def _horizon_s(self, now_s: float) -> float:
+        """How long a layout should last: as long as nobody has come or gone, and no longer than those before it have.
+
+        Divisions are taken to come at a constant rate, which is one in `HORIZON_S` until there have been some (the mean
+        of a gamma prior). Where each promises a little more than the last and none lasts, a change pays less and less.
+        """
+        lasts_s = max(HORIZON_S, now_s - self._changed_s)
+        if self._num_divisions:
+            lasts_s = min(lasts_s, (HORIZON_S + now_s - self._seen_from_s) / (1 + self._num_divisions))
+        return min(lasts_s, HORIZON_S_MAX)
 
     def _going_back_s(self, disks: Disks, now_s: float) -> float:
         """What the run loses when it goes back: half of what lies between two snapshots, or everything if there should

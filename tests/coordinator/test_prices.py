@@ -38,6 +38,20 @@ def test_a_layout_is_expected_to_last_as_long_as_nobody_has_come_or_gone(view, m
     assert snapshot_at(view, 1e6).horizon_s == HORIZON_S_MAX
 
 
+def test_a_layout_is_expected_to_last_no_longer_than_those_before_it(view, make_plan):
+    one, two = make_plan([["a", "b"]], coordinator="a").plan, make_plan([["a"], ["b"]], coordinator="a").plan
+    horizons = []
+    for number in range(7):
+        view.obey((one, two)[number % 2], 1000.0 + 30.0 * number)
+        horizons.append(snapshot_at(view, 1000.0 + 30.0 * number).horizon_s)
+    assert horizons[0] == HORIZON_S, "there was none"
+    assert horizons == sorted(horizons, reverse=True)
+    assert horizons[6] == (HORIZON_S + 180.0) / 7
+    view.obey(one, 1200.0)
+    assert snapshot_at(view, 1200.0).horizon_s == (HORIZON_S + 200.0) / 7, "the same division under another plan"
+    assert snapshot_at(view, 1000.0 + 12 * 3600.0).horizon_s == pytest.approx(12 * 3600.0 / 7, rel=0.02)
+
+
 def test_going_back_costs_half_an_interval_of_snapshots_or_everything_if_there_are_none(
     view, make_plan, make_heartbeat
 ):
