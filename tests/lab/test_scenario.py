@@ -1,5 +1,6 @@
 """Scenario files are closed and complete, and both worlds are told the same; no process, no namespace."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from figures import Figures, Sides, Step, kept, paces, rate, table
 from scenario import find_scenario, load_scenario, shipped
 from shoal.protocol.errors import LocalError
+from tcp import tcp_bytes_per_s
 from virtual import topology_of
 
 PLAIN = """
@@ -83,6 +85,19 @@ def test_paths_lines_and_homes(tmp_path):
     assert home.line_of == {"x": "flat", "y": "flat", "z": "z"}
     assert home.lines["flat"].up_mbps == 5
     assert list(topology_of(home, dict.fromkeys("xyz", 1.0)).card) == [0, 0, 1]
+
+
+def test_a_path_that_loses_packets_carries_what_tcp_gets_through(tmp_path):
+    lossy = """
+title = "two"
+seconds = 9
+hosts = [{ name = "a", loss = 0.004 }, { name = "b", loss = 0.006 }, { name = "c" }]
+elsewhere_ms = 30
+"""
+    rates = topology_of(load(tmp_path, lossy), dict.fromkeys("abc", 1.0)).bytes_per_s
+    assert rates[0, 1] == pytest.approx(1448 / 0.06 * (1.5 / 0.01) ** 0.5, rel=0.01)
+    assert rates[0, 2] == pytest.approx(rates[0, 1] * (0.01 / 0.004) ** 0.5, rel=0.01)
+    assert tcp_bytes_per_s(0.06, 0.0) == math.inf
 
 
 def load_scenario_of_a_home(folder):

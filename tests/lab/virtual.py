@@ -1,7 +1,8 @@
 """Plays a scenario in virtual time: the real drivers, whose own coordinators decide, on modelled devices and links.
 
 What the simulator does not know is left out, and the comparison with real peers shows what it costs: NATs (everybody
-reaches everybody), lost packets, the lengths of queues, jitter but for its mean, snapshots.
+reaches everybody), the lengths of queues, jitter but for its mean, snapshots. Of lost packets it knows that they make a
+connection slower (`tcp.py`).
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from shoal.protocol.sim.paths import Cut
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology, make_topology
+from tcp import either_loses, tcp_bytes_per_s
 
 _MBIT = 1e6 / 8
 _BACKBONE_BYTES_PER_S = 10e9 / 8
@@ -35,7 +37,7 @@ _CHUNK_BYTES = 1 << 20
 """As in life."""
 _RECONNECTS_S = 0.1
 """A change of address breaks all connections, as the death of a network daemon does."""
-_KNOWN = ("up_mbps", "down_mbps", "last_mile_ms", "jitter_ms")
+_KNOWN = ("up_mbps", "down_mbps", "last_mile_ms", "jitter_ms", "loss")
 GFLOPS = 10.0
 """The speed of a device that nobody has measured."""
 
@@ -162,16 +164,18 @@ class _Virtual:
         for device in self.started_s:
             if self.scenario.line_of[self.scenario.hosts[device].name] == line:
                 self.world.set_card(self._peer(device), card)
-        if what in ("last_mile_ms", "jitter_ms"):
-            self._set_latencies()
+        if what in ("last_mile_ms", "jitter_ms", "loss"):
+            self._set_paths()
 
-    def _set_latencies(self) -> None:
+    def _set_paths(self) -> None:
         latency_s = _latency_s(self.scenario, self._lines)
+        bytes_per_s = _bytes_per_s(self.scenario, self._lines, latency_s)
         for source in self.started_s:
             for destination in self.started_s:
                 if source != destination:
                     link = LinkSpec(
-                        latency_s=float(latency_s[source, destination]), rate_bytes_per_s=_BACKBONE_BYTES_PER_S
+                        latency_s=float(latency_s[source, destination]),
+                        rate_bytes_per_s=float(bytes_per_s[source, destination]),
                     )
                     self.world.set_link(self._peer(source), self._peer(destination), link)
 
@@ -253,9 +257,11 @@ def topology_of(scenario: Scenario, gflops: Mapping[str, float]) -> Topology:
     """The network as `shoal plan` would be told of it. Device i is host i."""
     homes = list(scenario.lines)
     ends = [scenario.lines[scenario.line_of[host.name]] for host in scenario.hosts]
+    lines = _settable(scenario)
+    latency_s = _latency_s(scenario, lines)
     return make_topology(
-        _latency_s(scenario, _settable(scenario)),
-        np.full((len(ends), len(ends)), _BACKBONE_BYTES_PER_S),
+        latency_s,
+        _bytes_per_s(scenario, lines, latency_s),
         flop_per_s=np.array([gflops[host.name] for host in scenario.hosts]) * 1e9,
         up_bytes_per_s=np.array([line.up_mbps for line in ends]) * _MBIT,
         down_bytes_per_s=np.array([line.down_mbps for line in ends]) * _MBIT,
@@ -281,6 +287,23 @@ def _latency_s(scenario: Scenario, lines: Mapping[str, Mapping[str, float]]) -> 
                 jitter_ms = path.jitter_ms + lines[a]["jitter_ms"] + lines[b]["jitter_ms"]
                 latency_ms[i, j] = path.ms + lines[a]["last_mile_ms"] + lines[b]["last_mile_ms"] + jitter_ms / 2
     return latency_ms / 1e3
+
+
+def _bytes_per_s(
+    scenario: Scenario, lines: Mapping[str, Mapping[str, float]], latency_s: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """[N, N], of one connection over what lies between the lines. Args: lines: as of `_settable`."""
+    lost = [lines[scenario.line_of[host.name]]["loss"] for host in scenario.hosts]
+    round_trip_s = latency_s + latency_s.T
+    return np.array(
+        [
+            [
+                min(_BACKBONE_BYTES_PER_S, tcp_bytes_per_s(round_trip_s[i, j], either_loses(lost[i], lost[j])))
+                for j in range(len(lost))
+            ]
+            for i in range(len(lost))
+        ]
+    )
 
 
 def _spec(spec: RunSpec) -> RunSpec:
