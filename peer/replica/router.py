@@ -4,8 +4,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeVar
 
 from shoal.protocol.identity import PeerID
+
+T = TypeVar("T")
 
 LAGS = 4.0
 """Beyond this many times the quickest one's time it is no longer a matter of shares."""
@@ -110,6 +113,16 @@ class Turns:
         return max(1, int(busy_s / own_s))
 
 
+def in_turn(receivers: Sequence[T], sender: int, num_senders: int) -> Sequence[T]:
+    """The receivers in the order in which sender `sender` of `num_senders` begins with them.
+
+    A sender knows only what it has sent itself. If all began with the first, each would give the seven microbatches
+    that it has of a step to the same seven of eleven receivers, and the step would wait for the longest queue.
+    """
+    first = sender * len(receivers) // num_senders
+    return (*receivers[first:], *receivers[:first])
+
+
 @dataclass(kw_only=True, slots=True)
 class Router:
     """Follows the plan's shares, corrected by what each replica still owes us and by who is ready.
@@ -118,7 +131,7 @@ class Router:
     that is furthest behind its share. With equal speeds that is the plan's split exactly. A replica that slows down has
     more outstanding and is given less at once, long before a plan could say so. One that is many times slower than the
     others is given almost nothing (`Pace`), since the whole step waits for it; one that has had nothing for long is
-    tried. Ties go by plan order.
+    tried. Ties go by the order of `shares`, which is another one for each sender (`in_turn`).
     """
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)

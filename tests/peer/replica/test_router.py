@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.peer.replica.router import Router
+from shoal.peer.replica.router import Router, in_turn
 from shoal.protocol.identity import PeerID
 
 A, B, C = (PeerID(name) for name in "abc")
@@ -37,6 +37,21 @@ def test_a_ready_peer_without_a_share_is_no_target() -> None:
 
 def test_ties_go_by_plan_order() -> None:
     assert router({B: 1.0, A: 1.0}).pick(now_s=0.0) == B
+
+
+@pytest.mark.parametrize(("senders", "receivers", "each"), [(9, 11, 7), (11, 9, 6), (8, 8, 1), (3, 7, 2), (1, 5, 5)])
+def test_senders_that_know_nothing_of_each_other_give_each_receiver_as_much(
+    senders: int, receivers: int, each: int
+) -> None:
+    names = [PeerID(f"r{number}") for number in range(receivers)]
+    given: Counter[PeerID] = Counter(dict.fromkeys(names, 0))
+    for sender in range(senders):
+        made = router(dict.fromkeys(in_turn(names, sender, senders), 1.0))
+        for _ in range(each):
+            target = made.pick(now_s=0.0)
+            assert target is not None
+            given[target] += 1
+    assert max(given.values()) - min(given.values()) <= 2
 
 
 @pytest.mark.parametrize("more", [0.0, 1e-12, 0.02])
