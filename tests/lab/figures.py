@@ -22,6 +22,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     world: World
     first_step_s: float | None
     """From the moment when the last peer that the run needs has joined to the first step; None: there was none."""
+    works_s: dict[str, float] = {}
+    """By host: from its invite until it said that it had computed a microbatch. Peers say so every second."""
     steps: int
     """How many were made; what a way back has undone does not count."""
     steps_per_s: float
@@ -117,6 +119,8 @@ def table(sides: Sides) -> str:
         rows.append((what, *texts, f"{values[1] / values[0]:.2f}" if both else ""))
 
     row("first step", lambda f: f.first_step_s, " s", compares=True)
+    for host in sorted({*(real.works_s if real else ()), *(virtual.works_s if virtual else ())}):
+        row(f"{host} works", lambda f, host=host: f.works_s.get(host), " s")
     row("steps", lambda f: f.steps)
     row("steps/s", lambda f: f.steps_per_s, compares=True)
     count = max(len(figures.parts) for figures in (real, virtual) if figures is not None)

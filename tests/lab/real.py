@@ -50,6 +50,10 @@ class Peer:
     child: Child
     peer: PeerID | None = None
     invite: str = ""
+    invited_s: float | None = None
+    """In `time.monotonic()`, as the next one."""
+    works_s: float | None = None
+    """When it said that it had computed something."""
     expected: bool = True
     """Whether it should be in the swarm: nothing was done to it that keeps it away."""
     ends: bool = False
@@ -102,6 +106,7 @@ class RealSwarm:
         invites = [other.invite for other in self.peers.values() if other.invite and other.expected]
         if not invites:
             raise NoSwarm("nobody has an invite")
+        peer.invited_s = time.monotonic()
         await self.swarm.tell(peer.child, f"{invites[0]}\n")
 
     async def happen(self, event: Event) -> None:
@@ -170,9 +175,12 @@ class RealSwarm:
                 self.book.commit(report.report, now_s)
             case StepDone():
                 self.book.tell(report, now_s)
-            case Contribution() if report.synced and report.busy > _BUSY_MIN and report.flop_per_s > 0.0:
-                # Under a limit "busy" counts all processor seconds, of which the peer gets no more than its share.
-                peer.speeds.append(report.flop_per_s / report.busy * peer.host.compute_share)
+            case Contribution():
+                if report.microbatches_total and peer.works_s is None:
+                    peer.works_s = now_s
+                if report.synced and report.busy > _BUSY_MIN and report.flop_per_s > 0.0:
+                    # Under a limit "busy" counts all processor seconds, of which the peer gets no more than its share.
+                    peer.speeds.append(report.flop_per_s / report.busy * peer.host.compute_share)
             case Status():
                 self._see(report.status, now_s)
         self.tell_steps(now_s)
@@ -328,6 +336,11 @@ def _figures(real: RealSwarm, sent: dict[str, int]) -> Figures:
     return Figures(
         world="real",
         first_step_s=zero_s - max(before) if before else None,
+        works_s={
+            name: peer.works_s - peer.invited_s
+            for name, peer in real.peers.items()
+            if peer.works_s is not None and peer.invited_s is not None
+        },
         steps=steps,
         steps_per_s=steps_per_s,
         parts=parts,

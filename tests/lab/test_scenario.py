@@ -126,7 +126,14 @@ def test_what_a_way_back_undoes_does_not_count_but_ends_a_gap(tmp_path):
 
 def test_a_table_shows_one_world_or_both():
     real = Figures(
-        world="real", first_step_s=4.0, steps=20, steps_per_s=2.0, parts=(2.0,), gap_s_max=1.0, up_mb={"a": 4.0}
+        world="real",
+        first_step_s=4.0,
+        steps=20,
+        steps_per_s=2.0,
+        parts=(2.0,),
+        gap_s_max=1.0,
+        up_mb={"a": 4.0},
+        works_s={"b": 9.5},
     )
     virtual = Figures(
         world="virtual", first_step_s=2.0, steps=30, steps_per_s=3.0, parts=(3.0,), gap_s_max=0.5, up_mb={"a": 3.0}
@@ -134,4 +141,5 @@ def test_a_table_shows_one_world_or_both():
     both = table(Sides(scenario="x", title="two", real=real, virtual=virtual))
     assert "steps/s                    2           3      1.50" in both
     assert "up a" in both
+    assert "b works                9.5 s" in both
     assert "1.50" not in table(Sides(scenario="x", title="two", real=real))
