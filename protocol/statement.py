@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.protocol.identity import Identity, PeerID, verify
 
-Topic = Literal["invite", "member", "exclusion", "vote", "state", "end"]
+Topic = Literal["invite", "member", "exclusion", "vote", "state", "end", "carried-from", "carried-to"]
 
 
 def sign_statement(identity: Identity, topic: Topic, *, run: str, body: bytes) -> bytes:

@@ -1,0 +1,130 @@
+"""Secures a stream that a third peer carries: that peer can cut it, and neither read it nor change it. Pure.
+
+    opener                                       other end
+    X   32 B                      ->
+                                  <-   Y, sign(other, "carried-to", X, Y)    96 B
+    sign(opener, "carried-from", X, Y)  ->                                   64 B
+    records                       <->  records
+
+X and Y are X25519 keys made for this stream, and whoever signs does so with the Ed25519 key that its PeerID is. A
+signature is of a statement about the run that names both peers, who opened, what the stream is for and both keys, under
+a topic for each end. So a carrier that hands out a key of its own, an older message, or the other end's is found out.
+
+A record is a length (4 B, authenticated) and what ChaCha20-Poly1305 makes of up to 64 KiB, under one key for each
+direction and a counter that both ends know: a record that is changed, left out, repeated or moved does not open. An
+empty one says that its sender is there. A stream that ends between two records says nothing about what was to come: the
+carrier may have cut it.
+
+Source: Canetti and Krawczyk, "Analysis of Key-Exchange Protocols and Their Use for Building Secure Channels", 2001
+(ePrint 2001/040), section 5.1, protocol SIG-DH (ISO/IEC 9798-3); HKDF, RFC 5869; ChaCha20-Poly1305, RFC 8439.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Final, Literal
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256, Hash
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.ports import Payload
+from shoal.protocol.statement import Topic, sign_statement, statement_holds
+
+KEY_BYTES: Final = 32
+SIGNATURE_BYTES: Final = 64
+RECORD_BYTES_MAX: Final = 64 * 1024
+"""The plaintext of one record."""
+_TAG_BYTES: Final = 16
+_LENGTH: Final = struct.Struct(">I")
+_NONCE: Final = struct.Struct(">4xQ")
+
+Purpose = Literal["frames", "calls"]
+
+
+class Channel:
+    """Seals what one end sends, and opens what it receives."""
+
+    def __init__(self, peer: PeerID, *, sends: bytes, receives: bytes) -> None:
+        self._peer = peer
+        self._sends, self._receives = ChaCha20Poly1305(sends), ChaCha20Poly1305(receives)
+        self._num_sent = self._num_opened = 0
+
+    def seal(self, data: Payload) -> Iterator[bytes]:
+        """Make the records of `data`, in order; of nothing, one empty record."""
+        view = memoryview(data).cast("B")
+        for start in range(0, max(1, len(view)), RECORD_BYTES_MAX):
+            plain = view[start : start + RECORD_BYTES_MAX]
+            head = _LENGTH.pack(len(plain) + _TAG_BYTES)
+            yield head + self._sends.encrypt(_NONCE.pack(self._num_sent), plain, head)
+            self._num_sent += 1
+
+    def open(self, received: bytearray) -> Iterator[bytes]:
+        """Take the whole records from the front of `received`, and leave the rest.
+
+        Raises: RemoteError: they are not what the other end sent, in its order.
+        """
+        while len(received) >= _LENGTH.size:
+            head = bytes(received[: _LENGTH.size])
+            (sealed_bytes,) = _LENGTH.unpack(head)
+            if not _TAG_BYTES <= sealed_bytes <= RECORD_BYTES_MAX + _TAG_BYTES:
+                raise RemoteError(self._peer, "is at the end of a stream whose bytes were changed on the way")
+            end = _LENGTH.size + sealed_bytes
+            if len(received) < end:
+                return
+            sealed = bytes(received[_LENGTH.size : end])
+            del received[:end]
+            try:
+                plain = self._receives.decrypt(_NONCE.pack(self._num_opened), sealed, head)
+            except InvalidTag as error:
+                raise RemoteError(
+                    self._peer, "is at the end of a stream whose bytes were changed on the way"
+                ) from error
+            self._num_opened += 1
+            yield plain
+
+
+class Handshake:
+    """One end's part of the exchange, for one stream.
+
+    Args:
+        peer: whoever is to be at the other end.
+        opens: whether this end has opened the stream.
+    """
+
+    def __init__(self, identity: Identity, peer: PeerID, *, run: str, purpose: Purpose, opens: bool) -> None:
+        self._identity, self._peer, self._run, self._purpose, self._opens = identity, peer, run, purpose, opens
+        self._private = X25519PrivateKey.generate()
+        self.key: bytes = self._private.public_key().public_bytes_raw()
+        """What the other end is sent of this stream's own key."""
+
+    def sign(self, other_key: bytes) -> bytes:
+        topic: Topic = "carried-from" if self._opens else "carried-to"
+        return sign_statement(self._identity, topic, run=self._run, body=self._said(other_key))
+
+    def finish(self, other_key: bytes, signature: bytes) -> Channel:
+        """Raises: RemoteError: the peer did not sign this exchange."""
+        topic: Topic = "carried-to" if self._opens else "carried-from"
+        said = self._said(other_key)
+        if not statement_holds(self._peer, signature, topic, run=self._run, body=said):
+            raise RemoteError(self._peer, "is not at the other end of a carried stream, or was not told the same")
+        try:
+            secret = self._private.exchange(X25519PublicKey.from_public_bytes(other_key))
+        except ValueError as error:  # a key of small order
+            raise RemoteError(self._peer, "sent a key that is none") from error
+        digest = Hash(SHA256())
+        digest.update(msgspec.msgpack.encode((self._run, said)))
+        keys = HKDF(SHA256(), length=2 * KEY_BYTES, salt=digest.finalize(), info=b"shoal carried stream").derive(secret)
+        of_opener, of_other = keys[:KEY_BYTES], keys[KEY_BYTES:]
+        if self._opens:
+            return Channel(self._peer, sends=of_opener, receives=of_other)
+        return Channel(self._peer, sends=of_other, receives=of_opener)
+
+    def _said(self, other_key: bytes) -> bytes:
+        ends = ((self._identity.peer_id, self.key), (self._peer, other_key))
+        opener, other = ends if self._opens else ends[::-1]
+        return msgspec.msgpack.encode((self._purpose, opener, other))
