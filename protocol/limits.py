@@ -107,6 +107,16 @@ WAITING_STREAMS_OF_ONE_MAX: Final = 2
 WAITING_STREAMS_MAX: Final = 256
 """Waiting streams of all peers together; each is an open file of ours, and a process often has 1,024. A thousand peers
 that stream at once to one newcomer need a round trip each, and try again."""
+CARRIED_STREAMS_OF_ONE_MAX: Final = 32
+"""Streams that a peer carries from or to one member: two of frames and one or two of calls for each of eight others."""
+CARRIED_STREAMS_MAX: Final = 128
+"""Streams that a peer carries in all; each is two open files, and up to 400 KB that wait."""
+CARRIED_ARRIVING_OF_ONE_MAX: Final = 16
+"""Streams that one carrier has brought to us and whose ends have not agreed on keys."""
+CARRIERS_ASKED_MAX: Final = 8
+"""Peers that are asked to carry one stream. Of those who have a connection with us most have one with the other end."""
+CARRIED_CALLS_MAX: Final = 64
+"""Calls of one member that came over a carrier and are being answered; the next ones are read later."""
 CONNECTIONS_OF_ADDRESS_MAX: Final = 128
 """TCP connections that one address may have with a peer's daemon before new ones of it have to wait: a building full of
 members behind one router. Half-open ones count, of which the daemon drops each after 15 s."""

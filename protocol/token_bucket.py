@@ -59,7 +59,11 @@ class RateLimits:
 
     upload_bytes_per_s: float = math.inf
     download_bytes_per_s: float = math.inf
+    relay_bytes_per_s: float = 0.0
+    """The part of the upload that may be lent to members who cannot reach each other; 0: none."""
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.relay_bytes_per_s < math.inf:
+            raise ValueError("what is carried for others must be bounded, and at least 0")
         if not (self.upload_bytes_per_s > 0.0 and self.download_bytes_per_s > 0.0):
             raise ValueError("a rate limit must be above 0")

@@ -23,6 +23,7 @@ class _Waiting:
 class Doorway:
     """Holds the waiting streams of one transport."""
 
+    of_one_max: int = WAITING_STREAMS_OF_ONE_MAX
     _waiting: list[_Waiting] = field(default_factory=list)
     """The oldest first."""
 
@@ -36,7 +37,7 @@ class Doorway:
         own = _Waiting(source, end)
         self._waiting.append(own)
         of_source = [one for one in self._waiting if one.source == source]
-        if len(of_source) > WAITING_STREAMS_OF_ONE_MAX:
+        if len(of_source) > self.of_one_max:
             self._end(of_source[0])
         elif len(self._waiting) > WAITING_STREAMS_MAX:
             self._end(self._waiting[0])

@@ -39,6 +39,7 @@ class Link(asyncio.BufferedProtocol):
     """Args:
     on_frame, on_lost: called from the loop; `on_lost` once, with why.
     throttle: what passes here is within its limits; None: there are none.
+    via: whoever carries the stream, to whom the bytes leave us; None: the peer itself is there.
     """
 
     def __init__(
@@ -48,8 +49,11 @@ class Link(asyncio.BufferedProtocol):
         on_frame: Callable[["Link", Frame], None],
         on_lost: Callable[["Link", str], None],
         throttle: Throttle | None = None,
+        via: PeerID | None = None,
     ) -> None:
         self.peer = peer
+        self.via = via
+        self._next_hop = via or peer
         self.window = CreditWindow()
         self.lost = asyncio.Event()
         self.why_lost = "the stream ended"
@@ -134,9 +138,9 @@ class Link(asyncio.BufferedProtocol):
         pieces = encode_frame(FrameType.DATA, self._next_sequence(), meta, payload)
         if memoryview(payload).nbytes <= _JOINED_BYTES:
             pieces = iter([b"".join(pieces)])
-        for piece in pieces if self._line is None else self._line.cut(pieces, self.peer):
+        for piece in pieces if self._line is None else self._line.cut(pieces, self._next_hop):
             if self._line is not None:
-                await self._line.admit(len(piece), self._priority, self.peer)
+                await self._line.admit(len(piece), self._priority, self._next_hop)
             if self.lost.is_set():
                 raise EOFError(self.why_lost)
             self._transport.write(piece)
@@ -148,7 +152,7 @@ class Link(asyncio.BufferedProtocol):
         """A frame of this priority waits behind the one that is on its way, which goes on with no less."""
         if self._line is not None and priority < self._priority:
             self._priority = priority
-            self._line.hurry(self.peer, priority)
+            self._line.hurry(self._next_hop, priority)
 
     def give_back(self, frame_bytes: int) -> None:
         """Return the credit of a frame that has been handled, before long."""

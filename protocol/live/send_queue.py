@@ -39,6 +39,20 @@ class SendQueue:
         self._credited = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
         self._link: Link | None = None
+        self._moves = False
+        """Whether the next frame goes over another link, once this one's have all been handled."""
+
+    @property
+    def via(self) -> PeerID | None:
+        """Whoever carries the stream; None: nobody does, or there is none."""
+        return None if self._link is None else self._link.via
+
+    def move(self) -> None:
+        """Open a stream anew, since there is a better way: once all frames that have left are handled, so that nothing
+        is lost and nothing overtakes."""
+        if self._link is not None:
+            self._moves = True
+            self._changed.set()
 
     async def flush(self) -> None:
         """Wait until the peer has handled all that has left, or the stream breaks."""
@@ -90,17 +104,13 @@ class SendQueue:
     async def _write(self) -> None:
         why = "this peer is closing"
         try:
-            self._link = await self._open_link(self)
             while True:
-                waiting = await self._next(self._link)
-                try:
-                    await self._link.write_frame(waiting.meta, waiting.payload, waiting.priority)
-                except BaseException:
-                    heapq.heappush(self._queue, waiting)  # its sender is told with the others
-                    raise
-                if not waiting.left.done():
-                    waiting.left.set_result(None)
-                del waiting  # or the last payload would live until the next one comes
+                self._link = await self._open_link(self)
+                self._moves = False
+                await self._write_on(self._link)
+                self._link.abort("its frames go another way from now on")
+                if not self._queue:
+                    return
         except Unreachable as error:
             why = error.why
         except (RemoteError, OSError, EOFError) as error:
@@ -108,8 +118,24 @@ class SendQueue:
         finally:
             self._break(why)
 
-    async def _next(self, link: Link) -> _Waiting:
-        """The first frame that may go, by priority, then arrival; waits for one, and for credit.
+    async def _write_on(self, link: Link) -> None:
+        """Returns when what comes next has to go over another one."""
+        while True:
+            waiting = await self._next(link)
+            if waiting is None:
+                return
+            try:
+                await link.write_frame(waiting.meta, waiting.payload, waiting.priority)
+            except BaseException:
+                heapq.heappush(self._queue, waiting)  # its sender is told with the others
+                raise
+            if not waiting.left.done():
+                waiting.left.set_result(None)
+            del waiting  # or the last payload would live until the next one comes
+
+    async def _next(self, link: Link) -> _Waiting | None:
+        """The first frame that may go, by priority, then arrival; waits for one, and for credit. None: what comes next
+        has to go over another link.
 
         Raises: EOFError: the stream broke.
         """
@@ -118,7 +144,10 @@ class SendQueue:
                 raise EOFError(link.why_lost)
             while self._queue and self._queue[0].left.done():
                 heapq.heappop(self._queue)  # its sender was cancelled
-            if self._queue and link.window.admits(self._queue[0].wire_bytes):
+            if self._moves:
+                if not link.window.outstanding_bytes:
+                    return None
+            elif self._queue and link.window.admits(self._queue[0].wire_bytes):
                 link.window.take(self._queue[0].wire_bytes)
                 return heapq.heappop(self._queue)
             self._changed.clear()

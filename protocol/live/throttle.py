@@ -26,6 +26,9 @@ WIRE_FACTOR: Final = 1.045
 each 16 KiB, yamux 12 to each piece."""
 ACK_FACTOR: Final = 0.018
 """Bytes that go back per byte received: an acknowledgement of 52 bytes for two packets."""
+CARRIED: Final = 2.5
+"""The priority of what is carried for others (`carrier.py`): behind this peer's own gradients, activations and
+reductions, for which the swarm waits as well, and before copies of state, which are long."""
 _SLICE_S: Final = 0.025
 """The slice of data that is written at a time, in seconds of the rate: a gradient need not wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
@@ -56,7 +59,7 @@ class RateLimiter:
 
 @dataclass(order=True, slots=True)
 class _Waiting:
-    priority: Priority
+    priority: float
     arrival: int
     peer: PeerID = field(compare=False)
     nbytes: int = field(compare=False)
@@ -86,7 +89,7 @@ class SendLine:
         if uplink is not None:
             uplink.on_room = self._serve
 
-    async def admit(self, nbytes: int, priority: Priority, peer: PeerID) -> None:
+    async def admit(self, nbytes: int, priority: float, peer: PeerID) -> None:
         """Wait until `nbytes` may pass to `peer`."""
         if not self._waiting and self._wait_s() == 0.0 and self._has_room(peer):
             self._pass(peer, nbytes)
@@ -110,11 +113,12 @@ class SendLine:
         for piece in pieces:
             view, start = memoryview(piece), 0
             while start < view.nbytes:
-                end = start + self._slice_bytes(peer)
+                end = start + self.slice_bytes(peer)
                 yield view[start:end]
                 start = end
 
-    def _slice_bytes(self, peer: PeerID) -> int:
+    def slice_bytes(self, peer: PeerID) -> int:
+        """How much to write at a time towards `peer`."""
         sizes = [PIECE_BYTES]
         if self.limiter is not None:
             sizes.append(self.limiter.slice_bytes)
@@ -185,6 +189,8 @@ class Throttle:
         self._upload = upload
         self.line = None if upload is None and uplink is None else SendLine(upload, uplink)
         """None: nobody waits here."""
+        self.relay_bytes_per_s = limits.relay_bytes_per_s
+        """What may be carried for others; 0: nothing."""
         self.download = RateLimiter(limits.download_bytes_per_s) if limits.download_bytes_per_s < math.inf else None
 
     def sent(self, nbytes: int) -> None:

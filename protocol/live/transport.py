@@ -5,11 +5,11 @@ Handler names carry the protocol version and the run, so peers of another run or
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blake3 import blake3
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
@@ -21,11 +21,17 @@ from shoal.protocol.identity import Identity, PeerID, public_key_of
 from shoal.protocol.invite import split_address
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.about import ABOUT_NAME, AboutAnswerer
+from shoal.protocol.live.carriage import Streams
+from shoal.protocol.live.carried import CarriedStreams
+from shoal.protocol.live.carried_calls import CarriedCalls
+from shoal.protocol.live.carrier import Carrier
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.handshake import Greeter, StreamHello
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.receive_queue import ReceiveQueues
+from shoal.protocol.live.routes import Routes, is_direct
+from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.live.send_queue import SendQueue
 from shoal.protocol.live.tcp_queues import follow, name_of
 from shoal.protocol.live.throttle import Throttle
@@ -34,6 +40,8 @@ from shoal.protocol.membership import Members
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _DIAL_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 10.0
@@ -70,6 +78,19 @@ class LiveTransport:
         # libp2p tells everybody who connects the names of all handlers, so that the run's own must not be among them.
         prefix = f"/shoal/{PROTOCOL_VERSION}/{blake3(members.run.encode()).hexdigest(length=_NAME_BYTES)}"
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
+        self._carry_name, self._carried_name = f"{prefix}/carry", f"{prefix}/carried"
+        self._carried = CarriedStreams(
+            identity, members, open_stream=partial(self._open_stream_of, self._carry_name), take=self._take_carried
+        )
+        self._routes = Routes(
+            identity.peer_id,
+            connections=self._connections,
+            dial=self._dial,
+            ask=self._carried.ask,
+            on_direct=self._move_frames,
+        )
+        self._carried_calls = CarriedCalls(self._carry_calls, self._answer_to)
+        self._carrier = self._make_carrier()
         members.on_exclusion.append(self._close_excluded)
 
     @classmethod
@@ -139,7 +160,7 @@ class LiveTransport:
         if peer == self.peer_id:
             return
         self._remember(peer, addresses)
-        await self._dial(peer)
+        await self._routes.introduced(peer)
 
     def known(self) -> dict[PeerID, tuple[str, ...]]:
         """The addresses of everyone that this peer was told of, dead or alive: multiaddrs with `/p2p/…`."""
@@ -150,11 +171,15 @@ class LiveTransport:
 
     async def connected(self) -> frozenset[PeerID]:
         """Peers that the daemon holds a connection to, whoever opened it; none while it restarts."""
+        return frozenset(await self._connections())
+
+    async def _connections(self) -> dict[PeerID, list[str]]:
+        """The other ends of the daemon's connections, by peer: multiaddrs."""
         try:
-            p2p = await self._daemon.p2p()
-            return frozenset(PeerID(info.peer_id.to_base58()) for info in await p2p.list_peers())
+            infos = await (await self._daemon.p2p()).list_peers()
         except (TransportError, P2PDaemonError, OSError, EOFError):
-            return frozenset()
+            return {}
+        return {PeerID(info.peer_id.to_base58()): [str(address) for address in info.addrs] for info in infos}
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
         """Raises: Unreachable. ValueError: `request` is larger than any peer accepts."""
@@ -163,13 +188,11 @@ class LiveTransport:
         self._refuse_if_pointless(peer)
         try:
             async with asyncio.timeout(timeout_s):
-                try:
-                    return await self._call(peer, request)
-                except P2PDaemonError as error:
-                    if not _may_repeat(error) or not await self._dial(peer):
-                        raise
-                    return await self._call(peer, request)
+                return await self._go(
+                    peer, partial(self._call, peer, request), partial(self._call_over_carrier, peer, request)
+                )
         except TimeoutError as error:
+            self._routes.failed(peer)
             raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
         except (TransportError, P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError) as error:
             raise Unreachable(peer, _reason(error)) from error
@@ -194,6 +217,8 @@ class LiveTransport:
         for dial in dials:
             dial.cancel()
         await asyncio.gather(*dials, return_exceptions=True)
+        await self._routes.close()
+        await self._carried_calls.close()
         await asyncio.gather(*(queue.close() for queue in self._send_queues.values()))
         await self._receive_queues.close()
         if self._throttle.uplink is not None:
@@ -212,6 +237,9 @@ class LiveTransport:
         await p2p._client.add_unary_handler(self._call_name, self._answer)
         await p2p._client.add_unary_handler(ABOUT_NAME, self._about.answer)
         await p2p.add_binary_stream_handler(self._frames_name, self._accept)
+        await p2p.add_binary_stream_handler(self._carried_name, self._carried.arrive)
+        if self._carrier is not None:
+            await p2p.add_binary_stream_handler(self._carry_name, self._carrier.carry)
         await self._dial_everyone(p2p)
 
     def _refuse_if_pointless(self, peer: PeerID) -> None:
@@ -222,6 +250,18 @@ class LiveTransport:
         if self.members.is_excluded(peer):
             raise Unreachable(peer, "it is excluded from the run")
 
+    async def _go(self, peer: PeerID, directly: Callable[[], Awaitable[T]], carried: Callable[[], Awaitable[T]]) -> T:
+        """Take the way to `peer` that there is; another one, if that turns out to be none before anything has left."""
+        if not await self._routes.is_direct(peer):
+            return await carried()
+        try:
+            return await directly()
+        except P2PDaemonError as error:
+            self._routes.failed(peer)
+            if not _may_repeat(error):
+                raise
+        return await (directly() if await self._routes.is_direct(peer) else carried())
+
     # Calls
 
     async def _call(self, peer: PeerID, request: bytes) -> bytes:
@@ -231,7 +271,9 @@ class LiveTransport:
         return reply
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        source = PeerID(caller.to_base58())
+        return await self._answer_to(PeerID(caller.to_base58()), request)
+
+    async def _answer_to(self, source: PeerID, request: bytes) -> bytes:
         await self._served.wait()
         try:
             if len(request) > CONTROL_BYTES_MAX:
@@ -254,28 +296,42 @@ class LiveTransport:
     async def _open_link(self, peer: PeerID, queue: SendQueue) -> Link:
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                try:
-                    reader, writer = await self._open_stream(peer)
-                except P2PDaemonError as error:
-                    if not _may_repeat(error) or not await self._dial(peer):
-                        raise
-                    reader, writer = await self._open_stream(peer)
-            link = Link(peer, on_frame=queue.on_frame, on_lost=queue.on_lost, throttle=self._throttle)
+                via, (reader, writer) = await self._go(
+                    peer, partial(self._open_frames, peer), partial(self._routes.carry, peer, "frames")
+                )
+            link = Link(peer, on_frame=queue.on_frame, on_lost=self._lost, throttle=self._throttle, via=via)
             await link.open(reader, writer, self._greeter, calls=True, on_open=self._met)
-            await self._find_connection(peer)
+            await self._find_connection(via or peer)
             return link
         except TimeoutError as error:
             raise Unreachable(peer, f"no stream in {_OPEN_TIMEOUT_S:g} s") from error
         except (TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
             raise Unreachable(peer, _reason(error)) from error
 
-    async def _open_stream(self, peer: PeerID) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open_frames(self, peer: PeerID) -> tuple[PeerID | None, Streams]:
+        return None, await self._open_stream(peer)
+
+    async def _open_stream(self, peer: PeerID) -> Streams:
+        return await self._open_stream_of(self._frames_name, peer)
+
+    async def _open_stream_of(self, name: str, peer: PeerID) -> Streams:
         p2p = await self._daemon.p2p()
-        _, reader, writer = await p2p.call_binary_stream_handler(_hivemind_id(peer), self._frames_name)
+        _, reader, writer = await p2p.call_binary_stream_handler(_hivemind_id(peer), name)
         return reader, writer
 
+    def _lost(self, link: Link, why: str) -> None:
+        """A stream to a peer has ended: the connection under it may have, too."""
+        self._send_queues[link.peer].on_lost(link, why)
+        if link.via is None:
+            self._routes.failed(link.peer)
+        else:
+            self._routes.shun(link.via)
+
     async def _accept(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        source = PeerID(info.peer_id.to_base58())
+        await self._take_frames(PeerID(info.peer_id.to_base58()), None, (reader, writer))
+
+    async def _take_frames(self, source: PeerID, via: PeerID | None, streams: Streams) -> None:
+        reader, writer = streams
         if not self._served.is_set():
             with self._doorway.waits(source, writer.transport.abort):
                 await self._served.wait()
@@ -284,6 +340,7 @@ class LiveTransport:
             on_frame=self._receive_queues.on_frame,
             on_lost=self._receive_queues.on_lost,
             throttle=self._throttle,
+            via=via,
         )
 
         def opened(link: Link, hello: StreamHello) -> None:
@@ -306,6 +363,9 @@ class LiveTransport:
             if self.members.is_excluded(peer):
                 queue.cut("excluded from the run")
         self._receive_queues.cut(self.members.is_excluded)
+        self._carried_calls.cut(self.members.is_excluded)
+        if self._carrier is not None:
+            self._carrier.cut(self.members.is_excluded)
         if not self._closing:
             task = asyncio.create_task(self._disconnect_excluded(), name="disconnect the excluded")
             self._dials.add(task)
@@ -317,13 +377,51 @@ class LiveTransport:
             with suppress(TransportError, P2PDaemonError, OSError, EOFError):
                 await (await self._daemon.p2p())._client.disconnect(_hivemind_id(peer))
 
+    # Over a carrier
+
+    def _make_carrier(self) -> Carrier | None:
+        relay_bytes_per_s = self._throttle.relay_bytes_per_s
+        if not relay_bytes_per_s:
+            return None
+        return Carrier(
+            self.members,
+            self._throttle,
+            relay_bytes_per_s=relay_bytes_per_s,
+            connected=self._directly_connected,
+            open_stream=partial(self._open_stream_of, self._carried_name),
+            find_connection=self._find_connection,
+        )
+
+    async def _directly_connected(self) -> frozenset[PeerID]:
+        return frozenset(peer for peer, places in (await self._connections()).items() if is_direct(places))
+
+    async def _call_over_carrier(self, peer: PeerID, request: bytes) -> bytes:
+        reply = await self._carried_calls.call(peer, request)
+        self._throttle.called(sent=len(request), received=len(reply))
+        return reply
+
+    async def _carry_calls(self, peer: PeerID) -> Streams:
+        _, streams = await self._routes.carry(peer, "calls")
+        return streams
+
+    async def _take_carried(self, source: PeerID, carrier: PeerID, purpose: Purpose, streams: Streams) -> None:
+        self._routes.comes_over(source)
+        if purpose == "calls":
+            await self._carried_calls.take(source, streams)
+        else:
+            await self._take_frames(source, carrier, streams)
+
+    def _move_frames(self, peer: PeerID) -> None:
+        """Let frames to `peer` take the direct way that there is now."""
+        queue = self._send_queues.get(peer)
+        if queue is not None and queue.via is not None:
+            queue.move()
+
     # Where peers are
 
     async def _seen_at(self, peer: PeerID) -> tuple[str, ...]:
         """Find where the connections of `peer` to us come from."""
-        p2p = await self._daemon.p2p()
-        infos = [info for info in await p2p.list_peers() if info.peer_id.to_base58() == peer]
-        return tuple(str(address) for info in infos for address in info.addrs)
+        return tuple((await self._connections()).get(peer, ()))
 
     async def _find_connection(self, peer: PeerID) -> None:
         """Tell the uplink over which of the daemon's connections a stream to `peer` goes."""

@@ -1,0 +1,101 @@
+"""The two ends of carried streams: asks a carrier for one, and takes those that carriers bring."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+
+from shoal.protocol.errors import RemoteError, TransportError
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.limits import CARRIED_ARRIVING_OF_ONE_MAX
+from shoal.protocol.live.carriage import Answer, Carried, Carry, Streams, check_member, encode, read
+from shoal.protocol.live.carried_stream import secure
+from shoal.protocol.live.doorway import Doorway
+from shoal.protocol.live.routes import NotCarried
+from shoal.protocol.live.secure_channel import Purpose
+from shoal.protocol.membership import Members
+
+logger = logging.getLogger(__name__)
+
+_ASK_TIMEOUT_S: Final = 8.0
+"""How long all of it may take: the carrier gives the other end five seconds."""
+
+Take = Callable[[PeerID, PeerID, Purpose, Streams], Awaitable[None]]
+"""(source, carrier, what for, stream): returns when the stream is over."""
+
+
+class CarriedStreams:
+    """Args:
+    open_stream: opens a stream to a peer that may carry.
+    take: uses a stream that somebody has had put through to us.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        members: Members,
+        *,
+        open_stream: Callable[[PeerID], Awaitable[Streams]],
+        take: Take,
+    ) -> None:
+        self._identity, self._members = identity, members
+        self._open_stream, self._take = open_stream, take
+        self._doorway = Doorway(of_one_max=CARRIED_ARRIVING_OF_ONE_MAX)
+
+    async def ask(self, carrier: PeerID, peer: PeerID, purpose: Purpose) -> Streams:
+        """Have a stream to `peer` put through, and agree on keys with `peer`. Raises: NotCarried: why not."""
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                reader, writer = await self._open_stream(carrier)
+                try:
+                    writer.write(encode(Carry(peer, purpose, self._members.certificate)))
+                    answer = await read(reader, Answer, carrier)
+                    if answer.refusal:
+                        raise NotCarried(repr(answer.refusal)[1:-1])
+                    check_member(self._members, carrier, answer.certificate)
+                    return await secure(
+                        writer, self._identity, peer, run=self._members.run, purpose=purpose, opens=True
+                    )
+                except BaseException:
+                    writer.transport.abort()
+                    raise
+        except RemoteError as error:
+            logger.warning("a stream over %s came to nothing: %s", carrier[-8:], error)
+            raise NotCarried(str(error)) from error
+        except TimeoutError as error:
+            raise NotCarried(f"no answer in {_ASK_TIMEOUT_S:g} s") from error
+        except (TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
+            raise NotCarried(_reason(error)) from error
+
+    async def arrive(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A handler of the daemon's; returns when the stream is over. Never raises on what came from a network."""
+        carrier = PeerID(info.peer_id.to_base58())
+        try:
+            with self._doorway.waits(carrier, writer.transport.abort):
+                async with asyncio.timeout(_ASK_TIMEOUT_S):
+                    said = await read(reader, Carried, carrier)
+                    source = PeerID(said.source)
+                    check_member(self._members, source, said.certificate)
+                    if source in (self._identity.peer_id, carrier):
+                        raise RemoteError(carrier, "brings a stream of somebody who needs no carrier")
+                    writer.write(encode(Answer("", self._members.certificate)))
+                    streams = await secure(
+                        writer, self._identity, source, run=self._members.run, purpose=said.purpose, opens=False
+                    )
+        except RemoteError as error:
+            logger.warning("refused a stream that %s carries: %s", carrier[-8:], error)
+            writer.transport.abort()
+        except (OSError, EOFError, TimeoutError) as error:
+            logger.debug("a stream that %s carries did not open: %r", carrier[-8:], error)
+            writer.transport.abort()
+        else:
+            await self._take(source, carrier, said.purpose, streams)
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error)
+    if "protocols not supported" in text:
+        return "it carries for nobody"
+    return (text.splitlines() or [repr(error)])[0][:120] or repr(error)

@@ -1,0 +1,222 @@
+"""Carries streams between members that cannot reach each other: puts them through, and passes bytes both ways.
+
+What it carries it can neither read nor change (`secure_channel.py`). It does so for members alone, between two with
+whom it is connected already: it dials nobody for them. How much it does is bounded: streams of one member, streams in
+all, bytes a second (`--limit relay_mbit_s`), which count towards the volunteer's upload too and stand in line behind
+this peer's own gradients. It reads no faster than it can pass on, so the sender's own flow control does the rest.
+
+What was too much to ask for is refused with the reason, and the next carrier is asked.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+
+from shoal.protocol.errors import RemoteError, TransportError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import CARRIED_STREAMS_MAX, CARRIED_STREAMS_OF_ONE_MAX
+from shoal.protocol.live.carriage import Answer, Carried, Carry, Streams, check_member, encode, read
+from shoal.protocol.live.doorway import Doorway
+from shoal.protocol.live.secure_channel import Purpose
+from shoal.protocol.live.throttle import CARRIED, RateLimiter, Throttle
+from shoal.protocol.membership import Members
+
+logger = logging.getLogger(__name__)
+
+_ASK_TIMEOUT_S: Final = 5.0
+"""How long the opener may take to say where to, and the other end to take the stream."""
+_PIECE_BYTES: Final = 64 * 1024
+
+
+class Refusal(Exception):
+    """Says in a sentence, to the opener, why a stream is not carried."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Carriage:
+    """One stream that is put through, or about to be."""
+
+    source: PeerID
+    to: PeerID
+    purpose: Purpose
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    def cut(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+
+
+class Carrier:
+    """Args:
+    relay_bytes_per_s: how much is passed on at most, both ways together.
+    connected: whom the daemon has a connection to now.
+    open_stream: opens a stream for a peer's carried ones, over a connection that is there.
+    find_connection: tells the uplink where the stream to a peer goes.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        throttle: Throttle,
+        *,
+        relay_bytes_per_s: float,
+        connected: Callable[[], Awaitable[Collection[PeerID]]],
+        open_stream: Callable[[PeerID], Awaitable[Streams]],
+        find_connection: Callable[[PeerID], Awaitable[None]],
+    ) -> None:
+        self._members, self._throttle = members, throttle
+        # Calls have a rate of their own and do not wait for tensors; these make up for what calls have taken.
+        self._frames, self._calls = _Gate(relay_bytes_per_s), _Gate(relay_bytes_per_s)
+        self._connected, self._open_stream, self._find_connection = connected, open_stream, find_connection
+        self._doorway = Doorway()
+        self._carried: list[_Carriage] = []
+        self.carried_bytes = 0
+
+    def __len__(self) -> int:
+        """How many streams are carried now."""
+        return len(self._carried)
+
+    async def carry(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A handler of the daemon's; returns when the stream is over. Never raises on what came from a network."""
+        source = PeerID(info.peer_id.to_base58())
+        try:
+            with self._doorway.waits(source, writer.transport.abort):
+                async with asyncio.timeout(_ASK_TIMEOUT_S):
+                    asked = await read(reader, Carry, source)
+            await self._put_through(source, asked, (reader, writer))
+        except RemoteError as error:
+            logger.warning("carries nothing for %s: %s", source[-8:], error)
+        except (OSError, EOFError, TimeoutError) as error:
+            logger.debug("a stream of %s was not carried: %r", source[-8:], error)
+        finally:
+            writer.close()
+
+    def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
+        """End what is carried from or to those peers."""
+        for carriage in self._carried:
+            if is_cut(carriage.source) or is_cut(carriage.to):
+                carriage.cut()
+
+    async def _put_through(self, source: PeerID, asked: Carry, there: Streams) -> None:
+        carriage = _Carriage(source=source, to=PeerID(asked.to), purpose=asked.purpose, writers=[there[1]])
+        try:
+            check_member(self._members, source, asked.certificate)
+            with self._admit(carriage):
+                on = await self._reach(carriage, asked.certificate)
+                carriage.writers.append(on[1])
+                try:
+                    there[1].write(encode(Answer("", self._members.certificate)))
+                    logger.info("carries %s from %s to %s", carriage.purpose, source[-8:], carriage.to[-8:])
+                    await self._pass_both_ways(carriage, there, on)
+                finally:
+                    on[1].close()
+        except Refusal as refusal:
+            there[1].write(encode(Answer(str(refusal), self._members.certificate)))
+
+    @contextmanager
+    def _admit(self, carriage: _Carriage) -> Iterator[None]:
+        """Count a stream while this context lasts. Raises: Refusal."""
+        if carriage.to == carriage.source:
+            raise Refusal("that is a stream to oneself")
+        if self._members.is_excluded(carriage.to):
+            raise Refusal("the other end is excluded from the run")
+        for end, whose in ((carriage.source, "your"), (carriage.to, "the other end's")):
+            of_end = sum(end in (other.source, other.to) for other in self._carried)
+            if of_end >= CARRIED_STREAMS_OF_ONE_MAX:
+                raise Refusal(f"it carries {of_end} of {whose} streams, the most it does of one member's")
+        if len(self._carried) >= CARRIED_STREAMS_MAX:
+            raise Refusal(f"it carries {len(self._carried)} streams, the most it does")
+        self._carried.append(carriage)
+        try:
+            yield
+        finally:
+            self._carried.remove(carriage)
+
+    async def _reach(self, carriage: _Carriage, certificate: bytes) -> Streams:
+        """Raises: Refusal: the other end is not there, takes no stream, or is no member."""
+        to = carriage.to
+        if to not in await self._connected():
+            raise Refusal("it has no connection with the other end")
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                reader, writer = await self._open_stream(to)
+                writer.write(encode(Carried(carriage.source, carriage.purpose, certificate)))
+                answer = await read(reader, Answer, to)
+            check_member(self._members, to, answer.certificate)
+            if answer.refusal:
+                raise Refusal(f"the other end says: {answer.refusal}"[:120])
+            await self._find_connection(to)
+            await self._find_connection(carriage.source)
+        except (RemoteError, TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
+            if writer is not None:
+                writer.close()
+            logger.debug("cannot carry to %s: %r", to[-8:], error)
+            raise Refusal("the other end does not take it") from error
+        except BaseException:
+            if writer is not None:
+                writer.close()
+            raise
+        return reader, writer
+
+    async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
+        """Returns when either end has closed or broken, and what it has sent before that has gone out."""
+        ways = [
+            asyncio.create_task(self._pass(carriage, a[0], b[1], carriage.to), name="carry there"),
+            asyncio.create_task(self._pass(carriage, b[0], a[1], carriage.source), name="carry back"),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+
+    async def _pass(
+        self, carriage: _Carriage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: PeerID
+    ) -> None:
+        with suppress(OSError, EOFError):
+            while piece := await reader.read(self._piece_bytes(to)):
+                await self._wait(carriage.purpose, len(piece), to)
+                writer.write(piece)
+                await writer.drain()
+
+    def _piece_bytes(self, to: PeerID) -> int:
+        line = self._throttle.line
+        return min(
+            _PIECE_BYTES, self._frames.limiter.slice_bytes, _PIECE_BYTES if line is None else line.slice_bytes(to)
+        )
+
+    async def _wait(self, purpose: Purpose, nbytes: int, to: PeerID) -> None:
+        """Wait until so many bytes may pass to `to`."""
+        throttle = self._throttle
+        self.carried_bytes += nbytes
+        throttle.received(nbytes)
+        if throttle.download is not None and (wait_s := throttle.download.wait_s()) > 0.0:
+            await asyncio.sleep(wait_s)
+        if purpose == "calls":
+            await self._calls.admit(nbytes)
+            self._frames.limiter.charge(nbytes)
+            throttle.sent(nbytes)
+            return
+        await self._frames.admit(nbytes)
+        if throttle.line is not None:
+            await throttle.line.admit(nbytes, CARRIED, to)
+
+
+class _Gate:
+    """Lets pieces of all streams pass at a rate, in the order in which they come."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.limiter = RateLimiter(bytes_per_s)
+        self._turn = asyncio.Lock()
+
+    async def admit(self, nbytes: int) -> None:
+        async with self._turn:
+            await asyncio.sleep(self.limiter.wait_s())
+            self.limiter.charge(nbytes)
