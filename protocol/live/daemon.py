@@ -39,6 +39,9 @@ _PULSE_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _LAST_BREATH_S = 1.0
 _WITH_US = ("--pdeathsig", "KILL")
+_RELAY_LIMITS = {"relayDataLimit": 128 * 1024, "relayTimeLimit": "2m"}
+"""What libp2p's own relay gives each connection by default. The daemon would carry 4 GiB for anybody, outside a
+volunteer's limits."""
 _RESTART_WAITS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 
 _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
@@ -78,6 +81,8 @@ class _DetachedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         kwargs.pop("dhtServer", None)
         if kwargs.get("autoRelay"):
             kwargs["dhtClient"] = 1
+        # Over another's relay two daemons arrange to punch a hole. What we say to each other goes over `carrier.py`.
+        kwargs |= _RELAY_LIMITS
         return [*_wrapper(), *P2P._make_process_args(*args, **kwargs)]
 
 
