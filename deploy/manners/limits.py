@@ -30,6 +30,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Mbit/s sent, of all traffic. 0: no limit."""
     download_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """Mbit/s received, of all traffic. 0: no limit."""
+    relay_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 20.0
+    """Mbit/s of the upload lent to members who cannot reach each other, both being behind routers; they count towards
+    upload_mbit_s and stand back behind this peer's own work. It passes on what it cannot read. 0: nothing is passed
+    on."""
     hours: str = ""
     """When to compute, in local time, such as "22:00-07:00" or "09:00-12:00, 13:00-17:00". Empty: always."""
     only_when_idle: bool = False
@@ -47,10 +51,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def __post_init__(self) -> None:
         parse_hours(self.hours)
-        for name in ("memory_gb", "upload_mbit_s", "download_mbit_s", "idle_minutes"):
+        for name in ("memory_gb", "upload_mbit_s", "download_mbit_s", "relay_mbit_s", "idle_minutes"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be a number")
-        for name in ("upload_mbit_s", "download_mbit_s"):
+        for name in ("upload_mbit_s", "download_mbit_s", "relay_mbit_s"):
             if 0.0 < getattr(self, name) < MBIT_S_MIN:
                 raise ValueError(f"{name} must be 0 or at least {MBIT_S_MIN:g}: a peer's own word needs as much")
 
@@ -59,6 +63,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return RateLimits(
             upload_bytes_per_s=self.upload_mbit_s * MBIT or math.inf,
             download_bytes_per_s=self.download_mbit_s * MBIT or math.inf,
+            relay_bytes_per_s=self.relay_mbit_s * MBIT,
         )
 
     @property

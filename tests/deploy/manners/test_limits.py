@@ -29,6 +29,12 @@ def test_who_joins_stands_back_unless_its_owner_says_how_far():
     assert with_overrides(Limits(), ["nice=4"]).of_a_volunteer.nice == 4
 
 
+def test_a_part_of_the_upload_is_lent_unless_its_owner_says_nothing_is():
+    assert Limits().rates.relay_bytes_per_s == 20e6 / 8
+    assert with_overrides(Limits(), ["relay_mbit_s=5"]).rates.relay_bytes_per_s == 5e6 / 8
+    assert with_overrides(Limits(), ["relay_mbit_s=0"]).rates.relay_bytes_per_s == 0.0
+
+
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
@@ -37,6 +43,7 @@ def test_who_joins_stands_back_unless_its_owner_says_how_far():
         ("upload_mbit_s=fast", "upload_mbit_s is a number, not 'fast'"),
         ("upload_mbit_s=0.001", "at least 0.1"),
         ("upload_mbit_s=inf", "must be a number"),
+        ("relay_mbit_s=0.01", "at least 0.1"),
         ("compute_share=0", "more than 0"),
         ("compute_share=1.5", "at most 1"),
         ("only_when_idle=perhaps", "true or false"),
