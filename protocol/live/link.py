@@ -67,6 +67,8 @@ class Link(asyncio.BufferedProtocol):
         self._sequence = 1  # HELLO was 0
         self._owed_bytes = 0
         self._credit_timer: asyncio.TimerHandle | None = None
+        self._turn: asyncio.Future[None] | None = None
+        """Done when the slice that waits in line may go."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport
@@ -140,7 +142,9 @@ class Link(asyncio.BufferedProtocol):
             pieces = iter([b"".join(pieces)])
         for piece in pieces if self._line is None else self._line.cut(pieces, self._next_hop):
             if self._line is not None:
-                await self._line.admit(len(piece), self._priority, self._next_hop)
+                self._turn = self._line.ask(len(piece), self._priority, self._next_hop)
+                if self._turn is not None:
+                    await self._turn
             if self.lost.is_set():
                 raise EOFError(self.why_lost)
             self._transport.write(piece)
@@ -206,6 +210,8 @@ class Link(asyncio.BufferedProtocol):
             self.why_lost = f"the stream broke ({exc})"
         self.lost.set()
         self._writable.set()
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)  # a carrier that takes nothing more would keep it waiting
         if self._credit_timer is not None:
             self._credit_timer.cancel()
         if self._intake is not None:

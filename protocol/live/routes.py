@@ -35,7 +35,7 @@ _DIAL_AGAIN_S: Final = (5.0, 10.0, 20.0, 40.0, 60.0)
 _UNUSED_S: Final = 120.0
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
 """How long nobody is asked to carry to a peer to whom nobody did. Most such peers are gone."""
-_ASK_NEXT_S: Final = 0.5
+_ASK_NEXT_S: Final = 0.3
 """How long a carrier may take before the next one is asked beside it."""
 _SHUNNED_S: Final = 30.0
 """How long a carrier is asked last, after a stream over it has broken."""
@@ -211,7 +211,7 @@ class Routes:
                 now_s = self._loop.time()
                 for peer, detour in tuple(self._detours.items()):
                     if is_direct(connections.get(peer, ())):
-                        logger.info("%s can be reached directly now", peer[-8:])
+                        logger.info("%s can be reached directly now: %s", peer[-8:], ", ".join(connections[peer]))
                         del self._detours[peer]
                         self._direct.add(peer)
                         self._on_direct(peer)

@@ -91,15 +91,22 @@ class SendLine:
 
     async def admit(self, nbytes: int, priority: float, peer: PeerID) -> None:
         """Wait until `nbytes` may pass to `peer`."""
+        turn = self.ask(nbytes, priority, peer)
+        if turn is not None:
+            await turn
+
+    def ask(self, nbytes: int, priority: float, peer: PeerID) -> asyncio.Future[None] | None:
+        """Let `nbytes` pass to `peer`, now (None) or when the future is done. Whoever needs that no more ends the
+        future itself, and nothing has passed."""
         if not self._waiting and self._wait_s() == 0.0 and self._has_room(peer):
             self._pass(peer, nbytes)
-            return
+            return None
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         bisect.insort(self._waiting, _Waiting(priority, next(self._arrivals), peer, nbytes, loop.time(), turn))
         if not self._is_due:
             self._serve()
-        await turn
+        return turn
 
     def hurry(self, peer: PeerID, priority: Priority) -> None:
         """Something of this priority waits behind the frame that is on its way to `peer`."""

@@ -8,7 +8,9 @@ from shoal.protocol.frames import FrameType, decode_credit, encode_credit, encod
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.live import handshake
+from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.ports import Payload, Priority
+from shoal.protocol.token_bucket import RateLimits
 
 LOOPS = [asyncio.run, uvloop.run]
 
@@ -213,5 +215,27 @@ def test_a_stream_that_ends_inside_a_frame_says_so(socket_pair):
             sending._transport.close()
             await receiving.lost.wait()
             assert receiving.why_lost == "the stream ended inside a frame"
+
+    asyncio.run(main())
+
+
+def test_a_slice_that_waits_in_line_ends_with_its_stream(socket_pair, eventually):
+    """Over a carrier the stream may be given up while the connection below it still stands, and takes nothing."""
+
+    async def main():
+        async with socket_pair() as (caller, listener):
+            sending, _ = await both(caller, listener)
+            throttle = Throttle(RateLimits(upload_bytes_per_s=1_000.0))
+            sending._line = line = throttle.line
+            line.limiter.charge(1e9)
+            writing = asyncio.create_task(sending.write_frame(b"", b"x", Priority.BULK))
+            await eventually(lambda: bool(line._waiting))
+            sending.abort("given up")
+            with pytest.raises(EOFError, match="given up"):
+                await writing
+            owed_s = line.limiter.wait_s()
+            line._serve()
+            assert not line._waiting
+            assert line.limiter.wait_s() <= owed_s, "nothing has passed"
 
     asyncio.run(main())
