@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
@@ -29,6 +29,7 @@ Take = Callable[[PeerID, PeerID, Purpose, Streams], Awaitable[None]]
 class CarriedStreams:
     """Args:
     open_stream: opens a stream to a peer that may carry.
+    seen: told where a carrier sees the other end, once that has proved who it is.
     take: uses a stream that somebody has had put through to us.
     """
 
@@ -38,10 +39,11 @@ class CarriedStreams:
         members: Members,
         *,
         open_stream: Callable[[PeerID], Awaitable[Streams]],
+        seen: Callable[[PeerID, Sequence[str]], None],
         take: Take,
     ) -> None:
         self._identity, self._members = identity, members
-        self._open_stream, self._take = open_stream, take
+        self._open_stream, self._seen, self._take = open_stream, seen, take
         self._doorway = Doorway(of_one_max=CARRIED_ARRIVING_OF_ONE_MAX)
 
     async def ask(self, carrier: PeerID, peer: PeerID, purpose: Purpose) -> Streams:
@@ -55,9 +57,11 @@ class CarriedStreams:
                     if answer.refusal:
                         raise NotCarried(repr(answer.refusal)[1:-1])
                     check_member(self._members, carrier, answer.certificate)
-                    return await secure(
+                    streams = await secure(
                         writer, self._identity, peer, run=self._members.run, purpose=purpose, opens=True
                     )
+                    self._seen(peer, answer.seen_at)
+                    return streams
                 except BaseException:
                     writer.transport.abort()
                     raise
@@ -91,6 +95,7 @@ class CarriedStreams:
             logger.debug("a stream that %s carries did not open: %r", carrier[-8:], error)
             writer.transport.abort()
         else:
+            self._seen(source, said.seen_at)
             await self._take(source, carrier, said.purpose, streams)
 
 

@@ -10,7 +10,7 @@ What was too much to ask for is refused with the reason, and the next carrier is
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,7 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from shoal.protocol.errors import RemoteError, TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CARRIED_STREAMS_MAX, CARRIED_STREAMS_OF_ONE_MAX
-from shoal.protocol.live.carriage import Answer, Carried, Carry, Streams, check_member, encode, read
+from shoal.protocol.live.carriage import Answer, Carried, Carry, Streams, check_member, encode, read, worth_telling
 from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.live.throttle import CARRIED, RateLimiter, Throttle
@@ -54,7 +54,7 @@ class _Carriage:
 class Carrier:
     """Args:
     relay_bytes_per_s: how much is passed on at most, both ways together.
-    connected: whom the daemon has a connection to now.
+    connected: whom the daemon has a connection to now, with the other ends' multiaddrs.
     open_stream: opens a stream for a peer's carried ones, over a connection that is there.
     find_connection: tells the uplink where the stream to a peer goes.
     """
@@ -65,7 +65,7 @@ class Carrier:
         throttle: Throttle,
         *,
         relay_bytes_per_s: float,
-        connected: Callable[[], Awaitable[Collection[PeerID]]],
+        connected: Callable[[], Awaitable[Mapping[PeerID, Sequence[str]]]],
         open_stream: Callable[[PeerID], Awaitable[Streams]],
         find_connection: Callable[[PeerID], Awaitable[None]],
     ) -> None:
@@ -107,10 +107,10 @@ class Carrier:
         try:
             check_member(self._members, source, asked.certificate)
             with self._admit(carriage):
-                on = await self._reach(carriage, asked.certificate)
+                on, seen_at = await self._reach(carriage, asked.certificate)
                 carriage.writers.append(on[1])
                 try:
-                    there[1].write(encode(Answer("", self._members.certificate)))
+                    there[1].write(encode(Answer("", self._members.certificate, seen_at)))
                     logger.info("carries %s from %s to %s", carriage.purpose, source[-8:], carriage.to[-8:])
                     await self._pass_both_ways(carriage, there, on)
                 finally:
@@ -137,16 +137,20 @@ class Carrier:
         finally:
             self._carried.remove(carriage)
 
-    async def _reach(self, carriage: _Carriage, certificate: bytes) -> Streams:
-        """Raises: Refusal: the other end is not there, takes no stream, or is no member."""
-        to = carriage.to
-        if to not in await self._connected():
+    async def _reach(self, carriage: _Carriage, certificate: bytes) -> tuple[Streams, tuple[str, ...]]:
+        """Open a stream to the other end. Returns: also from where that end is connected.
+
+        Raises: Refusal: the other end is not there, takes no stream, or is no member.
+        """
+        to, connected = carriage.to, await self._connected()
+        if to not in connected:
             raise Refusal("it has no connection with the other end")
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 reader, writer = await self._open_stream(to)
-                writer.write(encode(Carried(carriage.source, carriage.purpose, certificate)))
+                seen_at = worth_telling(connected.get(carriage.source, ()))
+                writer.write(encode(Carried(carriage.source, carriage.purpose, certificate, seen_at)))
                 answer = await read(reader, Answer, to)
             check_member(self._members, to, answer.certificate)
             if answer.refusal:
@@ -162,7 +166,7 @@ class Carrier:
             if writer is not None:
                 writer.close()
             raise
-        return reader, writer
+        return (reader, writer), worth_telling(connected[to])
 
     async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
         """Returns when either end has closed or broken, and what it has sent before that has gone out."""

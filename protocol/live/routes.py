@@ -5,7 +5,8 @@ two seconds, whoever is connected with us may carry: nobody says beforehand that
 has no such handler, which costs a round trip to find out, and one that has refuses with a reason. Pairs of peers begin
 with different carriers, by a hash of the three, and both ends with the same one.
 
-While a peer is reached over a carrier its addresses are dialled again now and then, and whoever dials us counts too:
+While a peer is reached over a carrier its addresses are dialled again now and then, also those at which carriers see it
+(`carriage.py`: that punches holes into most NATs), and whoever dials us counts too:
 once there is a connection, calls take it at once, and frames when those that have left are handled.
 
 A connection over libp2p's own relay does not count: it ends after 128 KiB.
@@ -32,6 +33,9 @@ DIRECT_S: Final = 2.0
 _LOOK_S: Final = 1.0
 """How often the daemon's connections are looked at while a peer is reached over a carrier."""
 _DIAL_AGAIN_S: Final = (5.0, 10.0, 20.0, 40.0, 60.0)
+_DIALS_SECOND_S: Final = 6.0
+"""How much later one of two ends behind NATs dials than the other, which has given up by then and has opened its NAT
+for it. Where both dial at once TCP connects, and both begin the handshake as clients."""
 _UNUSED_S: Final = 120.0
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
 """How long nobody is asked to carry to a peer to whom nobody did. Most such peers are gone."""
@@ -121,7 +125,14 @@ class Routes:
         """`peer` had a stream carried to us: it cannot dial us, perhaps we can."""
         self._refused.pop(peer, None)
         if peer not in self._direct and peer not in self._detours and peer not in self._finding:
-            self._take_detour(peer, dial_now=True)
+            self._take_detour(peer)
+
+    def seen(self, peer: PeerID) -> None:
+        """A carrier says from where `peer` is connected with it, and says the same of us to `peer` at this moment."""
+        self.comes_over(peer)
+        if detour := self._detours.get(peer):
+            detour.num_dials = 0
+            detour.dial_at_s = self._loop.time() + (0.0 if self._me > peer else _DIALS_SECOND_S)
 
     async def dial(self, peer: PeerID) -> bool:
         """Dial `peer`, once for all who want that at the same time. Returns: whether it is connected now."""
@@ -196,11 +207,11 @@ class Routes:
             self._take_detour(peer)
         return not could_carry
 
-    def _take_detour(self, peer: PeerID, *, dial_now: bool = False) -> None:
+    def _take_detour(self, peer: PeerID) -> None:
         if self._is_closed:
             return
         now_s = self._loop.time()
-        self._detours[peer] = _Detour(used_s=now_s, dial_at_s=now_s if dial_now else now_s + _DIAL_AGAIN_S[0])
+        self._detours[peer] = _Detour(used_s=now_s, dial_at_s=now_s + _DIAL_AGAIN_S[0])
         if self._looking is None:
             self._looking = asyncio.create_task(self._look_for_better(), name="look for direct ways")
 

@@ -64,6 +64,8 @@ class LiveTransport:
         self._daemon = daemon
         self._throttle = throttle
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
+        self._places: dict[PeerID, tuple[str, ...]] = {}
+        """Where carriers see those whom they carry for, beside what these say themselves."""
         self._send_queues: dict[PeerID, SendQueue] = {}
         self._receive_queues = ReceiveQueues()
         self._doorway = Doorway()
@@ -80,7 +82,11 @@ class LiveTransport:
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
         self._carry_name, self._carried_name = f"{prefix}/carry", f"{prefix}/carried"
         self._carried = CarriedStreams(
-            identity, members, open_stream=partial(self._open_stream_of, self._carry_name), take=self._take_carried
+            identity,
+            members,
+            open_stream=partial(self._open_stream_of, self._carry_name),
+            seen=self._note_place,
+            take=self._take_carried,
         )
         self._routes = Routes(
             identity.peer_id,
@@ -392,8 +398,18 @@ class LiveTransport:
             find_connection=self._find_connection,
         )
 
-    async def _directly_connected(self) -> frozenset[PeerID]:
-        return frozenset(peer for peer, places in (await self._connections()).items() if is_direct(places))
+    async def _directly_connected(self) -> dict[PeerID, list[str]]:
+        return {peer: places for peer, places in (await self._connections()).items() if is_direct(places)}
+
+    def _note_place(self, peer: PeerID, places: Sequence[str]) -> None:
+        is_new = self._places.pop(peer, None) != tuple(places)
+        if is_new:
+            self._routes.seen(peer)
+        else:
+            self._routes.comes_over(peer)
+        self._places[peer] = tuple(places)
+        if len(self._places) > PEERS_MAX:
+            del self._places[next(iter(self._places))]
 
     async def _call_over_carrier(self, peer: PeerID, request: bytes) -> bytes:
         reply = await self._carried_calls.call(peer, request)
@@ -405,7 +421,6 @@ class LiveTransport:
         return streams
 
     async def _take_carried(self, source: PeerID, carrier: PeerID, purpose: Purpose, streams: Streams) -> None:
-        self._routes.comes_over(source)
         if purpose == "calls":
             await self._carried_calls.take(source, streams)
         else:
@@ -482,7 +497,7 @@ class LiveTransport:
 
     async def _dial_on(self, p2p: Any, peer: PeerID) -> bool:
         """Whether `peer` is connected now, as far as its remembered addresses help."""
-        addresses = self._addresses.get(peer)
+        addresses = (*self._addresses.get(peer, ()), *self._places.get(peer, ()))
         if not addresses:
             return False
         try:

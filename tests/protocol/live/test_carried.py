@@ -27,7 +27,7 @@ def hidden(live_peer, monkeypatch):
     """Start two peers that know no address of each other, and others whom both know: (a, heard by a), (b, heard by b),
     carriers. Whoever starts them closes them."""
 
-    async def start(num_carriers: int, *, relay_bytes_per_s: float = 1e9, **options):
+    async def start(num_carriers: int, *, relay_bytes_per_s: float = 1e9, is_hidden_for_good: bool = True, **options):
         found = await asyncio.gather(
             live_peer("a", **options),
             live_peer("b", **options),
@@ -40,6 +40,8 @@ def hidden(live_peer, monkeypatch):
         hides = {a[0].peer_id: b[0].peer_id, b[0].peer_id: a[0].peer_id}
         for peer, _ in (a, b):
             monkeypatch.setattr(peer, "_remember", forgetful(peer, hides[peer.peer_id]))
+            if is_hidden_for_good:
+                monkeypatch.setattr(peer._carried, "_seen", lambda *_: None)
             for carrier, _ in carriers:
                 await peer.introduce(carrier.peer_id, carrier.addresses())
         return a, b, [carrier for carrier, _ in carriers]
@@ -154,6 +156,22 @@ def test_a_peer_that_is_put_out_loses_what_is_carried(hidden, eventually):
         b.members.exclude([a._identity.public_key])
         with pytest.raises(Unreachable):
             await a.call(b.peer_id, b"hello", timeout_s=30)
+        await close(a, b, c)
+
+    run(main())
+
+
+def test_both_dial_where_the_carrier_sees_the_other(hidden, eventually, monkeypatch):
+    monkeypatch.setattr("shoal.protocol.live.routes._DIAL_AGAIN_S", (0.2,))
+
+    async def main():
+        (a, _), (b, heard), (c,) = await hidden(1, is_hidden_for_good=False)
+        await a.send(b.peer_id, b"over the carrier", b"", priority=Priority.BULK)
+        queue = a._send_queues[b.peer_id]
+        await eventually(lambda: heard.frames == [b"over the carrier"] and queue.via is None)
+        await a.send(b.peer_id, b"directly", b"", priority=Priority.BULK)
+        await eventually(lambda: heard.frames == [b"over the carrier", b"directly"])
+        assert queue.via is None
         await close(a, b, c)
 
     run(main())

@@ -22,6 +22,8 @@ from shoal.protocol.token_bucket import RateLimits
 A, B, C, OWNER = (Identity(bytes([number]) * 32) for number in (1, 2, 3, 4))
 INVITE = Identity(bytes([5]) * 32)
 RATE = 1e9
+AT, ELSEWHERE = "/ip4/20.0.1.10/tcp/4001", "/ip4/20.0.2.10/tcp/5001"
+CIRCUIT = f"/ip4/20.0.3.10/tcp/4001/p2p/{OWNER.peer_id}/p2p-circuit"
 
 
 def certificate(member: Identity, *, may_train: bool = True) -> bytes:
@@ -33,7 +35,8 @@ class World:
     """A carrier, and both ends' sockets."""
 
     def __init__(self, members=None, *, throttle=None, rate=RATE):
-        self.connected, self.arrived, self.tasks = {A.peer_id, B.peer_id}, [], []
+        self.connected = {A.peer_id: [AT, "/ip4/20.0.1.10/udp/4001/quic-v1"], B.peer_id: [CIRCUIT, ELSEWHERE]}
+        self.arrived, self.tasks = [], []
         self.carrier = Carrier(
             members or everybody("run"),
             throttle or Throttle(),
@@ -98,6 +101,8 @@ def test_bytes_pass_both_ways_and_the_end_passes_too(eventually):
         (peer, there, said) = world.arrived[0]
         assert peer == B.peer_id
         assert (await said).source == A.peer_id
+        assert (await said).seen_at == (AT,)
+        assert answer.seen_at == (ELSEWHERE,)
         here[1].write(b"to b")
         assert await there[0].readexactly(4) == b"to b"
         there[1].write(b"to a" * 100_000)
@@ -167,7 +172,7 @@ def test_streams_of_one_member_are_bounded_at_either_end():
     others = [Identity(bytes([100 + number]) * 32) for number in range(CARRIED_STREAMS_OF_ONE_MAX + 1)]
 
     async def main(world):
-        world.connected |= {other.peer_id for other in others}
+        world.connected |= {other.peer_id: [] for other in others}
         kept = [await world.ask(to) for to in others[:-1]]
         assert {answer.refusal for _, answer in kept} == {""}
         _, answer = await world.ask(others[-1])
