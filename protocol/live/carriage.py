@@ -23,7 +23,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.identity import PeerID
+from shoal.protocol.identity import PeerID, public_key_of
 from shoal.protocol.limits import ADDRESS_CHARS_MAX, CERTIFICATE_BYTES_MAX, PEER_ID_CHARS_MAX
 from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.membership import AccessLevel, Members
@@ -48,6 +48,9 @@ class Carry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     purpose: Purpose
     certificate: _Certificate
 
+    def __post_init__(self) -> None:
+        public_key_of(PeerID(self.to))  # or it names nobody
+
 
 class Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     source: _Peer
@@ -56,6 +59,9 @@ class Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     certificate: _Certificate
     seen_at: _Places
     """The multiaddrs from which the opener is connected with the carrier."""
+
+    def __post_init__(self) -> None:
+        public_key_of(PeerID(self.source))
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+from hypothesis import given
+from hypothesis import strategies as st
 
 from carried_wires import connected
 from shoal.protocol.errors import RemoteError
@@ -313,6 +316,43 @@ def test_a_slow_end_holds_the_fast_one(eventually):
             await writer.drain()
 
     run(main)
+
+
+SAID = [
+    Carry(B.peer_id, "frames", b""),
+    Carried(A.peer_id, "calls", b"", (AT,)),
+    Answer("no", b"", (AT, ELSEWHERE)),
+]
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)
+@given(at=st.integers(0, 200), to=st.integers(0, 255), cut=st.integers(0, 200))
+def test_what_is_nearly_said_is_a_message_or_the_fault_of_who_said_it(said, at, to, cut):
+    data = bytearray(encode(said))
+    data[at % len(data)] = to
+    del data[cut:]
+
+    async def main():
+        reader = asyncio.StreamReader()
+        reader.feed_data(bytes(data))
+        reader.feed_eof()
+        with contextlib.suppress(RemoteError, EOFError):
+            assert isinstance(await read(reader, type(said), A.peer_id), type(said))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["", "nobody", A.peer_id[:-1], "\n" * 52, "Ä" * 52])
+def test_who_names_nobody_says_nothing_readable(name):
+    async def main(said):
+        reader = asyncio.StreamReader()
+        reader.feed_data(said)
+        with pytest.raises(RemoteError, match="said nothing readable") as found:
+            await read(reader, Carried, A.peer_id)
+        assert str(found.value).isprintable()
+
+    body = msgspec.msgpack.encode((name, "frames", b"", ()))
+    asyncio.run(main(len(body).to_bytes(2, "big") + body))
 
 
 def test_a_peer_that_is_no_member_is_named():
