@@ -27,6 +27,7 @@ from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, che
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.result import STEPS_MIN, Ending, SimResult, StepCommitted
 from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.severing import Severing, check_severings
 from shoal.deploy.simulate.slowing import Slowing, check_slowings
 from shoal.deploy.simulate.standstill import Seen, why_no_step
 from shoal.protocol.errors import LocalError
@@ -80,6 +81,8 @@ class ModelledRun:
     churn: Sequence[Churn] = ()
     slowings: Sequence[Slowing] = ()
     """Devices and links that become slower; those of devices that come later do not count."""
+    severings: Sequence[Severing] = ()
+    """Pairs of devices that lose each other; of those that come later they do not count."""
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     ports: Callable[[Seat], Ports] | None = None
@@ -99,6 +102,7 @@ def run_modelled(run: ModelledRun) -> SimResult:
     check_devices(run.topology, devices, "the placement")
     check_devices(run.topology, {event.device for event in run.churn}, "the churn")
     check_slowings(run.topology, run.slowings)
+    check_severings(run.topology, run.severings)
     begun_s = time.perf_counter()
     with _collecting_rarely():
         result = run_in_virtual_time(_play(run))
@@ -143,6 +147,10 @@ async def _play(run: ModelledRun) -> SimResult:
         asyncio.get_running_loop().call_at(event.at_s, happen, event.device)
     for slowing in sorted(run.slowings, key=lambda slowing: slowing.at_s):
         asyncio.get_running_loop().call_at(slowing.at_s, swarm.slow, slowing)
+    for severing in sorted(run.severings):
+        asyncio.get_running_loop().call_at(severing.at_s, swarm.sever, severing.one, severing.other)
+        if severing.until_s < math.inf:
+            asyncio.get_running_loop().call_at(severing.until_s, swarm.join, severing.one, severing.other)
     cut_off = await _until_over(run, ledger)
     ledger.read_jobs()
     ledger.failures += [f"{name}: {error!r}" for name, error in world.failures]
