@@ -68,7 +68,7 @@ class Inquiry:
     vouchers: dict[PeerID, None] = field(default_factory=dict)
     """The members that it has answered while it did not answer us."""
     vouched_s: float = math.inf
-    """Since when."""
+    """The time at which the first of them told us."""
 
 
 class FailureDetector:

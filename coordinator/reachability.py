@@ -25,11 +25,11 @@ from shoal.protocol.messages import LinkReport, UnreachablePair
 
 TRIES_MIN = 3
 PATIENCE_HEARTBEATS = 2.0
-"""Both ends have said so for so long before it counts. A connection that breaks is often there again at once."""
+"""Both ends must have said so for so long. A connection that breaks is often there again at once."""
 RETRY_HEARTBEATS = 30.0
 EXPIRY_HEARTBEATS = 150.0
 CLAIMS_KEPT_MAX = 64
-"""Of each peer, those that it spoke of last."""
+"""How many claims of each peer are kept, those that it made last."""
 TOLD_MAX = 64
 """A coordinator tells the next one of so many pairs."""
 

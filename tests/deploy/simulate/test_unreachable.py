@@ -54,7 +54,7 @@ def play(topology: Topology, stages: int, seconds: float, *severings: Severing, 
     run = ModelledRun(
         topology=topology,
         spec=spec_of(stages),
-        severings=severings,
+        hindrances=severings,
         churn=churn,
         limits=RunLimits(seconds=seconds + 8.0),  # a step in flight counts in part only once it is over
     )
