@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.measured import LinkBook
 from shoal.coordinator.reachability import (
@@ -12,6 +13,7 @@ from shoal.coordinator.reachability import (
     Reachability,
 )
 from shoal.protocol.messages import LinkReport, UnreachablePair
+from shoal.protocol.spec import RunSpec, SwarmSpec
 
 SOON = PATIENCE_HEARTBEATS
 AB = ("a", "b")
@@ -140,3 +142,48 @@ def test_the_first_plan_does_not_wait_for_links_that_there_are_not(reach):
     assert not survey.is_enough(["a", "b", "c"])
     lose(reach)
     assert survey.is_enough(["a", "b", "c"], SOON)
+
+
+# --- who coordinates ---
+
+
+@pytest.fixture
+def view(make_plan, make_heartbeat):
+    """Six members that have all been heard, and their plan."""
+    live = make_plan([["a", "b", "c"], ["d", "e", "f"]], coordinator="a").plan
+    view = ClusterView("run", RunSpec(swarm=SwarmSpec(stages=2, heartbeat_s=1.0)))
+    view.obey(live, 0.0)
+    view.begin_term(live, 0.0, continuing=False, silent=None)
+    for name in "abcdef":
+        view.hear(name, make_heartbeat(name), 0.0)
+    return view, live
+
+
+def test_whom_members_cannot_reach_comes_last_and_the_best_one_where_nobody_is_reached_by_all(view):
+    view, live = view
+    order = view.successors(live, SOON)
+    first, second, *rest = order
+    lose(view.survey.reach, first, second)
+    lose(view.survey.reach, first, rest[0])
+    assert view.successors(live, SOON) == (*rest[1:], second, rest[0], first)
+    for one, other in zip(rest[1::2], rest[2::2], strict=False):
+        lose(view.survey.reach, one, other)
+    assert set(view.successors(live, SOON)) == set(order), "nobody is barred"
+
+
+def test_a_liar_bars_nobody_from_the_role(view):
+    view, live = view
+    order = view.successors(live, SOON)
+    view.survey.reach.note(order[3], [fails(peer) for peer in order if peer != order[3]], 0.0)
+    assert view.successors(live, SOON) == order
+
+
+def test_unreachable_pairs_are_handed_over(view, make_plan):
+    view, live = view
+    lose(view.survey.reach, "b", "e")
+    signed = make_plan([["a", "b", "c"], ["d", "e", "f"]], coordinator="a")
+    heir = ClusterView("run", view.spec)
+    heir.obey(live, 0.0)
+    heir.inherit(view.hand_over(signed, SOON, searched=True))
+    heir.begin_term(live, 100.0, continuing=False, silent=None)
+    assert heir.survey.reach.pairs(100.0) == {("b", "e")}
