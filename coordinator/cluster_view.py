@@ -21,6 +21,7 @@ from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.handover import adverts, fitting
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.plan_notes import PlanNotes
+from shoal.coordinator.reachability import Pair
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.survey import Survey
@@ -111,6 +112,7 @@ class ClusterView:
             self.experts.hear(peer, heartbeat)
         self.experts.records.heard(peer, now_s)
         self.survey.hear(peer, heartbeat)
+        self.survey.reach.note(peer, heartbeat.links, now_s)
         if peer not in self._members and peer not in self._former_members:
             return []
         flaws = self.ledger.note_commits(heartbeat.commits, now_s)
@@ -166,6 +168,9 @@ class ClusterView:
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s
         if inherited is not None:
             self.roster.take_over(inherited.arrivals)
+            if not continuing:
+                self.survey.reach.forget_all()  # the coordinator before us knows of pairs that have met since
+                self.survey.reach.take_over(inherited.unreachable, now_s)
             for peer, advert in inherited.roster:
                 self.roster.expect(peer, advert, now_s)
             self.begun_s = now_s - max(0.0, inherited.elapsed_s)
@@ -237,6 +242,7 @@ class ClusterView:
             records=self.experts.records.tell(live.plan.members),
             calibration=self.calibration.tell(),
             arrivals=self.roster.irregular(),
+            unreachable=self.survey.reach.tell(now_s),
         )
         return fitting(handover)
 
@@ -283,9 +289,15 @@ class ClusterView:
         return is_last_holder(peer, live, held)
 
     def successors(self, live: Plan, now_s: float) -> tuple[PeerID, ...]:
-        """The peers that may coordinate the next term, first in turn first."""
+        """The peers that may coordinate the next term, first in turn first. Those come last whom members cannot reach,
+        the more of them the later: a coordinator counts out whom it does not hear."""
         candidates = (peer for peer in live.members if self.roster.may_coordinate(peer, now_s))
-        return election.rank(self.run, live.term + 1, candidates)
+        order = election.rank(self.run, live.term + 1, candidates)
+        return tuple(sorted(order, key=lambda peer: self.num_unreached(peer, live, now_s)))
+
+    def num_unreached(self, peer: PeerID, live: Plan, now_s: float) -> int:
+        """How many members of `live` cannot reach `peer`."""
+        return sum(map(live.has, self.survey.reach.cannot_reach(peer, now_s)))
 
     def measured(self, era: int, now_s: float) -> tuple[MeasuredPeer, ...]:
         """The peers that are alive, for the allocator. A peer that has not followed into `era` yet holds nothing."""
@@ -308,6 +320,7 @@ class ClusterView:
             peers=tuple(replace(p, failure_probability=chance) for p, chance in zip(found.peers, chances, strict=True)),
             horizon_s=self._horizon_s(now_s),
             going_back_s=self._going_back_s(disks, now_s),
+            unreachable=self.unreachable(peers, now_s),
         )
 
     def _horizon_s(self, now_s: float) -> float:
@@ -320,6 +333,10 @@ class ClusterView:
         if self._num_divisions:
             lasts_s = min(lasts_s, (HORIZON_S + now_s - self._seen_from_s) / (1 + self._num_divisions))
         return min(lasts_s, HORIZON_S_MAX)
+
+    def unreachable(self, peers: Sequence[MeasuredPeer], now_s: float) -> frozenset[Pair]:
+        """The pairs of `peers` that cannot reach each other."""
+        return self.survey.reach.pairs(now_s, {peer.peer for peer in peers})
 
     def _going_back_s(self, disks: Disks, now_s: float) -> float:
         """What the run loses when it goes back: half of what lies between two snapshots, or everything if there should
@@ -347,7 +364,8 @@ class ClusterView:
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > FORESEEN_PEERS_MAX:
             return None
-        return foresee(self.survey.snapshot(peers, None, Disks(parts={}), knows_network=True), stages)
+        found = self.survey.snapshot(peers, None, Disks(parts={}), knows_network=True)
+        return foresee(replace(found, unreachable=self.unreachable(peers, now_s)), stages)
 
     def compare(self, live: Plan, now_s: float) -> None:
         """Compare what was foreseen of the live plan with what comes. We coordinate, and everybody has been heard."""
@@ -408,6 +426,7 @@ class ClusterView:
             self.experts,
             self._notes.tell(now_s),
             self.calibration.comparison(),
+            self.survey.reach.pairs(now_s, live.members),
             owner=owner,
             elapsed_s=self._elapsed_s(now_s),
             now_s=now_s,

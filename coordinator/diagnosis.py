@@ -3,10 +3,12 @@
 The sentences are made here alone, and `SwarmStatus` carries them: every terminal, page and script says the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from ipaddress import ip_address
 
 from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.era import Disks, holders
+from shoal.coordinator.reachability import Pair
 from shoal.coordinator.roster import SILENT_HEARTBEATS, Roster, span
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
@@ -53,6 +55,36 @@ def risks(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, step: i
         stages = _joined([str(index) for index, _ in alone])
         return (f"what stages {stages} have learnt is on one machine each: no other machine has a copy",)
     return ()
+
+
+def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
+    """Say who cannot reach whom, in one sentence at most: "bob and eve cannot reach each other (both behind
+    routers)"."""
+    if not pairs:
+        return ()
+    named = sorted(tuple(sorted(name_of(peer, roster) for peer in pair)) for pair in pairs)
+    shown = "; ".join(f"{one} and {other}" for one, other in named[:NAMED_MAX])
+    more = f"; {len(named) - NAMED_MAX} more pairs" if len(named) > NAMED_MAX else ""
+    everybody = {peer for pair in pairs for peer in pair}
+    why = " (both behind routers)" if all(_is_behind_router(peer, roster) for peer in everybody) else ""
+    return (f"{shown}{more} cannot reach each other{why}",)
+
+
+def _is_behind_router(peer: PeerID, roster: Roster) -> bool:
+    """Whether `peer` names addresses, and none that all the internet could reach."""
+    presence = roster.presences.get(peer)
+    addresses = presence.advert.addresses if presence is not None and presence.advert is not None else ()
+    found = [
+        part for address in addresses for part in address.split("/")[2:3] if address.startswith(("/ip4/", "/ip6/"))
+    ]
+    return bool(found) and not any(_is_public(ip) for ip in found)
+
+
+def _is_public(ip: str) -> bool:
+    try:
+        return ip_address(ip).is_global
+    except ValueError:  # whatever a peer says
+        return False
 
 
 def name_of(peer: PeerID, roster: Roster) -> str:

@@ -68,6 +68,7 @@ from shoal.protocol.messages import (
     HeartbeatReply,
     Leave,
     Ping,
+    PingRequest,
     PlanLive,
     PlanOffer,
     PlanVote,
@@ -101,6 +102,7 @@ _ANSWER: dict[type, type[msgspec.Struct]] = {
     PlanLive: Done,
     HandOver: Done,
     Ping: Ping,
+    PingRequest: Ping,
     ChainRequest: ChainLinks,
 }
 
@@ -259,6 +261,7 @@ class Coordination:
         self._endpoint.on(ChainRequest, self._answer)
         self._endpoint.on(Exclude, self._answer_exclude)
         self._endpoint.on(StatusRequest, self._answer_status)
+        self._endpoint.on(PingRequest, self._ping_for)
         self._spawn(self._look_up())
         self._spawn(self._discovery.meet())
         if self.plan is None and self._core.owner == self._endpoint.peer_id:
@@ -456,6 +459,16 @@ class Coordination:
             return await self._endpoint.ask(coordinator, message, SwarmStatus, timeout_s=self._timeout_s)
         except ShoalError as error:
             return Refusal(reason=f"cannot reach the coordinator ({error})")
+
+    async def _ping_for(self, source: PeerID, message: PingRequest) -> msgspec.Struct:
+        """Ping a member in the coordinator's place, which cannot reach it or fears so."""
+        plan = self._core.plan
+        if plan is None or source != plan.coordinator or not plan.has(message.peer):
+            return Refusal(reason="pings nobody for the sender")
+        try:
+            return await self._endpoint.ask(message.peer, Ping(), Ping, timeout_s=self._spec.swarm.heartbeat_s)
+        except ShoalError as error:
+            return Refusal(reason=f"gets no answer either ({error})")
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
         """Say why a newcomer may not enter; empty: it may. Only the coordinator refuses anybody, and a peer that was in

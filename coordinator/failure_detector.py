@@ -8,9 +8,13 @@
 | a first refusal: everybody is pinged, |                            | of it if two neighbours cannot reach it either  |
 | as all who die together are one plan  | refused, and a group's     | given time to come back: a network daemon that  |
 |                                       | state is nowhere else      | died is there again sooner than a snapshot is   |
+| a ping stays unanswered: two others   | it answers one of them     | alive, and out of our reach: the role goes to   |
+| are asked to ping as well             |                            | who reaches it (`leader.py`)                    |
 
 A process that was stopped keeps its connections and answers nothing, so silence alone needs time. The reports of other
-members alone need the coordinator's own finding, since what they cannot reach may be their own link.
+members alone need the coordinator's own finding, since what they cannot reach may be their own link. And the
+coordinator's own finding may be its own link, so others ping for it (SWIM, Das et al. 2002). Their word that somebody
+is alive counts for `VOUCHED_HEARTBEATS` at most, or one liar could keep the dead in the plan.
 """
 
 import math
@@ -21,7 +25,7 @@ from shoal.coordinator.coordination_events import Ask, Command, Note
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
-from shoal.protocol.messages import Ping
+from shoal.protocol.messages import Ping, PingRequest
 from shoal.protocol.plan import Plan
 
 PING_HEARTBEATS = 0.25
@@ -36,6 +40,12 @@ UNANSWERED_PATIENCE = 0.5
 REPORTERS = 2
 ROLL_CALL_HEARTBEATS = 0.15
 """A plan waits so long for the members that are pinged after a first refusal."""
+HELPERS = 2
+HELP_HEARTBEATS = 0.5
+"""Others are asked to ping a member that has owed us an answer for so long."""
+VOUCHED_HEARTBEATS = 10.0
+OUT_OF_REACH_HEARTBEATS = 1.0
+"""A member that others have reached for so long, and we have not, is out of our reach; sooner it may just be slow."""
 TOGETHER_HEARTBEATS = 0.5
 """A plan that drops a member waits so long for others whose timeout is about to end."""
 
@@ -53,6 +63,12 @@ class Inquiry:
     """The time until which we hope to see the member again although it refuses us."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
     """The members that cannot reach it, in the order of their reports."""
+    help_at_s: float = math.inf
+    """When others are to be asked to ping it; inf: we have not pinged it ourselves yet."""
+    vouchers: dict[PeerID, None] = field(default_factory=dict)
+    """The members that it has answered while it did not answer us."""
+    vouched_s: float = math.inf
+    """The time at which the first of them told us."""
 
 
 class FailureDetector:
@@ -92,6 +108,7 @@ class FailureDetector:
         if inquiry is None:
             return []
         reporters, inquiry.reporters = inquiry.reporters, {}
+        inquiry.vouchers, inquiry.vouched_s = {}, math.inf
         if roster.overdue_at_s(peer) <= now_s:
             inquiry.answered, inquiry.refused_s, inquiry.returns_by_s = True, None, -math.inf
             inquiry.ping_at_s = now_s + 2 * PING_HEARTBEATS * self._heartbeat_s
@@ -101,6 +118,24 @@ class FailureDetector:
             return []
         names = ", ".join(reporter[-8:] for reporter in reporters)
         return [Note(text=f"{peer[-8:]} answers: only its links to {names} are broken")]
+
+    def vouched(self, helper: PeerID, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
+        """`helper` has pinged `peer` for us and got an answer."""
+        inquiry = self._inquiries.get(peer)
+        if inquiry is None or inquiry.answered:
+            return []
+        is_news = not inquiry.vouchers
+        inquiry.vouched_s = min(inquiry.vouched_s, now_s)
+        inquiry.vouchers[helper] = None
+        if now_s < inquiry.vouched_s + VOUCHED_HEARTBEATS * self._heartbeat_s:
+            roster.signed(peer, now_s)
+        return [Note(text=f"{peer[-8:]} answers {helper[-8:]} and not us")] if is_news else []
+
+    def vouchers(self, now_s: float) -> frozenset[PeerID]:
+        """The members that reach somebody who has been out of our reach for a while."""
+        apart_s = OUT_OF_REACH_HEARTBEATS * self._heartbeat_s
+        lost = (inquiry for inquiry in self._inquiries.values() if now_s >= inquiry.vouched_s + apart_s)
+        return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)
 
     def refused(
         self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
@@ -150,10 +185,28 @@ class FailureDetector:
                 del self._inquiries[peer]
                 roster.lose(peer)
                 commands.append(Note(text=f"{peer[-8:]} is gone: neither its neighbours reach it nor we"))
-            elif now_s >= inquiry.ping_at_s:
+                continue
+            if now_s >= inquiry.help_at_s and unanswered:
+                inquiry.help_at_s = now_s + self._heartbeat_s
+                helpers = self._helpers(peer, inquiry, roster, plan, now_s)
+                commands += [Ask(peer=helper, message=PingRequest(peer=peer)) for helper in helpers]
+            if now_s >= inquiry.ping_at_s:
+                if not inquiry.pinged:
+                    inquiry.help_at_s = now_s + HELP_HEARTBEATS * self._heartbeat_s
                 inquiry.pinged, inquiry.ping_at_s = True, now_s + PING_HEARTBEATS * self._heartbeat_s
                 commands.append(Ask(peer=peer, message=Ping()))
         return commands
+
+    def _helpers(self, peer: PeerID, inquiry: Inquiry, roster: Roster, plan: Plan, now_s: float) -> list[PeerID]:
+        """The members that are asked to ping `peer`: those that have reached it, then those that work with it."""
+        able = [
+            other
+            for other in plan.members
+            if other not in (peer, self._me) and other not in inquiry.reporters and other not in self._inquiries
+            if roster.was_heard(other) and not roster.is_gone(other, now_s)
+        ]
+        able.sort(key=lambda other: (other not in inquiry.vouchers, not _are_neighbours(plan, other, peer)))
+        return able[:HELPERS]
 
     @property
     def are_open(self) -> bool:

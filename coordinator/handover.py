@@ -11,10 +11,11 @@ from shoal.protocol.messages import Advert, HandOver
 ADVERTS_MAX = 64
 """How many adverts are handed over. The successor hears from every peer within a heartbeat anyway; the adverts spare it
 that wait for most of them."""
-LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "arrivals")
+LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
 """A hand-over that is too large for a message goes without these, in this order. From some hundreds of peers on the
 plan leaves no room for all of it. The roster names 64 peers only; plans and absences are for people; records choose
 among placements; without loads the heir leaves a hot expert's shares as they are until it has measured where tokens go;
+without unreachable pairs it may make groups of peers that cannot talk, until they say so;
 without arrivals it may count out a peer whose heartbeats come late for as long as it has not learned that.
 """
 

@@ -2,6 +2,7 @@
 and gives the role away at the term's end. Pure."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shoal.coordinator.chain import is_quorum
@@ -12,7 +13,7 @@ from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import HandOver, Heartbeat, Ping
+from shoal.protocol.messages import HandOver, Heartbeat, Ping, PingRequest
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.spec import SwarmSpec
 
@@ -25,6 +26,9 @@ OVERTIME_HEARTBEATS = 6.0
 search after a loss has ended. An heir has heard nobody yet and would give every member its time anew."""
 SEARCH_HEARTBEATS = 3.0
 """The search after a loss may take so long, and the vote on its result with it."""
+LEAST_TERM_HEARTBEATS = 5.0
+"""A coordinator that cannot reach a member whom others reach gives the role away, but has it for so long: where nobody
+reaches everybody the role would not rest."""
 PLAN_HEARTBEATS = 0.5
 """The coordinator looks this often whether another plan would be better. It looks at once when a peer comes, is heard
 for the first time, or dies."""
@@ -51,7 +55,7 @@ class Leader:
         self._heartbeat_s = swarm.heartbeat_s
         self._detector = FailureDetector(me=me, heartbeat_s=swarm.heartbeat_s)
         self._transfer = LeadershipTransfer(term_s=swarm.term_s, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
-        self._head_at_s = now_s
+        self._head_at_s = self._begun_s = now_s
         self._plan_at_s = now_s
         self._members: frozenset[PeerID] = frozenset()
         self._lost_s = -math.inf
@@ -65,6 +69,7 @@ class Leader:
         Args: silent: the coordinator whose silence brought the term, if that is why it begins.
         """
         self._transfer.begin(now_s)
+        self._begun_s = now_s
         self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
         self._members, self._lost_s = frozenset(plan.members), -math.inf
         self._policy.begin_term(plan, now_s, continuing=continuing, silent=silent)
@@ -102,6 +107,8 @@ class Leader:
             self._transfer.accepted(event.peer, event.took_s, now_s)
         if isinstance(event.asked, Ping):
             return self._detector.answered(event.peer, self._policy.view.roster, now_s)
+        if isinstance(event.asked, PingRequest):
+            return self._detector.vouched(event.peer, event.asked.peer, self._policy.view.roster, now_s)
         return []
 
     def unanswered(self, event: Unanswered, plan: Plan, now_s: float) -> list[Command]:
@@ -149,9 +156,13 @@ class Leader:
             return [*commands, Note(text=f"makes no plans: {why}")], None
         if busy:
             return commands, None
-        if self._transfer.is_due(now_s) and not (eligible and self._finds_out(live.plan, now_s)):
-            order = self._policy.view.successors(live.plan, now_s)
-            heir = self._transfer.next([peer for peer in order if peer != self._me or eligible], now_s)
+        vouchers = self._detector.vouchers(now_s)
+        if vouchers:
+            self._transfer.hasten(self._begun_s + LEAST_TERM_HEARTBEATS * self._heartbeat_s)
+        stays = eligible and not vouchers
+        if self._transfer.is_due(now_s) and not (stays and self._finds_out(live.plan, now_s)):
+            order = self._heirs(live.plan, vouchers, now_s)
+            heir = self._transfer.next([peer for peer in order if peer != self._me or stays], now_s)
             if heir == self._me:
                 return commands, KeepRole()
             if heir is not None:
@@ -161,6 +172,13 @@ class Leader:
             return commands, None
         more, want = self._next_plan(live, alive, now_s, sequence=sequence)
         return commands + more, want
+
+    def _heirs(self, plan: Plan, vouchers: Collection[PeerID], now_s: float) -> list[PeerID]:
+        """The peers that may have the role next, first in turn first; of those that as many members reach, who reaches
+        one that is out of our reach."""
+        view = self._policy.view
+        order = view.successors(plan, now_s)
+        return sorted(order, key=lambda peer: (view.num_unreached(peer, plan, now_s), peer not in vouchers))
 
     def _finds_out(self, plan: Plan, now_s: float) -> bool:
         """Whether we are about to know what an heir would have to find out again: whether a member is gone, or how to

@@ -5,7 +5,8 @@ links with each heartbeat, as nothing else is on the lines yet. While the run tr
 heartbeat until a few are known, so that a search can find a place for it. Everybody else measures one link at a time:
 one towards a spare of which nobody has told, else one that the plan uses and that was measured half a minute ago, else
 one that is not known, else one that was measured long ago; and the links in use far more often while the run is slower
-than what is known can explain. Of several candidates a peer measures the link towards the
+than what is known can explain. Before all that it tries the peers that say they cannot reach it, and now and then those
+that it cannot reach (`reachability.py`). Of several candidates a peer measures the link towards the
 network card that has rested longest, so that no line answers many probes at once.
 
 Peers that name one machine share a network card (`Advert.machine`), and two of them that probe at once see half of it
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from shoal.coordinator.measured import LinkBook
+from shoal.coordinator.reachability import RETRY_HEARTBEATS, Reachability
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROBES_PER_REPLY_MAX
 from shoal.protocol.plan import Plan
@@ -41,11 +43,14 @@ UNANSWERED_HEARTBEATS = 10.0
 class LinkSurvey:
     """Who measures the link towards whom.
 
-    Args: links: what is known.
+    Args:
+        links: what is known.
+        reach: which pairs cannot reach each other; None: all can.
     """
 
-    def __init__(self, links: LinkBook, heartbeat_s: float) -> None:
+    def __init__(self, links: LinkBook, heartbeat_s: float, reach: Reachability | None = None) -> None:
         self._links = links
+        self._reach = reach or Reachability(heartbeat_s)
         self._heartbeat_s = heartbeat_s
         self._machines: dict[PeerID, str] = {}
         self._asked_s: dict[tuple[PeerID, PeerID], float] = {}
@@ -65,12 +70,12 @@ class LinkSurvey:
         """`peer` says on which machine it is; empty: on one of its own."""
         self._machines[peer] = machine
 
-    def is_enough(self, peers: Sequence[PeerID]) -> bool:
-        """Whether a first plan can be made: enough links of each machine are known."""
+    def is_enough(self, peers: Sequence[PeerID], now_s: float = 0.0) -> bool:
+        """Whether a first plan can be made: enough links of each machine are known, or known not to be there."""
         known: dict[str, set[PeerID]] = {}
         size = Counter(self._card(peer) for peer in peers)
         for peer in peers:
-            known.setdefault(self._card(peer), set()).update(self._links.known_from(peer))
+            known.setdefault(self._card(peer), set()).update(self._found_from(peer, now_s))
         return all(
             sum(self._card(peer) != card for peer in known[card].intersection(peers))
             >= min(PARTNERS_FIRST, len(peers) - size[card])
@@ -81,9 +86,13 @@ class LinkSurvey:
         """Whether a link between two of these seems to have become slow, and a few more reports will tell."""
         return self._links.is_falling(peers)
 
-    def is_known(self, peer: PeerID, others: Collection[PeerID]) -> bool:
+    def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float = 0.0) -> bool:
         """Whether enough links of `peer` to others are known to find a place for it."""
-        return len(self._links.known_from(peer).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
+        return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
+
+    def _found_from(self, peer: PeerID, now_s: float) -> set[PeerID]:
+        """The peers towards which `peer` has measured its link, or to which it has none."""
+        return self._links.known_from(peer) | self._reach.cannot_reach(peer, now_s)
 
     def choose(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> tuple[PeerID, ...]:
         """The peers towards which `peer` should measure its link before the first plan."""
@@ -113,7 +122,9 @@ class LinkSurvey:
         Args: in_doubt: the run is far slower than what is believed of devices and links, so the links that it uses are
             measured as often as their lines bear.
         """
-        if peer in plan.spares and not self.is_known(peer, plan.members):
+        if tried := self._to_try(peer, plan, now_s):
+            return self._chosen(peer, tried, now_s, most=1)
+        if peer in plan.spares and not self.is_known(peer, plan.members, now_s):
             workers = [p for stage in plan.stages for p in stage.peers]
             candidates = [p for p in workers if self._is_unknown(peer, p, now_s)]
             candidates = candidates or [p for p in plan.members if self._is_unknown(peer, p, now_s)]
@@ -136,6 +147,19 @@ class LinkSurvey:
         if not candidates:
             candidates = [p for p in plan.members if self._is_stale(peer, p, now_s, STALE_S)]
         return self._chosen(peer, candidates, now_s, most=1)
+
+    def _to_try(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
+        """The members that say they cannot reach `peer`, and those that it cannot reach and has not tried for long."""
+        apart_s = UNANSWERED_HEARTBEATS * self._heartbeat_s
+        accused = [
+            other
+            for other in self._reach.accused_by_others(peer)
+            if plan.has(other) and now_s >= self._asked_s.get((peer, other), -math.inf) + apart_s
+        ]
+        if accused:
+            return accused
+        lost = (other for other in self._reach.failed_from(peer) if plan.has(other))
+        return [other for other in lost if self._is_stale(peer, other, now_s, RETRY_HEARTBEATS * self._heartbeat_s)]
 
     def _card(self, peer: PeerID) -> str:
         return self._machines.get(peer) or peer

@@ -16,6 +16,7 @@ from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import Disks, HolderWatch, disks_of, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
+from shoal.coordinator.reachability import Pair
 from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
@@ -110,11 +111,12 @@ class ReplanPolicy:
             self._holders = HolderWatch(self._heartbeat_s, now_s)
         if not continuing:
             self._ends_s = now_s
-            self._schedule.begin_term(plan, now_s, searched=searched)
+            unreachable = self.view.survey.reach.pairs(now_s, plan.members)
+            self._schedule.begin_term(plan, now_s, searched=searched, unreachable=unreachable)
 
     def settle(self, live: Plan, now_s: float) -> None:
         """The swarm as it is now has been provided for."""
-        self._settled_for = _swarm(self.view.measured(live.era, now_s))
+        self._settled_for = self._swarm(self.view.measured(live.era, now_s), now_s)
 
     def unsettle(self) -> None:
         """A plan came to nothing: the swarm is still to be provided for."""
@@ -138,10 +140,10 @@ class ReplanPolicy:
             return None, f"waiting for peers: {len(peers)} of {spec.swarm.min_peers} are here"
         if not any(peer.has_data for peer in peers):
             return None, "waiting for a peer that has the run's text"
-        if self._schedule.awaits_links(now_s) and not view.survey.links.is_enough([peer.peer for peer in peers]):
+        if self._schedule.awaits_links(now_s) and not view.survey.links.is_enough([peer.peer for peer in peers], now_s):
             return None, f"measuring the links between {len(peers)} peers"
         disks = disks_of(view.roster, now_s)
-        swarm = _swarm(peers)
+        swarm = self._swarm(peers, now_s)
         layout = self._schedule.found_for(None, swarm)
         if layout is None and len(peers) > 1 and self._schedule.awaits_first(swarm, now_s):
             snapshot = view.snapshot(peers, None, disks, now_s, knows_network=True)
@@ -171,7 +173,7 @@ class ReplanPolicy:
         held = holders(live, view.roster, disks, view.spec.model, fresh=fresh, now_s=now_s)
         lost = self._holders.lost(live, held, view.roster.alive(now_s), now_s)
         peers = view.measured(live.era, now_s)
-        swarm = _swarm(peers)
+        swarm = self._swarm(peers, now_s)
         under_way = live.fresh and not fresh
         is_whole = self._is_whole(live, peers)
         if live.ends_at and not lost and is_whole:
@@ -236,7 +238,7 @@ class ReplanPolicy:
         if layout is None:
             back = f"; `shoal recover --era {live.plan.era}` goes back to a snapshot, and may divide the layers anew"
             return None, reason if mandate.era else reason + back
-        self.view.inherit_reset(live, reset, now_s, searched=self._schedule.has_searched(live.plan))
+        self.view.inherit_reset(live, reset, now_s, searched=self._has_searched(live.plan, now_s))
         beginning, back = None, ""
         if mandate.era:
             beginning = Beginning(era=mandate.era, version=mandate.restore_version, from_era=mandate.restore_era)
@@ -255,9 +257,15 @@ class ReplanPolicy:
 
     def hand_over(self, live: SignedPlan, now_s: float) -> HandOver:
         """Put together what the next coordinator should know, as far as it fits into a message."""
-        return self.view.hand_over(live, now_s, searched=self._schedule.has_searched(live.plan))
+        return self.view.hand_over(live, now_s, searched=self._has_searched(live.plan, now_s))
 
     # --- inside ---
+
+    def _has_searched(self, live: Plan, now_s: float) -> bool:
+        return self._schedule.has_searched(live, self._swarm(self.view.measured(live.era, now_s), now_s))
+
+    def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
+        return _swarm(peers, self.view.unreachable(peers, now_s))
 
     def _repaired(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, now_s: float, *, sequence: int
@@ -283,7 +291,7 @@ class ReplanPolicy:
         self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int
     ) -> tuple[Next, str]:
         """Nothing has happened: what a search has found, or a search to begin."""
-        view, swarm = self.view, _swarm(peers)
+        view, swarm = self.view, self._swarm(peers, now_s)
         if view.experts.is_due(live, view.ledger.step):
             placed = view.experts.place(live.stages, live, sequence=sequence)
             if placed != live.experts:
@@ -562,14 +570,15 @@ def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
     return Layout(stages=live.stages, spares=live.spares, reason=reason), reason
 
 
-def _swarm(peers: tuple[MeasuredPeer, ...]) -> Swarm:
+def _swarm(peers: tuple[MeasuredPeer, ...], unreachable: frozenset[Pair]) -> Swarm:
     """The facts of which a change must lead to a new layout at once. Speeds are not among them: they may lead to a
     search.
 
     Which peers hold their state matters only while somebody waits for that to be allowed to go.
     """
     draining = any(peer.draining for peer in peers)
-    return tuple((p.peer, p.has_data, p.draining, p.synced_stage if draining else None) for p in peers)
+    told = tuple((p.peer, p.has_data, p.draining, p.synced_stage if draining else None) for p in peers)
+    return (*told, tuple(sorted(unreachable)))
 
 
 def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Layout, str]:

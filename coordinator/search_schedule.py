@@ -23,6 +23,7 @@ import numpy as np
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.plan_layout import Layout, Places, places_of
+from shoal.coordinator.reachability import Pair
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats
@@ -88,8 +89,8 @@ class SearchSchedule:
         self._running: SearchJob | None = None
         self._found: tuple[SearchJob, Layout] | None = None
         self._last: _Searched | None = None
-        self._inherited: Places | None = None
-        """The places that our predecessor has searched."""
+        self._inherited: tuple[Places, frozenset[Pair]] | None = None
+        """The places that our predecessor has searched, and the pairs that could not reach each other then."""
         self._seen: tuple[Places, Swarm] | None = None
         self._members: frozenset[PeerID] = frozenset()
         """The members of the plan that was seen last."""
@@ -99,10 +100,17 @@ class SearchSchedule:
         self._first_asked_s: float | None = None
         self._links_asked_s: float | None = None
 
-    def begin_term(self, plan: Plan, now_s: float, *, searched: bool) -> None:
-        """We coordinate now: what we knew in an earlier term of ours is stale."""
+    def begin_term(
+        self, plan: Plan, now_s: float, *, searched: bool, unreachable: frozenset[Pair] = frozenset()
+    ) -> None:
+        """We coordinate now: what we knew in an earlier term of ours is stale.
+
+        Args:
+            searched: our predecessor has searched for a better layout than the plan's.
+            unreachable: the pairs of members that could not reach each other, as far as it knew.
+        """
         self._running = self._found = self._last = self._seen = None
-        self._inherited = places_of(plan) if searched and plan.term % AFRESH_TERMS else None
+        self._inherited = (places_of(plan), unreachable) if searched and plan.term % AFRESH_TERMS else None
         self._members = frozenset(plan.members)
         self._due_s = now_s + SETTLE_HEARTBEATS * self._heartbeat_s
 
@@ -115,9 +123,9 @@ class SearchSchedule:
         self._enabled = False
         self._running = None
 
-    def has_searched(self, plan: Plan) -> bool:
-        """Whether a search has found nothing better than the places of this plan."""
-        return self._last is not None and self._last.places == places_of(plan)
+    def has_searched(self, plan: Plan, swarm: Swarm) -> bool:
+        """Whether a search has found nothing better than the places of this plan for the swarm as it is."""
+        return self._last is not None and (self._last.places, self._last.swarm) == (places_of(plan), swarm)
 
     # --- the first plan ---
 
@@ -182,7 +190,7 @@ class SearchSchedule:
             self._due_s = now_s + LOOK_HEARTBEATS * apart
             if last and last.places is None and last.swarm == swarm and not has_pace:
                 return None  # nothing is new but what probes say beside the first step
-            if self._inherited is not None and self._inherited == places and not is_off:
+            if self._inherited is not None and self._inherited == (places, snapshot.unreachable) and not is_off:
                 self._inherited, self._last = None, _Searched(places, swarm, snapshot)
                 return None
             same = last is not None and (last.places, last.swarm) == (places, swarm)

@@ -9,6 +9,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import Disks, stages_on
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.measured import LinkBook, SpeedBook
+from shoal.coordinator.reachability import Reachability
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import Heartbeat
@@ -31,7 +32,9 @@ class Survey:
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
         """[L], what peers time as a forward (`Heartbeat.forward_s`): of placed experts nobody times any."""
         self._links, self._speeds = LinkBook(), SpeedBook()
-        self.links = LinkSurvey(self._links, spec.swarm.heartbeat_s)
+        self.reach = Reachability(spec.swarm.heartbeat_s)
+        """Says which pairs of peers cannot reach each other."""
+        self.links = LinkSurvey(self._links, spec.swarm.heartbeat_s, self.reach)
         """Says which links are to be measured."""
         self._plan: Plan | None = None
         self._former: OrderedDict[PeerID, int] = OrderedDict()
@@ -49,6 +52,7 @@ class Survey:
     def begin_term(self, plan: Plan) -> None:
         """We coordinate now: forget the peers that are not there any more."""
         self._links.keep(plan.members)
+        self.reach.keep(plan.members)
         self.links.forget()
         self._speeds.keep(plan.members)
 

@@ -1,11 +1,12 @@
 """Puts the swarm into one message for people: which peer is where, and how far the run has come. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from shoal.coordinator.diagnosis import risks, waits_for
+from shoal.coordinator.diagnosis import out_of_reach, risks, waits_for
 from shoal.coordinator.era import disks_of
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger
+from shoal.coordinator.reachability import Pair
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, ExpertStatus, PlanNote, SwarmStatus
@@ -27,6 +28,7 @@ def swarm_status(
     experts: ExpertPlaces,
     plans: tuple[PlanNote, ...],
     comparison: Comparison | None,
+    unreachable: Collection[Pair],
     *,
     owner: PeerID,
     elapsed_s: float,
@@ -37,6 +39,7 @@ def swarm_status(
     Args:
         plans: notes on the last live plans.
         comparison: of the live layout.
+        unreachable: the pairs of peers that cannot reach each other.
         owner: of the run.
         elapsed_s: since the run began.
     """
@@ -70,7 +73,10 @@ def swarm_status(
         left_s=tokens_left / tokens_per_s if tokens_per_s > 0.0 and not stands_s else None,
         stands_s=stands_s,
         waits_for="" if tokens_left <= 0 else waits_for(live, roster, owner, now_s),
-        risks=risks(live, roster, disks_of(roster, now_s), spec.model, step=ledger.version_max, now_s=now_s),
+        risks=(
+            *risks(live, roster, disks_of(roster, now_s), spec.model, step=ledger.version_max, now_s=now_s),
+            *out_of_reach(unreachable, roster),
+        ),
         comparison=comparison,
     )
 

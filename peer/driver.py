@@ -432,9 +432,7 @@ class PeerDriver:
             is_counted_out = not plan.has(me) and not self._is_leaving
             if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
-                await replica.drain(
-                    _DRAIN_S, unless=lambda: self._plan is None or self._plan.plan.era != self._endpoint.era
-                )
+                await replica.drain(_DRAIN_S, unless=lambda: self._drains_in_vain(plan, replica.stage))
             # Else our mates have gone on without us; or we have missed a plan, and cannot know whether they have.
             await self._drop_replica()
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
@@ -452,6 +450,13 @@ class PeerDriver:
             self.replica.experts_at(me, self._hello())
         else:
             self.replica.follow(plan)
+
+    def _drains_in_vain(self, plan: Plan, stage: int) -> bool:
+        """Whether nobody waits for what we still have of `stage`, or we can never bring it to an end: one of those who
+        stay is out of our reach, and they reduce together with us for as long as we are there."""
+        if self._plan is None or self._plan.plan.era != self._endpoint.era or stage >= len(plan.stages):
+            return True
+        return any(self._meter.cannot_reach(peer) for peer in plan.stages[stage].peers)
 
     async def _drop_replica(self) -> None:
         """With all it holds: what others need of it is made again."""
@@ -569,6 +574,9 @@ class PeerDriver:
 
     async def _probe_links(self) -> None:
         while self._to_probe:
+            await self._drop_unreachable()
+            if not self._to_probe:
+                return
             if not await self._is_quiet():
                 self._to_probe = []
                 return  # our lines are busy: what a probe showed would say nothing of the link
@@ -582,6 +590,14 @@ class PeerDriver:
             if self._num_far >= PROBES_PER_REPLY_MAX or (self._num_far > 1 and is_last):
                 self._num_far = 0
                 await self._probe_card()
+
+    async def _drop_unreachable(self) -> None:
+        """Try those at once that we have never reached, or could not reach of late, and leave out those that do not
+        answer: one after the other they would take as long as a first plan waits."""
+        doubtful = [p for p in self._to_probe if self._meter.cannot_reach(p) or not self._meter.has_met(p)]
+        answers = await asyncio.gather(*(self._link_probe.answers(peer) for peer in doubtful))
+        silent = {peer for peer, answer in zip(doubtful, answers, strict=True) if not answer}
+        self._to_probe = [peer for peer in self._to_probe if peer not in silent]
 
     async def _probe_card(self) -> None:
         far = (link for link in self._links.values() if link.round_trip_s >= FAR_S)

@@ -6,6 +6,8 @@
 | rate towards | the best of the last three probes, or of the last two if these   | down, if a line is busy; of       |
 |              |                                                                   | frames up, if buffers take a burst|
 | rate from    | two full chunks of bulk, one right after the other; the best seen | down; bounds what others claim    |
+| failed tries | calls and frames that did not get through, since the last answer  | up, while a link is jammed; a     |
+|              |                                                                   | probe's answer ends it            |
 
 A link that has become slow is always busy, and nobody can probe it. So while the run is slower than what is known
 explains (`HeartbeatReply.in_doubt`), the frames of a link that is busy for long count as a probe (`look`), unless our
@@ -25,6 +27,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import BULK_CHUNK_BYTES, LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import LinkReport
@@ -50,6 +53,11 @@ STEADY = 1.5
 _LOOK_S, _LOOK_S_MAX = 4.0, 20.0
 """Two looks at busy links are so far apart at least, and at most if the second is to say something. A link was busy for
 long if it was for half of the first."""
+FAILED_TOLD_MAX: Final = 8
+"""Of so many failed tries a heartbeat tells. A peer that has lost its network has failed towards everybody."""
+FAILED_MAX: Final = 99
+LOST_TRIES: Final = 2
+"""One failure may be a connection that broke, and is there again at the next try."""
 _RATE_MAX = 1e12
 """Bytes/s; a link of a simulated world may take no time at all."""
 
@@ -63,6 +71,7 @@ class _Link:
         "is_shared",
         "looked",
         "mark",
+        "num_failed",
         "num_sending",
         "pending",
         "probes",
@@ -83,6 +92,7 @@ class _Link:
         self.probes: deque[float] = deque(maxlen=_PROBES)
         self.chunk_at_s: float | None = None
         self.num_sending = 0
+        self.num_failed = 0  # tries in a row that have not got through
         self.busy_s, self.busy_since_s = 0.0, 0.0  # how long something was on its way out before, and since when it is
         self.looked = 0.0, 0.0  # (seconds so far, bytes so far) when `LinkMeter.look` was called last
         self.since_s = 0.0
@@ -105,7 +115,7 @@ class _Link:
     def report(self, peer: PeerID) -> LinkReport | None:
         round_trip_s = min(self.round_trips, default=0.0)
         sent, received = self.sent_rate, max(self.chunks, default=0.0)
-        if not (round_trip_s or sent or received):
+        if not (round_trip_s or sent or received or self.num_failed):
             return None
         return LinkReport(
             peer=peer,
@@ -113,6 +123,7 @@ class _Link:
             bytes_per_s=sent,
             received_bytes_per_s=received,
             num_probes=len(self.probes),
+            num_failed=self.num_failed,
         )
 
 
@@ -125,6 +136,8 @@ class LinkMeter:
         self._turn: list[PeerID] = []
         self._news: dict[PeerID, None] = {}
         """The links that have been probed since they were told of, in order."""
+        self._failures: dict[PeerID, None] = {}
+        """The links on which a try has failed, or got through again, since they were told of, in order."""
         self._reports_max = LINKS_PER_HEARTBEAT_MAX
         """How many links the next heartbeat tells of: all that fit until the coordinator has heard of each."""
         self._num_busy = 0
@@ -148,7 +161,27 @@ class LinkMeter:
 
     def called(self, peer: PeerID, took_s: float) -> None:
         """`peer` answered a call after `took_s`."""
-        self._link(peer).round_trips.append(took_s)
+        link = self._link(peer)
+        link.round_trips.append(took_s)
+        if link.num_failed:
+            link.num_failed = 0
+            self._failures[peer] = None
+
+    def cannot_reach(self, peer: PeerID) -> bool:
+        """Whether the last tries towards `peer` have all failed."""
+        link = self._links.get(peer)
+        return link is not None and link.num_failed >= LOST_TRIES
+
+    def has_met(self, peer: PeerID) -> bool:
+        """Whether `peer` has ever answered us, as far as we remember."""
+        link = self._links.get(peer)
+        return link is not None and bool(link.round_trips)
+
+    def failed(self, peer: PeerID) -> None:
+        """A call or a frame to `peer` did not get through."""
+        link = self._link(peer)
+        link.num_failed = min(link.num_failed + 1, FAILED_MAX)
+        self._failures[peer] = None
 
     @property
     def is_quiet(self) -> bool:
@@ -214,6 +247,7 @@ class LinkMeter:
         """There is another coordinator, which has heard of none of our links."""
         self._turn = []
         self._reports_max = LINKS_PER_HEARTBEAT_MAX
+        self._failures |= {peer: None for peer, link in self._links.items() if link.num_failed}
 
     def send_begins(self, peer: PeerID) -> None:
         link = self._link(peer)
@@ -270,13 +304,16 @@ class LinkMeter:
         link.chunk_at_s = now_s
 
     def report(self) -> tuple[LinkReport, ...]:
-        """What to tell in this heartbeat: probes first, and the busiest links take turns."""
+        """What to tell in this heartbeat: failed tries and probes first, and the busiest links take turns."""
         if not self._turn:
             self._turn = heapq.nlargest(REPORTED_MAX, self._links, key=lambda peer: (self._links[peer].bytes, peer))
             self._turn.reverse()
-        told = [peer for peer in list(self._news)[:LINKS_PER_HEARTBEAT_MAX] if peer in self._links]
+        told = list(self._failures)[:FAILED_TOLD_MAX]
+        told += list(self._news)[: LINKS_PER_HEARTBEAT_MAX - len(told)]
         for peer in told:
-            del self._news[peer]
+            self._failures.pop(peer, None)
+            self._news.pop(peer, None)
+        told = [peer for peer in told if peer in self._links]
         told += [self._turn.pop() for _ in range(min(self._reports_max - len(told), len(self._turn)))]
         if not self._turn:
             self._reports_max = REPORTS_PER_BEAT
@@ -322,7 +359,11 @@ class MeteredTransport:
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
         asked_s = self._clock.now_s()
-        reply = await self._transport.call(peer, request, timeout_s=timeout_s)
+        try:
+            reply = await self._transport.call(peer, request, timeout_s=timeout_s)
+        except Unreachable:
+            self._meter.failed(peer)
+            raise
         self._meter.called(peer, self._clock.now_s() - asked_s)
         return reply
 
@@ -336,6 +377,9 @@ class MeteredTransport:
         try:
             await self._transport.send(peer, meta, payload, priority=priority)
             left = True
+        except Unreachable:
+            self._meter.failed(peer)
+            raise
         finally:
             self._meter.send_ends(peer, nbytes, left=left)
 

@@ -23,6 +23,9 @@ from shoal.protocol.spec import RunSpec
 _REPEATS = 5
 _PINGS = 3
 _ECHO_TIMEOUT_S = 20.0
+_REACH_S = 4.0
+"""A peer that does not answer a ping for so long is out of reach: with half of a first plan's patience that is known
+before the plan."""
 _QUICK_S = 0.05
 """A frame that takes less says little of a rate: clocks, wake-ups and the way back are as long."""
 _ROUND_TRIPS_MIN = 1.5
@@ -209,6 +212,14 @@ class LinkProbe:
         sent = (size * times for size, times in zip(sizes, frames, strict=True))
         ended_s = (marked_s - begun_s + seconds for seconds in took_s)
         return Probed(arrived=tuple(zip(sent, ended_s, strict=True)))
+
+    async def answers(self, peer: PeerID) -> bool:
+        """Whether `peer` can be reached at all, which shows however busy the lines are."""
+        try:
+            await self._endpoint.ask(peer, Ping(), Ping, timeout_s=_REACH_S)
+        except (Unreachable, Refused, RemoteError):
+            return False
+        return True
 
     async def measure_if_possible(self, peer: PeerID) -> LinkReport | None:
         try:

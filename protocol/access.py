@@ -64,6 +64,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.HistoryRequest: Role.OBSERVER,
     m.History: Role.NOBODY,
     m.Ping: Role.OBSERVER,
+    m.PingRequest: Role.PLANNED,
     m.ProbeTogether: Role.MEMBER,
     m.Probed: Role.NOBODY,
     m.Done: Role.NOBODY,

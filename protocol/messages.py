@@ -69,6 +69,8 @@ class LinkReport(_Part, frozen=True, array_like=True):
     """The highest rate seen from `peer`: it can send at least so much."""
     num_probes: int = 0
     """How many probes `bytes_per_s` is the best of; 0: it is what frames have shown."""
+    num_failed: int = 0
+    """How many calls and frames to `peer` have failed in a row, with no answer of `peer` since; 0: none."""
 
 
 class CommitReport(_Part, frozen=True, kw_only=True):
@@ -321,6 +323,8 @@ class HandOver(_Message, frozen=True, kw_only=True):
     """What the sender has learned of how fast layouts are beside what was foreseen."""
     arrivals: "tuple[ArrivalStatistics, ...]" = ()
     """The heartbeat arrivals of irregular peers, which may be silent for longer than others."""
+    unreachable: "tuple[UnreachablePair, ...]" = ()
+    """The pairs of peers that cannot reach each other, by the word of both."""
 
 
 class Calibrated(_Part, frozen=True, array_like=True):
@@ -347,6 +351,15 @@ class ArrivalStatistics(_Part, frozen=True, array_like=True):
     mean_s: float
     deviation_s: float
     worst_s: float
+
+
+class UnreachablePair(_Part, frozen=True, array_like=True):
+    """Two peers that cannot reach each other, though others reach both."""
+
+    one: PeerID
+    other: PeerID
+    age_s: float
+    """Seconds since one of them last said so."""
 
 
 class Absence(_Part, frozen=True, array_like=True):
@@ -508,7 +521,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     waits_for: str = ""
     """Who or what keeps the run from going on, in words; empty: nothing that is known."""
     risks: tuple[str, ...] = ()
-    """What would be lost with one peer, in sentences."""
+    """What would be lost with one peer, and who cannot reach whom, in sentences."""
     comparison: Comparison | None = None
     """None: nobody could say how fast the layout should be."""
 
@@ -804,6 +817,12 @@ class Ping(_Message, frozen=True):
     pad: bytes = b""
 
 
+class PingRequest(_Message, frozen=True):
+    """The coordinator, which `peer` does not answer, asks another member to ping it. The answer is that peer's Ping."""
+
+    peer: PeerID
+
+
 class ProbeTogether(_Message, frozen=True):
     """Asks a peer behind the same network card to probe `links` while the sender does so, too."""
 
@@ -873,6 +892,7 @@ Message = (
     | StateChunkRequest
     | ReducedRequest
     | Ping
+    | PingRequest
     | ProbeTogether
     | Probed
     | Done

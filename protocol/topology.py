@@ -5,6 +5,7 @@ documents it. A diagonal is never read.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ DEFAULT_MEMORY_BYTES = 16e9
 class Topology:
     """N devices. All arrays are read-only; rows are senders, columns receivers.
 
-    Raises: LocalError: sizes differ, a number is impossible, or a device can neither be reached nor reach anybody.
+    Raises: LocalError: sizes differ, or a number is impossible.
     """
 
     latency_s: Floats
@@ -129,7 +130,7 @@ def make_topology(
 
 def load_topology(path: Path) -> tuple[Topology, "NetworkFile"]:
     """Read a JSON object with `latency_ms` or `latency_s`, and `bandwidth_gbps` or `bandwidth_bits_per_s`, square
-    matrices, row = from; optional: `device_regions`, `devices` (one `DeviceEntry` each) and `workload`.
+    matrices, row = from; optional: `device_regions`, `devices` (one `DeviceEntry` each), `unreachable` and `workload`.
 
     Raises: LocalError, in one line: no such file, not JSON (NaN is not), a field that is misspelt, not square, a number
     that cannot be, a device that nobody reaches.
@@ -174,6 +175,8 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     has_text: bool = True
     watts: float | None = None
     """What it draws while it trains; `shoal plan` assumes something where it is not said."""
+    behind_nat: bool = False
+    """Whether nobody reaches it but whom it has called. Two such devices do not meet, unless they share a card."""
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +203,8 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
     title: str = ""
     device_regions: list[str] | None = None
     devices: list[DeviceEntry] | None = None
+    unreachable: list[tuple[str, str]] = []
+    """Pairs of devices, by name, that cannot reach each other; a bandwidth of 0 says the same."""
     workload: WorkloadEntry | None = None
     num_stages: int | None = None
     replicas_per_stage: int | None = None
@@ -230,18 +235,45 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
         if len(entries) != n or len(regions) != n:
             raise LocalError(f"{len(entries)} devices and {len(regions)} regions are named, the latency is for {n}")
         cards = {entry.card: index for index, entry in reversed(list(enumerate(entries))) if entry.card is not None}
-        return make_topology(
+        card = [index if entry.card is None else cards[entry.card] for index, entry in enumerate(entries)]
+        names = tuple(entry.name or f"device-{index}" for index, entry in enumerate(entries))
+        close_paths(bytes_per_s, card, names, [entry.behind_nat for entry in entries], self.unreachable)
+        topology = make_topology(
             latency_s,
             bytes_per_s,
             flop_per_s=[entry.tflops * _TERA for entry in entries],
             memory_bytes=[entry.memory_gb * _GIGA for entry in entries],
             up_bytes_per_s=[entry.up_mbps * _MEGA / _BITS_PER_BYTE for entry in entries],
             down_bytes_per_s=[entry.down_mbps * _MEGA / _BITS_PER_BYTE for entry in entries],
-            card=[index if entry.card is None else cards[entry.card] for index, entry in enumerate(entries)],
-            names=tuple(entry.name or f"device-{index}" for index, entry in enumerate(entries)),
+            card=card,
+            names=names,
             regions=tuple(regions),
             may_feed=[float(entry.has_text) for entry in entries],
         )
+        check_everybody_is_reached(topology)
+        return topology
+
+
+def close_paths(
+    bytes_per_s: Floats,
+    card: Sequence[int] | Ints,
+    names: Sequence[str],
+    behind_nat: Sequence[bool] | Bools,
+    unreachable: Iterable[tuple[str, str]],
+) -> None:
+    """Set the rate to 0 where there is no path: between two devices that are behind routers of their own, and between
+    the pairs that `unreachable` names. Raises: LocalError: a pair names a device that there is not."""
+    if bytes_per_s.shape != (len(names), len(names)):
+        return  # `Topology` says what is wrong
+    at, inside = np.asarray(card), np.asarray(behind_nat, dtype=np.bool_)
+    bytes_per_s[inside[:, None] & inside[None, :] & (at[:, None] != at[None, :])] = 0.0
+    number = {name: index for index, name in enumerate(names)}
+    for pair in unreachable:
+        for name in pair:
+            if name not in number:
+                raise LocalError(f"unreachable names {_shown(name)}, which is no device")
+        i, j = number[pair[0]], number[pair[1]]
+        bytes_per_s[i, j] = bytes_per_s[j, i] = 0.0
 
 
 def _matrix(what: str, rows: Any) -> Floats:
@@ -285,12 +317,19 @@ def _flaw(t: Topology) -> str | None:
             return f"the {what} of {_shown(t.names[bad[0]])} is {vector[bad[0]]}, and must be above 0"
     if not np.isfinite(t.flop_per_s).all() or not np.isfinite(t.memory_bytes).all():
         return "a device has an infinite speed or memory"
-    open_paths = t.bytes_per_s > 0.0
+    return None
+
+
+def check_everybody_is_reached(topology: Topology) -> None:
+    """Refuse a described network in which a device can do nothing. In a measured one a peer may have lost all others.
+
+    Raises: LocalError.
+    """
+    open_paths = topology.bytes_per_s > 0.0
     np.fill_diagonal(open_paths, False)
     lonely = np.flatnonzero(~(open_paths.any(axis=0) & open_paths.any(axis=1)))
-    if n > 1 and len(lonely):
-        return f"{_shown(t.names[lonely[0]])} has no link to or from any other device"
-    return None
+    if topology.num_devices > 1 and len(lonely):
+        raise LocalError(f"{_shown(topology.names[lonely[0]])} has no link to or from any other device")
 
 
 def _shown(name: str) -> str:

@@ -22,6 +22,7 @@ from shoal.protocol.topology import Floats, Topology
 _GAIN_MIN = 1e-3
 """A device that shortens a step by less stays out: it costs a copy of the state, and may leave."""
 _HELD = (2.0, 8.0, 24.0)
+_CHAINS = 8
 _EVALUATIONS = 16_000
 """This is the number of evaluations times devices: 1,000 evaluations of 1 to 3 ms for 16 devices, fewer of longer ones
 for more devices."""
@@ -34,7 +35,7 @@ def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | No
     Raises: NoLayout: the model does not fit into so many stages of these devices, or nobody has the text.
     """
     objective = ThroughputObjective(topology, workload)
-    best, cost = _fewest(topology, workload, objective, num_stages)
+    best, cost = one_a_stage(topology, workload, objective, num_stages)
     left = max(20, _EVALUATIONS // topology.num_devices)
     before = None
     while left > 0 and before is not best:
@@ -112,11 +113,11 @@ def _resident_to(workload: Workload, members: int) -> Floats:
     return np.cumsum([0.0] + [workload.resident_bytes(at, at + 1, members=members) for at in layers])
 
 
-def _fewest(
+def one_a_stage(
     topology: Topology, workload: Workload, objective: ThroughputObjective, num_stages: int | None
 ) -> tuple[Placement, Cost]:
     """A placement with one device a stage: the fastest devices, or those with most memory, as few as hold the model and
-    have a cost."""
+    have a cost. Where some devices have no path to others, each is followed by the fastest that it reaches, too."""
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
     rows = (
         _fastest_first(topology, range(topology.num_devices)),
@@ -125,8 +126,8 @@ def _fewest(
     why = f"the model does not fit into {num_stages or most} of these devices, one a stage"
     for count in range(1, most + 1) if num_stages is None else (num_stages,):
         found: list[tuple[Placement, Cost]] = []
-        for row in rows:
-            stages = _with_text_first(topology, row[:count])
+        in_line = [stages for row in rows for stages in _chains(topology, row, count)]
+        for stages in [*(_with_text_first(topology, row[:count]) for row in rows), *in_line]:
             for bounds in _cuts(topology, workload, stages) if len(stages) == count else ():
                 placement = Placement(stages=stages, bounds=bounds)
                 found.append((placement, objective.cost(placement)))
@@ -136,6 +137,24 @@ def _fewest(
         if found:
             why = found[0][1].why
     raise NoLayout(why)
+
+
+def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Devices one behind the other, each the first of `row` that is left and that the one before it reaches, from each
+    of the first few that have the text. None where everybody reaches everybody."""
+    meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
+    np.fill_diagonal(meets, True)
+    if meets.all():
+        return
+    for first in [d for d in row if topology.may_feed[d]][:_CHAINS]:
+        chain = [first]
+        while len(chain) < count:
+            after = next((d for d in row if d not in chain and meets[chain[-1], d]), None)
+            if after is None:
+                break
+            chain.append(after)
+        if len(chain) == count:
+            yield tuple((d,) for d in chain)
 
 
 def _fastest_first(topology: Topology, devices: Sequence[int]) -> list[int]:

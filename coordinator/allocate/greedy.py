@@ -16,7 +16,9 @@ from blake3 import blake3
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.partition import partition
+from shoal.coordinator.allocate.separating import is_cut_off, reaches_all, separated
 from shoal.coordinator.plan_layout import NO_MOVES, Layout
+from shoal.coordinator.reachability import Pair
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage
@@ -36,6 +38,8 @@ class Slot:
     holders: list[MeasuredPeer] = field(default_factory=list)
     needed_bytes: float = 0.0
     """The memory that a holder needs at least, for the stage's state and a step of it."""
+    unreachable: frozenset[Pair] = frozenset()
+    """The pairs of peers that cannot reach each other."""
 
     @property
     def stayers(self) -> list[MeasuredPeer]:
@@ -48,8 +52,9 @@ class Slot:
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
-        """Whether `peer` may hold this stage: it has the memory, and for stage 0 the text."""
-        return (peer.has_data or self.index > 0) and peer.memory_bytes >= self.needed_bytes
+        """Whether `peer` may hold this stage: it has the memory, and for stage 0 the text, and reaches all holders."""
+        able = (peer.has_data or self.index > 0) and peer.memory_bytes >= self.needed_bytes
+        return able and reaches_all(peer, self.holders, self.unreachable)
 
 
 Choose = Callable[[Sequence[Slot], Sequence[Slot], MeasuredPeer], Slot]
@@ -120,7 +125,8 @@ class GreedyAllocator:
                     raise NoLayout(f"{len(placed) + len(newcomers)} peers cannot hold {len(slots)} stages")
                 raise NoLayout(_why_empty(slot, snapshot.peers))
         stages = tuple(stage_of(slot) for slot in slots)
-        return Layout(stages=stages, spares=spares, reason=_reason(stages, spares, previous, moved))
+        reason = _reason(stages, spares, previous, moved, snapshot.unreachable)
+        return Layout(stages=stages, spares=spares, reason=reason)
 
 
 def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
@@ -143,12 +149,13 @@ def _slot(snapshot: Snapshot, num_stages: int, index: int, first: int, last: int
     members = max(1, len(snapshot.peers) // num_stages)
     w = snapshot.workload
     needed_bytes = w.resident_bytes(first, last, members=members) if w is not None else 0.0
-    return Slot(index, first, last, sum(snapshot.layer_costs[first:last]), holders, needed_bytes)
+    cost = sum(snapshot.layer_costs[first:last])
+    return Slot(index, first, last, cost, holders, needed_bytes, snapshot.unreachable)
 
 
 def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
-    """The stages of `previous` with the holders that are still here."""
-    return [
+    """The stages of `previous` with the holders that are still here, and that reach those with whom they work."""
+    slots = [
         _slot(
             snapshot,
             len(previous.stages),
@@ -160,6 +167,15 @@ def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPee
         )
         for index, stage in enumerate(previous.stages)
     ]
+    leaving = {peer.peer for peer in separated([slot.holders for slot in slots], snapshot.unreachable)}
+    for slot in slots:
+        slot.holders = [peer for peer in slot.holders if peer.peer not in leaving]
+    return slots
+
+
+def may_serve(slots: Sequence[Slot], slot: Slot, peer: MeasuredPeer) -> bool:
+    """Whether `peer` may hold this stage and would reach somebody of each neighbouring stage."""
+    return slot.admits(peer) and not is_cut_off(peer, slot.index, [s.holders for s in slots], slot.unreachable)
 
 
 def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choose) -> tuple[PeerID, ...]:
@@ -168,7 +184,7 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
     spares: list[PeerID] = []
     while waiting:
         open_slots = [slot for slot in slots if not slot.stayers] or list(slots)
-        able = [peer for peer in waiting if slots[0].admits(peer)]
+        able = [peer for peer in waiting if may_serve(slots, slots[0], peer)]
         if not slots[0].stayers and able:
             # Stage 0 comes first, while peers that can serve it are not spent elsewhere. The slowest is enough to begin
             # with where text is rare; where everyone has it the fastest goes wherever it helps most.
@@ -177,7 +193,8 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
             waiting.remove(peer)
             continue
         peer = waiting.pop(0)
-        fitting = [slot for slot in open_slots if slot.admits(peer)] or [slot for slot in slots if slot.admits(peer)]
+        able_at = [slot for slot in slots if may_serve(slots, slot, peer)]
+        fitting = [slot for slot in open_slots if slot in able_at] or able_at
         if fitting:
             choose(slots, fitting, peer).holders.append(peer)
         else:
@@ -209,7 +226,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
             for other in slots
             if len(other.stayers) > 1 or (slot.index == 0 and enough)
             for rank, peer in enumerate(other.stayers)
-            if slot.admits(peer)
+            if may_serve(slots, slot, peer)
         ]
         if donors:
             *_, other, peer = min(donors, key=lambda donor: donor[:5])
@@ -251,7 +268,11 @@ def stage_of(slot: Slot) -> Stage:
 
 
 def _reason(
-    stages: Sequence[Stage], spares: Sequence[PeerID], previous: Plan | None, moved: Sequence[tuple[PeerID, int]]
+    stages: Sequence[Stage],
+    spares: Sequence[PeerID],
+    previous: Plan | None,
+    moved: Sequence[tuple[PeerID, int]],
+    unreachable: frozenset[Pair],
 ) -> str:
     """One sentence on what the layout changes."""
     now = {peer for stage in stages for peer in stage.peers} | set(spares)
@@ -261,6 +282,12 @@ def _reason(
     parts = [f"{peer[-8:]} joined" for peer in sorted(now - before)]
     parts += [f"{peer[-8:]} left" for peer in sorted(before - now)]
     parts += [f"{peer[-8:]} moved to stage {index}" for peer, index in moved]
+    displaced = {p for old, new in zip(previous.stages, stages, strict=True) for p in set(old.peers) - set(new.peers)}
+    parts += [
+        f"{one[-8:]} and {other[-8:]} cannot reach each other"
+        for one, other in sorted(unreachable)
+        if displaced & now & {one, other} and {one, other} <= before
+    ]
     # A sentence for people must not make the plan of a large swarm outgrow its message.
     shown = parts[:4] + ([f"{len(parts) - 4} more changes"] if len(parts) > 4 else [])
     return ", ".join(shown) or NO_MOVES

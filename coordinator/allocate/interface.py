@@ -8,6 +8,7 @@ from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
 from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.reachability import Pair
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert
@@ -75,6 +76,9 @@ class Snapshot:
     """What a step asks of the devices; a search needs it, and `network`, besides the rest."""
     network: MeasuredNetwork | None = None
     """What lies between `peers`, in their order."""
+    unreachable: frozenset[Pair] = frozenset()
+    """The pairs of peers that cannot reach each other: no group has both, and no microbatch goes from one to the
+    other."""
     seen_tokens_per_s: float = 0.0
     """How fast the live layout is, by what was committed; 0: it has made too few steps. Figures of devices and links
     that say less than this of it are wrong."""

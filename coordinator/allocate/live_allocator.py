@@ -33,7 +33,16 @@ from shoal.coordinator.allocate.dividing import (
     seen_or_foreseen_s,
     worth_its_standstill,
 )
-from shoal.coordinator.allocate.greedy import Choose, GreedyAllocator, Slot, first_reason, poorest, slots_of, stage_of
+from shoal.coordinator.allocate.greedy import (
+    Choose,
+    GreedyAllocator,
+    Slot,
+    first_reason,
+    may_serve,
+    poorest,
+    slots_of,
+    stage_of,
+)
 from shoal.coordinator.allocate.idle_devices import with_idle_devices
 from shoal.coordinator.allocate.interface import MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
@@ -68,6 +77,9 @@ core: boundaries move only by a standstill, so what it misses by bad luck is kep
 It is proportionally less again for a small swarm."""
 
 
+REPLACED_COST = 0.01
+"""Who takes the place of somebody lost may make a step longer by this part. A third holder of a stage that is not the
+longest gains nothing by itself, and lets one of the others go where it is needed."""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
 """The shares of a layout that stays are set anew once one is so many times off; below the second figure they say
@@ -177,7 +189,9 @@ def _aside(
     snapshot: Snapshot, previous: Plan | None, place: _Place | None, *, with_newcomers: bool
 ) -> tuple[PeerID, ...]:
     """The spares that are not needed now, because they would slow the others down. As many as were lost since the
-    previous plan, or as stages have lone holders to whom a second one is worth it, take part, those that help most.
+    previous plan, or as stages have lone holders to whom a second one is worth it, take part: those that help most, and
+    none that makes a step longer by more than `REPLACED_COST`. Who has lost its place because it cannot reach others is
+    one more of them.
 
     Args: with_newcomers: who is new is a spare too; else everybody who is new takes part.
     """
@@ -187,18 +201,28 @@ def _aside(
     slots = slots_of(snapshot, previous, by_id)
     known = {*previous.spares, *(peer for stage in previous.stages for peer in stage.peers)}
     newcomers = [p.peer for p in snapshot.peers if p.peer not in known and not p.draining] if with_newcomers else []
-    free = [*(p for p in previous.spares if p in by_id), *newcomers]
+    holding = {peer.peer for slot in slots for peer in slot.holders}
+    leaving = [
+        peer.peer
+        for stage in previous.stages
+        for p in stage.peers
+        if (peer := by_id.get(p)) is not None and p not in holding and snapshot.unreachable and not peer.draining
+    ]
+    free = [*(p for p in previous.spares if p in by_id), *leaving, *newcomers]
     num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
     tried = [by_id[peer] for peer in free[:SPARES_TRIED]]
     num_lacking = _num_lacking(snapshot, slots, tried, place) if with_newcomers else 0
     num_needed = max(num_lost, num_lacking)
-    if place is not None and 0 < num_needed < len(free):
+    if place is not None and num_needed > 0 and free:
         best: dict[PeerID, float] = {}
         for peer in tried:
-            fitting = [slot for slot in slots if slot.admits(peer)]
+            fitting = [slot for slot in slots if may_serve(slots, slot, peer)]
             best[peer.peer] = min(place.seconds(slots, fitting, peer).values(), default=math.inf)
         free.sort(key=lambda peer: best.get(peer, math.inf))
+        if num_lacking == 0 and math.isfinite(now_s := place.seconds_now(slots)):
+            most_s = (1.0 + REPLACED_COST) * now_s
+            num_needed = min(num_needed, sum(best.get(peer, math.inf) <= most_s for peer in free))
     return tuple(sorted(free[num_needed:]))
 
 

@@ -14,6 +14,7 @@
 | probed less than 3 times |                                                                                         |
 | rate inside a machine   | the usual one inside machines                                                           |
 | who shares a card        | peers that name one machine and are near each other                                     |
+| unreachable pairs        | there is no path, rate 0                                                                |
 
 Memory is a claim: nobody else can measure it.
 """
@@ -70,6 +71,11 @@ def topology_of(snapshot: Snapshot) -> Topology:
     rate = np.where(network.is_certain, network.bytes_per_s, np.fmax(network.bytes_per_s, estimate))
     np.fill_diagonal(rate, 0.0)
     np.fill_diagonal(latency, 0.0)
+    number = {peer.peer: index for index, peer in enumerate(peers)}
+    for one, other in snapshot.unreachable:
+        if one in number and other in number:
+            i, j = number[one], number[other]
+            rate[i, j] = rate[j, i] = 0.0
     return make_topology(
         latency,
         rate,

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 
+from shoal.coordinator.allocate.at_once import one_a_stage
 from shoal.coordinator.allocate.evolution import POPULATION, evolve
 from shoal.coordinator.allocate.genome import LEFT_OUT, Assignment
 from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
@@ -185,6 +186,8 @@ class _Search:
             begin = [] if start is None else [refine(start, self._levels[index - 1], level)]
             if self._current is not None:
                 begin.append(coarsen(_assignment(self._topology.num_devices, self._current), level))
+            if (chain := self._chain(num_stages)) is not None:
+                begin.append(coarsen(_assignment(self._topology.num_devices, chain), level))
             begin = [evaluator.repair(each, seed=self._seed) for each in begin]
             budget = (work - spent) // (len(self._levels) - index)
             keep, share = (POPULATION, None) if start is None else (len(begin), budget)
@@ -199,6 +202,19 @@ class _Search:
         if found.cost >= IMPOSSIBLE or not all(stages):
             return None, math.inf, spent
         return Placement(stages=stages, bounds=bounds), found.cost, spent
+
+    def _chain(self, num_stages: int) -> Placement | None:
+        """A placement that is possible, where some devices do not reach others; None: everybody reaches everybody, or
+        none is found. Of random groups none may be possible, and a search begins nowhere then."""
+        t = self._topology
+        num_paths = int((t.bytes_per_s > 0.0).sum())
+        if num_paths >= t.num_devices * (t.num_devices - 1):
+            return None
+        try:
+            found, _ = one_a_stage(t, self._workload, ThroughputObjective(t, self._workload), num_stages)
+        except NoLayout:
+            return None
+        return found
 
     def _evaluator(self, level: Level, num_stages: int) -> ThroughputEvaluator:
         """An evaluator for one level; moving is counted for single devices only."""

@@ -102,4 +102,12 @@ class _Mending:
         members = len(set(self.stages[k]) | {device})
         needed = self._workload.resident_bytes(first, last, members=members)
         enough = float(self._topology.memory_bytes[device]) > needed
-        return enough and (k > 0 or bool(self._topology.may_feed[device]))
+        return enough and (k > 0 or bool(self._topology.may_feed[device])) and self._reaches(device, k)
+
+    def _reaches(self, device: int, k: int) -> bool:
+        """Whether there is a path both ways to each member of stage k, and to somebody of each neighbouring stage."""
+        rate = self._topology.bytes_per_s
+        meets = (rate[device] > 0.0) & (rate[:, device] > 0.0)
+        near = [self.stages[n] for n in (k - 1, k + 1) if 0 <= n < len(self.stages) and self.stages[n]]
+        mates = [d for d in self.stages[k] if d != device]
+        return bool(meets[mates].all()) and all(any(meets[d] or d == device for d in members) for members in near)

@@ -269,6 +269,10 @@ def _saturate(P, S, k, first, last):
         else:
             S.loads[SLOPE, d] = np.inf
             S.loads[OFFSET, d] = 0.0
+    for a in range(n):
+        d = S.members[k, a]
+        if S.loads[OUT_RATE, d] <= 0.0 or S.loads[IN_RATE, d] <= 0.0:
+            return np.inf, np.inf
     seconds = reduce_s
     if not seconds < np.inf:
         return np.inf, np.inf

@@ -44,7 +44,8 @@ T is what plans are compared by. The **tokens/s** that are said to people are fo
 **Memory.** Stage k's member holds `Workload.resident_bytes` and, for each microbatch in flight, what its backward
 needs; in flight are 1.5 (the window's gain, `peer/replica/flow.py`) x its rate x its round trip, and one more, but
 never more than its share of s_max + 1 steps. What does not fit is impossible, and so are a stage without members, a
-member of stage 0 without the text, and a stage between whose members and its neighbour's there is no path.
+member of stage 0 without the text, two members of a stage without a path between them, and a member without a path to
+any of a neighbouring stage's.
 
 **Staleness** s, the mean over microbatches and stages. What starts at stage k between the last microbatch of a step and
 its commit wants a version that is not there:
@@ -142,7 +143,9 @@ class ThroughputObjective:
         free_rates = [self._free_rate(stage, card) for stage, card in zip(stages, cards, strict=True)]
         stage_s = [seconds for seconds, _ in saturated]
         if not all(math.isfinite(seconds) for seconds in stage_s):
-            return Cost.impossible(f"stage {stage_s.index(math.inf)} is cut off from its neighbour")
+            return Cost.impossible(
+                f"a member of stage {stage_s.index(math.inf)} is cut off from its mates or neighbours"
+            )
         flows, hops_s = self._pairs(stages, [taken / s for s, taken in saturated])
         if any(flow <= 0.0 for flow in flows):
             return Cost.impossible(f"no path between stages {flows.index(0.0)} and {flows.index(0.0) + 1}")
@@ -259,6 +262,8 @@ class ThroughputObjective:
         slope = np.where(limited, card / np.where(limited, per_card, 1.0), 0.0)
         offset = np.where(limited, stage.reduced / np.where(limited, per_card, 1.0), 0.0)
         seconds = self._reduce_s(stage, card)
+        if not math.isfinite(seconds) or not (stage.path_rate > 0.0).all():
+            return math.inf, np.zeros(len(card))
         for _ in range(2 * len(card) + 2):
             by_card = np.where(limited, slope * seconds - offset, np.inf)
             taken = np.maximum(np.minimum(rate * seconds, by_card), 0.0)

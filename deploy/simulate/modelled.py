@@ -27,6 +27,7 @@ from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, che
 from shoal.deploy.simulate.pinned import PinnedAllocator
 from shoal.deploy.simulate.result import STEPS_MIN, Ending, SimResult, StepCommitted
 from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.severing import Severing, check_severings
 from shoal.deploy.simulate.slowing import Slowing, check_slowings
 from shoal.deploy.simulate.standstill import Seen, why_no_step
 from shoal.protocol.errors import LocalError
@@ -78,8 +79,9 @@ class ModelledRun:
     """A placement holds as long as its devices are there; an allocator is asked at every change; None: the live one."""
     seed: int = 0
     churn: Sequence[Churn] = ()
-    slowings: Sequence[Slowing] = ()
-    """Devices and links that become slower; those of devices that come later do not count."""
+    hindrances: Sequence[Slowing | Severing] = ()
+    """Devices and links that become slower, and pairs that lose each other; those of devices that come later do not
+    count."""
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     ports: Callable[[Seat], Ports] | None = None
@@ -98,7 +100,9 @@ def run_modelled(run: ModelledRun) -> SimResult:
     devices = {device for stage in _placed(run) for device in stage}
     check_devices(run.topology, devices, "the placement")
     check_devices(run.topology, {event.device for event in run.churn}, "the churn")
-    check_slowings(run.topology, run.slowings)
+    slowings, severings = _hindrances(run)
+    check_slowings(run.topology, slowings)
+    check_severings(run.topology, severings)
     begun_s = time.perf_counter()
     with _collecting_rarely():
         result = run_in_virtual_time(_play(run))
@@ -141,8 +145,13 @@ async def _play(run: ModelledRun) -> SimResult:
     for event in sorted(run.churn, key=lambda event: event.at_s):
         happen = {"add": swarm.launch, "remove": swarm.remove, "leave": swarm.leave}[event.kind]
         asyncio.get_running_loop().call_at(event.at_s, happen, event.device)
-    for slowing in sorted(run.slowings, key=lambda slowing: slowing.at_s):
+    slowings, severings = _hindrances(run)
+    for slowing in sorted(slowings, key=lambda slowing: slowing.at_s):
         asyncio.get_running_loop().call_at(slowing.at_s, swarm.slow, slowing)
+    for severing in sorted(severings):
+        asyncio.get_running_loop().call_at(severing.at_s, swarm.sever, severing.one, severing.other)
+        if severing.until_s < math.inf:
+            asyncio.get_running_loop().call_at(severing.until_s, swarm.join, severing.one, severing.other)
     cut_off = await _until_over(run, ledger)
     ledger.read_jobs()
     ledger.failures += [f"{name}: {error!r}" for name, error in world.failures]
@@ -167,6 +176,11 @@ async def _play(run: ModelledRun) -> SimResult:
         trace_hash=world.trace_hash(),
         first_step_bytes=first_bytes[0] if first_bytes else None,
     )
+
+
+def _hindrances(run: ModelledRun) -> tuple[list[Slowing], list[Severing]]:
+    slowings = [each for each in run.hindrances if isinstance(each, Slowing)]
+    return slowings, [each for each in run.hindrances if isinstance(each, Severing)]
 
 
 def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> Seen:

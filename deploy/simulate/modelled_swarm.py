@@ -9,6 +9,7 @@ from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.arithmetic import ModelledArithmetic
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.routing import Routing
+from shoal.deploy.simulate.severing import pairs_apart
 from shoal.deploy.simulate.slowing import Slowing, link_bytes_per_s
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
@@ -19,6 +20,7 @@ from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.ports import Compute, Transport
 from shoal.protocol.sim.network import LinkSpec
+from shoal.protocol.sim.paths import Cut
 from shoal.protocol.sim.trust import TrustingSeals
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec
@@ -73,6 +75,12 @@ class ModelledSwarm:
         self._nodes: dict[int, Node] = {}
         """The nodes that have begun and have not been told to leave."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._apart: dict[int, set[int]] = {}
+        """Device -> those towards which the network has no path for it."""
+        for one, other in pairs_apart(topology):
+            self._apart.setdefault(one, set()).add(other)
+            self._apart.setdefault(other, set()).add(one)
+        self._severed: dict[frozenset[int], Cut] = {}
 
     def launch(self, device: int) -> None:
         """Start the next process of `device`; nothing if one runs."""
@@ -87,6 +95,8 @@ class ModelledSwarm:
             down_bytes_per_s=float(t.down_bytes_per_s[device]),
             plug=int(t.card[device]),
         )
+        if device not in self._peers and (apart := self._apart.get(device, set()).intersection(self._peers)):
+            self._world.partition([peer], [self._peers[other] for other in sorted(apart)])
         self._peers[device] = peer
         self._nodes.pop(device, None)
         self._owner = self._owner or peer.peer_id
@@ -136,6 +146,18 @@ class ModelledSwarm:
                     rate_bytes_per_s=link_bytes_per_s(t, source, destination) / slowing.times,
                 )
                 self._world.set_link(self._peers[source], self._peers[destination], link)
+
+    def sever(self, one: int, other: int) -> None:
+        """Let two devices that have been launched lose each other."""
+        pair = frozenset((one, other))
+        if pair not in self._severed and len(pair.intersection(self._peers)) == 2:
+            self._severed[pair] = self._world.partition([self._peers[one]], [self._peers[other]])
+
+    def join(self, one: int, other: int) -> None:
+        """Let two devices that have lost each other meet again."""
+        cut = self._severed.pop(frozenset((one, other)), None)
+        if cut is not None:
+            self._world.heal(cut)
 
     async def _live(self, device: int, life: int, peer: SimPeer) -> None:
         assert self._owner is not None

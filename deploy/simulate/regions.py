@@ -7,7 +7,7 @@ import numpy as np
 
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import SCENARIO_DEVICES_MAX
-from shoal.protocol.topology import Floats, Topology, make_topology
+from shoal.protocol.topology import Floats, Topology, check_everybody_is_reached, close_paths, make_topology
 
 _BITS_PER_BYTE = 8.0
 _GIGA = 1e9
@@ -52,6 +52,8 @@ class Region(Section, frozen=True):
     has_text: bool = True
     watts: float | None = None
     """What one device draws while it trains, with its part of the machine."""
+    behind_nat: bool = False
+    """Whether each machine is behind a router of its own: two such machines do not meet, wherever they are."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "a region needs a name")
@@ -104,10 +106,15 @@ class NetworkSection(Section, frozen=True):
     region: tuple[Region, ...] = ()
     path: tuple[Path, ...] = ()
     elsewhere: Elsewhere | None = None
+    unreachable: tuple[tuple[str, str], ...] = ()
+    """Pairs of devices, by name (`home-0`), that cannot reach each other."""
 
     def __post_init__(self) -> None:
         require(bool(self.file) != bool(self.region), "give either file or regions")
-        require(not self.file or not (self.path or self.elsewhere), "paths are for regions, not for a file")
+        require(
+            not self.file or not (self.path or self.elsewhere or self.unreachable),
+            "paths are for regions, not for a file",
+        )
         names = [region.name for region in self.region]
         require(len(set(names)) == len(names), "two regions have one name")
         devices = sum(region.count for region in self.region)
@@ -140,7 +147,10 @@ def topology_of(network: NetworkSection) -> Topology:
     same = card[:, None] == card[None, :]
     latency_s = np.where(same, each([r.machine_ms * _MILLI for r in regions])[:, None], latency_s)
     bytes_per_s = np.where(same, each([_bytes_per_s(r.machine_mbps) for r in regions])[:, None], bytes_per_s)
-    return make_topology(
+    names = tuple(f"{regions[r].name}-{n}" for r, n in zip(region, number, strict=True))
+    behind_nat = np.array([r.behind_nat for r in regions])[region]
+    close_paths(bytes_per_s, card, names, behind_nat, network.unreachable)
+    topology = make_topology(
         latency_s,
         bytes_per_s,
         flop_per_s=each([r.tflops * _TERA for r in regions]),
@@ -148,10 +158,12 @@ def topology_of(network: NetworkSection) -> Topology:
         up_bytes_per_s=each([_bytes_per_s(r.up_mbps) for r in regions]),
         down_bytes_per_s=each([_bytes_per_s(r.down_mbps) for r in regions]),
         card=card,
-        names=tuple(f"{regions[r].name}-{n}" for r, n in zip(region, number, strict=True)),
+        names=names,
         regions=tuple(regions[r].name for r in region),
         may_feed=each([float(r.has_text) for r in regions]),
     )
+    check_everybody_is_reached(topology)
+    return topology
 
 
 def _between_regions(network: NetworkSection) -> tuple[Floats, Floats]:

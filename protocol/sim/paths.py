@@ -140,22 +140,32 @@ class Cuts:
 
     def __init__(self) -> None:
         self._cuts: list[Cut] = []
+        self._found: dict[tuple[int, int], bool] = {}
+        """What `is_cut` has answered since the last cut or healing: a network with routers has a cut for each."""
 
     def add(self, sources: Iterable[int], destinations: Iterable[int], *, one_way: bool, now_s: float) -> Cut:
         cut = Cut(frozenset(sources), frozenset(destinations), one_way, now_s)
         self._cuts.append(cut)
+        self._found.clear()
         return cut
 
     def remove(self, cut: Cut | None) -> None:
         """Heal one; with None, all."""
         self._cuts = [] if cut is None else [other for other in self._cuts if other is not cut]
+        self._found.clear()
 
     def __bool__(self) -> bool:
         return bool(self._cuts)
 
     def is_cut(self, source: int, destination: int) -> bool:
         # Asked for every frame and call, while nearly always nothing is cut.
-        return bool(self._cuts) and any(cut.covers(source, destination) for cut in self._cuts)
+        if not self._cuts:
+            return False
+        found = self._found.get((source, destination))
+        if found is None:
+            found = any(cut.covers(source, destination) for cut in self._cuts)
+            self._found[source, destination] = found
+        return found
 
     def since_s(self, source: int, destination: int) -> float | None:
         """The time at which the pair lost touch in either direction; None if it has not."""

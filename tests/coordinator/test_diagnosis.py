@@ -9,7 +9,7 @@ from shoal.coordinator.diagnosis import seconds
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
-from shoal.protocol.messages import Holding
+from shoal.protocol.messages import Holding, LinkReport
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
 
 SPEC = RunSpec(model=ModelSpec(num_layers=4), swarm=SwarmSpec(stages=2, min_peers=2, heartbeat_s=1.0, term_s=60.0))
@@ -154,3 +154,19 @@ def test_the_time_left_follows_from_the_rate(swarm):
 @pytest.mark.parametrize(("span_s", "words"), [(0.4, "0 s"), (119.0, "119 s"), (600.0, "10 min"), (8000.0, "2 h")])
 def test_spans_are_read_at_a_glance(span_s, words):
     assert seconds(span_s) == words
+
+
+def lose(policy, one, other):
+    for here, there in ((one, other), (other, one)):
+        report = LinkReport(peer=PeerID(there), round_trip_s=0.1, bytes_per_s=0.0, num_failed=2)
+        policy.view.survey.reach.note(PeerID(here), [report], 10.0)
+
+
+def test_a_pair_that_cannot_reach_each_other_is_named(swarm, make_advert):
+    inside = {name: {"advert": make_advert(name, addresses=("/ip4/192.168.0.7/tcp/1",))} for name in ("ben", "eve")}
+    policy, _ = made = swarm([["ana", "bob"], ["ben", "eve"]], **inside)
+    lose(policy, "ben", "eve")
+    assert told(made, 20.0).risks == ("ben and eve cannot reach each other (both behind routers)",)
+    lose(policy, "ana", "bob")
+    policy.view.roster.presences["ana"].advert = make_advert("ana", addresses=("/ip4/8.8.8.8/tcp/1", "/ip4/no", "x"))
+    assert told(made, 20.0).risks == ("ana and bob; ben and eve cannot reach each other",)

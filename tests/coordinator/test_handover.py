@@ -9,7 +9,7 @@ from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.handover import ADVERTS_MAX, LEAST_NEEDED, fitting
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.limits import CONTROL_BYTES_MAX
-from shoal.protocol.messages import Absence, ArrivalStatistics, HandOver, PeerRecord, PlanNote
+from shoal.protocol.messages import Absence, ArrivalStatistics, HandOver, PeerRecord, PlanNote, UnreachablePair
 from shoal.protocol.spec import RunSpec, SwarmSpec
 
 NAMES = [f"{number:052}" for number in range(512)]
@@ -27,7 +27,7 @@ def size(will):
 
 
 @pytest.mark.parametrize(
-    ("plan_bytes", "left_out"), [(55_000, 0), (120_000, 1), (200_000, 4), (230_000, 5), (300_000, 6)]
+    ("plan_bytes", "left_out"), [(55_000, 0), (120_000, 1), (200_000, 4), (230_000, 5), (300_000, 7)]
 )
 def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out):
     will = HandOver(
@@ -39,6 +39,7 @@ def test_what_is_needed_least_is_left_out_first(make_large, plan_bytes, left_out
         loads=((1.0,) * 1024,) * 4,
         records=tuple(PeerRecord(name, 1.0, 1.0) for name in NAMES),
         arrivals=(ArrivalStatistics(NAMES[0], 1.0, 1.0, 9.0),),
+        unreachable=(UnreachablePair(NAMES[0], NAMES[1], 9.0),),
     )
     less = fitting(will)
     assert size(less) <= CONTROL_BYTES_MAX or plan_bytes > CONTROL_BYTES_MAX

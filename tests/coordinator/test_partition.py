@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from shoal.protocol.messages import Ping, PingRequest
+
 pytestmark = pytest.mark.sim
 
 
@@ -90,21 +92,45 @@ def test_a_coordinator_that_is_cut_off_one_way_is_replaced(run_swarm, deaf):
     run_swarm(scenario, min_peers=6).chain()
 
 
-def test_who_lost_only_its_own_way_to_the_coordinator_turns_nothing_over(run_swarm):
+def test_who_lost_only_its_own_way_to_the_coordinator_stays_and_the_role_goes_to_who_reaches_both(run_swarm):
     async def scenario(swarm):
         await swarm.begin(6)
         await asyncio.sleep(3)
+        old = swarm.coordinator
         standby = next(peer for peer in swarm.alive() if peer.coordination._core._watch._close)
-        swarm.world.partition([standby.port], [swarm.coordinator.port])
+        swarm.world.partition([standby.port], [old.port])
         await asyncio.sleep(2.5)
         assert swarm.agreed()
-        rest = [peer for peer in swarm.alive() if peer is not standby]
-        await swarm.until(lambda: all(standby.peer_id not in peer.plan.members for peer in rest), within_s=5)
+        await swarm.until(lambda: swarm.agreed() and swarm.coordinator not in (old, standby), within_s=12)
         await asyncio.sleep(20)
-        assert {peer.plan.term for peer in rest} == {1}
-        assert swarm.coordinator.coordination.is_coordinator
+        assert swarm.agreed()
+        assert swarm.coordinator.plan.term == 2, "handed over once, and nobody took it"
+        assert all({old.peer_id, standby.peer_id} <= set(plan.members) for plan in swarm.chain())
 
-    run_swarm(scenario, min_peers=6, term_s=1e4).chain()
+    run_swarm(scenario, min_peers=6, term_s=1e4)
+
+
+def test_a_dead_member_is_not_kept_alive_by_a_liar(run_swarm):
+    """Of those that are asked to ping the dead one says that they answer."""
+
+    async def scenario(swarm):
+        await swarm.begin(6)
+        await asyncio.sleep(3)
+        victim, *rest = [peer for peer in swarm.alive() if peer is not swarm.coordinator]
+
+        async def lie(source, message):
+            return Ping()
+
+        liar = next(peer for peer in rest if peer.plan.stage_of(peer.peer_id) == victim.plan.stage_of(victim.peer_id))
+        endpoint = liar.coordination._endpoint
+        endpoint.off(liar.coordination._ping_for)
+        endpoint.on(PingRequest, lie)
+        swarm.world.pause(victim.port)
+        left = [peer for peer in swarm.alive() if peer is not victim]
+        await swarm.until(lambda: all(victim.peer_id not in p.plan.members for p in left), within_s=20)
+        bury(swarm, [victim])
+
+    run_swarm(scenario, min_peers=6, term_s=1e4)
 
 
 @pytest.mark.parametrize(("how", "within_s"), [("killed", 1.6), ("suspended", 3.6)])

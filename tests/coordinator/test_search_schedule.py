@@ -201,16 +201,16 @@ def test_milliseconds_are_no_drift():
 
 
 def test_a_successor_searches_only_what_its_predecessor_has_not(schedule, live, make_plan):
-    assert not schedule.has_searched(live)
+    assert not schedule.has_searched(live, SWARM)
     look(schedule, live, 0.0)
     schedule.returned(look(schedule, live, SETTLED), None)
-    assert schedule.has_searched(live)
+    assert schedule.has_searched(live, SWARM)
 
     def searches(plan, *, searched):
         heir = SearchSchedule(1.0, enabled=True)
         heir.begin_term(plan, 0.0, searched=searched)
         found = [second for second in range(60) if look(heir, plan, float(second))]
-        assert heir.has_searched(plan) is (searched and not found)
+        assert heir.has_searched(plan, SWARM) is (searched and not found)
         return bool(found)
 
     second = make_plan(GROUPS, coordinator="b", order=(2, 2), fresh=False).plan

@@ -32,6 +32,8 @@ WORDS = {
 }
 """What may happen to a host, and how many words follow."""
 SETTABLE = ("up_mbps", "down_mbps", "queue_ms", "last_mile_ms", "jitter_ms", "loss")
+CLOSED_NATS = ("port-restricted", "symmetric")
+"""Two hosts behind such routers do not meet: neither lets in who was not called first, at that very port."""
 _ENDLESS = 1_000_000
 
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
@@ -125,6 +127,10 @@ class ScenarioFile(_Section, frozen=True):
     elsewhere_ms: NotNegative = 20.0
     """One way between places that no path names."""
     seed: int = 1
+    nat_pairs: Literal["apart", "carried", "open"] = "apart"
+    """What becomes, in virtual time, of two hosts behind NATs of their own, both port-restricted or symmetric: they do
+    not meet; or a third host, behind no NAT, carries what they say to each other; or they meet as if there were no
+    NATs. Real peers do what they can."""
     paths: tuple[PathSection, ...] = ()
     events: tuple[Event, ...] = ()
     model: dict[str, Any] = {}
@@ -186,6 +192,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def line_of(self) -> dict[str, str]:
         return {host.name: host.home or host.name for host in self.hosts}
+
+    @property
+    def nat_pairs(self) -> list[tuple[str, str]]:
+        """The pairs of hosts that no NAT lets meet, each once."""
+        closed = [host.name for host in self.hosts if self.lines[self.line_of[host.name]].nat in CLOSED_NATS]
+        pairs = itertools.combinations(closed, 2)
+        return [(one, other) for one, other in pairs if self.line_of[one] != self.line_of[other]]
 
     def path(self, line: str, other: str) -> PathBetween:
         """Between two lines, one way, without their last miles."""

@@ -1,15 +1,21 @@
 """Scenario files are closed and complete, and both worlds are told the same; no process, no namespace."""
 
+import asyncio
 import math
 from pathlib import Path
 
 import pytest
 
+from carried import CarriedTransport
 from figures import Figures, Sides, Step, kept, paces, rate, table
 from scenario import find_scenario, load_scenario, shipped
 from shoal.protocol.errors import LocalError
+from shoal.protocol.ports import Priority
+from shoal.protocol.sim.loop import run
+from shoal.protocol.sim.network import uniform
+from shoal.protocol.sim.world import World
 from tcp import tcp_bytes_per_s
-from virtual import topology_of
+from virtual import carriers_of, topology_of
 
 PLAIN = """
 title = "two"
@@ -143,3 +149,61 @@ def test_a_table_shows_one_world_or_both():
     assert "up a" in both
     assert "b works                9.5 s" in both
     assert "1.50" not in table(Sides(scenario="x", title="two", real=real))
+
+
+NATS = """
+title = "nats"
+seconds = 30
+hosts = [
+  { name = "far", last_mile_ms = 40 },
+  { name = "near", last_mile_ms = 1 },
+  { name = "a", home = "flat", nat = "symmetric" },
+  { name = "b", home = "flat" },
+  { name = "c", nat = "port-restricted" },
+  { name = "d", nat = "full-cone" },
+]
+[swarm]
+min_peers = 2
+"""
+
+
+@pytest.mark.parametrize("said", ["", 'nat_pairs = "carried"', 'nat_pairs = "open"'])
+def test_which_hosts_behind_nats_meet(tmp_path, said):
+    scenario = load(tmp_path, NATS.replace("[swarm]", said + "\n[swarm]"))
+    assert scenario.nat_pairs == [("a", "c"), ("b", "c")], "not the two of one home, nor who lets others in"
+    rates = topology_of(scenario, dict.fromkeys([host.name for host in scenario.hosts], 10.0)).bytes_per_s
+    closed = {(i, j) for i in range(6) for j in range(i) if rates[i, j] == 0.0}
+    assert closed == (set() if "open" in said else {(4, 2), (4, 3)})
+    carriers = carriers_of(scenario)
+    assert carriers == (dict.fromkeys([(2, 4), (4, 2), (3, 4), (4, 3)], 1) if "carried" in said else {})
+
+
+def test_what_a_third_host_carries_takes_both_ways_and_its_uplink():
+    async def scenario():
+        world = World(1, uniform(0.05), acquainted=True)
+        ports = {name: world.add_peer(name, up_bytes_per_s=1e6) for name in ("a", "b", "c")}
+        ids = {name: port.peer_id for name, port in ports.items()}
+        ways = {"a": {ids["b"]: ids["c"]}, "b": {ids["a"]: ids["c"]}, "c": {}}
+        ends = {name: CarriedTransport(port.transport, ways[name]) for name, port in ports.items()}
+        got = []
+
+        async def answer(source, request):
+            return request + b" from " + source.encode()
+
+        async def take(source, meta, payload):
+            got.append((source, meta, bytes(payload), world.now_s()))
+
+        for end in ends.values():
+            end.serve(on_call=answer, on_frame=take)
+        world.partition([ports["a"]], [ports["b"]])
+        asked_s = world.now_s()
+        assert await ends["a"].call(ids["b"], b"hello", timeout_s=5.0) == b"hello from " + ids["a"].encode()
+        assert world.now_s() - asked_s == pytest.approx(0.2, abs=0.01)
+        sent_s = world.now_s()
+        await ends["a"].send(ids["b"], b"meta", bytes(1_000_000), priority=Priority.BULK)
+        await asyncio.sleep(5.0)
+        ((source, meta, payload, at_s),) = got
+        assert (source, meta, len(payload)) == (ids["a"], b"meta", 1_000_000)
+        assert at_s - sent_s == pytest.approx(2.1, abs=0.05), "a second on each uplink"
+
+    run(scenario())

@@ -1,8 +1,8 @@
 """Plays a scenario in virtual time: the real drivers, whose own coordinators decide, on modelled devices and links.
 
-What the simulator does not know is left out, and the comparison with real peers shows what it costs: NATs (everybody
-reaches everybody), the lengths of queues, jitter but for its mean, snapshots. Of lost packets it knows that they make a
-connection slower (`tcp.py`).
+What the simulator does not know is left out, and the comparison with real peers shows what it costs: the lengths of
+queues, jitter but for its mean, snapshots. Of lost packets it knows that they make a connection slower (`tcp.py`), of
+NATs which pairs do not meet (`Scenario.nat_pairs`), or meet over a third host.
 """
 
 import asyncio
@@ -15,10 +15,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from carried import CarriedTransport
 from figures import Figures, Step, paces, shown_layout
 from scenario import Event, Scenario
 from shoal.deploy.simulate.logbook import SimLedger
-from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, name_of, peer_ids
+from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, name_of, peer_ids
 from shoal.deploy.simulate.result import StepCommitted
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
@@ -83,9 +84,19 @@ class _Virtual:
     def __post_init__(self) -> None:
         spec = _spec(self.scenario.spec)
         self.ledger = _Ledger(self, self.topology.num_devices, steps=spec.training.steps)
-        self.swarm = ModelledSwarm(self.world, self.topology, spec, None, self.ledger, chunk_bytes=_CHUNK_BYTES)
+        self.swarm = ModelledSwarm(
+            self.world, self.topology, spec, None, self.ledger, chunk_bytes=_CHUNK_BYTES, ports=self._ports
+        )
         self._devices = {peer: i for i, peer in peer_ids(self.world, range(self.topology.num_devices)).items()}
         self._lines = _settable(self.scenario)
+
+    def _ports(self, seat: Seat) -> Ports:
+        carriers = {
+            seat.peers[there]: seat.peers[carrier]
+            for (here, there), carrier in carriers_of(self.scenario).items()
+            if here == seat.device
+        }
+        return CarriedTransport(seat.peer.transport, carriers), seat.peer.compute, None
 
     def launch(self, device: int) -> None:
         self.started_s[device] = asyncio.get_running_loop().time()
@@ -259,9 +270,12 @@ def topology_of(scenario: Scenario, gflops: Mapping[str, float]) -> Topology:
     ends = [scenario.lines[scenario.line_of[host.name]] for host in scenario.hosts]
     lines = _settable(scenario)
     latency_s = _latency_s(scenario, lines)
+    rates = _bytes_per_s(scenario, lines, latency_s)
+    for here, there in _pairs_apart(scenario):
+        rates[here, there] = 0.0
     return make_topology(
         latency_s,
-        _bytes_per_s(scenario, lines, latency_s),
+        rates,
         flop_per_s=np.array([gflops[host.name] for host in scenario.hosts]) * 1e9,
         up_bytes_per_s=np.array([line.up_mbps for line in ends]) * _MBIT,
         down_bytes_per_s=np.array([line.down_mbps for line in ends]) * _MBIT,
@@ -269,6 +283,29 @@ def topology_of(scenario: Scenario, gflops: Mapping[str, float]) -> Topology:
         names=tuple(host.name for host in scenario.hosts),
         regions=tuple(host.place or host.name for host in scenario.hosts),
     )
+
+
+def carriers_of(scenario: Scenario) -> dict[tuple[int, int], int]:
+    """(from, to) -> the host that carries, by number: of those behind no NAT the one with the shortest way; none where
+    nobody carries."""
+    if scenario.file.nat_pairs != "carried":
+        return {}
+    able = [i for i, host in enumerate(scenario.hosts) if scenario.lines[scenario.line_of[host.name]].nat == "none"]
+    latency_s = _latency_s(scenario, _settable(scenario))
+    return {
+        (here, there): min(able, key=lambda i: (latency_s[here, i] + latency_s[i, there], i))
+        for here, there in _pairs_apart(scenario)
+        if able
+    }
+
+
+def _pairs_apart(scenario: Scenario) -> list[tuple[int, int]]:
+    """The pairs of hosts between which nothing passes, by number, both ways."""
+    if scenario.file.nat_pairs == "open":
+        return []
+    names = [host.name for host in scenario.hosts]
+    pairs = [(names.index(one), names.index(other)) for one, other in scenario.nat_pairs]
+    return [*pairs, *((there, here) for here, there in pairs)]
 
 
 def _settable(scenario: Scenario) -> dict[str, dict[str, float]]:

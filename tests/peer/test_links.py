@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from shoal.peer.links import REPORTED_MAX, REPORTS_PER_BEAT, LinkMeter, MeteredTransport
+from shoal.peer.links import FAILED_TOLD_MAX, REPORTED_MAX, REPORTS_PER_BEAT, LinkMeter, MeteredTransport
+from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import BULK_CHUNK_BYTES, LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import LinkReport
@@ -289,3 +290,48 @@ def test_where_all_links_in_use_have_become_slow_the_others_have_too(clock: Hand
     assert seen_bytes_per_s == pytest.approx(2e7, rel=0.05), "what both carry together our card carries at least"
     assert set(rates(meter)) == {*slow, idle}
     assert max(rates(meter).values()) == pytest.approx(1e7, rel=0.05)
+
+
+# --- who cannot be reached ---
+
+
+def test_tries_that_fail_are_counted_until_an_answer_comes_and_told_first(meter: LinkMeter) -> None:
+    lost = PeerID("lost")
+    meter.failed(lost)
+    assert not meter.cannot_reach(lost), "a connection that has just broken may be there again"
+    meter.failed(lost)
+    assert meter.cannot_reach(lost)
+    assert not meter.has_met(lost)
+    assert only(meter) == LinkReport(peer=lost, round_trip_s=0.0, bytes_per_s=0.0, num_failed=2)
+    meter.tell_all()
+    assert only(meter).num_failed == 2, "another coordinator has not heard of it"
+    meter.called(lost, 0.5)
+    assert only(meter) == LinkReport(peer=lost, round_trip_s=0.5, bytes_per_s=0.0)
+    assert meter.has_met(lost)
+
+
+def test_a_peer_without_a_network_leaves_room_in_its_heartbeats(meter: LinkMeter) -> None:
+    for number in range(40):
+        meter.failed(PeerID(f"p{number}"))
+    for number in range(40):
+        meter.probed(LinkReport(peer=PeerID(f"q{number}"), round_trip_s=0.1, bytes_per_s=1e6))
+    told = [report.peer for report in meter.report()]
+    assert len(told) <= LINKS_PER_HEARTBEAT_MAX
+    assert sum(peer.startswith("p") for peer in told) == FAILED_TOLD_MAX
+
+
+def test_calls_and_frames_over_a_path_that_is_cut_are_failed_tries() -> None:
+    async def scenario() -> None:
+        world = World(1, uniform(LATENCY_S), stall_s=2.0, acquainted=True)
+        a, b = Metered(world.add_peer("a")), Metered(world.add_peer("b"))
+        world.partition([a.port], [b.port])
+        with pytest.raises(Unreachable):
+            await a.transport.call(b.port.peer_id, b"0.1", timeout_s=1.0)
+        with pytest.raises(Unreachable):
+            await a.transport.send(b.port.peer_id, b"meta", bytes(4096), priority=Priority.BULK)
+        assert a.meter.cannot_reach(b.port.peer_id)
+        world.heal()
+        await a.transport.call(b.port.peer_id, b"0.1", timeout_s=9.0)
+        assert not a.meter.cannot_reach(b.port.peer_id)
+
+    run(scenario())

@@ -39,6 +39,9 @@ def test_a_file_is_read_in_si_units(tmp_path: Path) -> None:
         ({"devices": [{"tflops": 0}, {}]}, "speed of device-0"),
         ({"devices": [{"memory_gb": -1}, {}]}, "memory of device-0"),
         ({"latency_ms": []}, "empty"),
+        ({"unreachable": [["device-0", "bob"]]}, "unreachable names bob"),
+        ({"unreachable": [["device-0", "device-1"]]}, "no link to or from"),
+        ({"devices": [{"behind_nat": True}, {"behind_nat": True}]}, "no link to or from"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, change: dict[str, object], says: str) -> None:
@@ -47,6 +50,17 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, change: dict[str,
         load_topology(path)
     assert "\n" not in str(raised.value)
     assert str(path) in str(raised.value)
+
+
+def test_devices_behind_routers_of_their_own_do_not_meet(tmp_path: Path) -> None:
+    ones = [[1.0] * 5] * 5
+    inside = {"behind_nat": True}
+    devices = [{"name": "open"}, inside, {**inside, "card": 7}, {**inside, "card": 7}, {"name": "bob"}]
+    file = {"latency_ms": ones, "bandwidth_gbps": ones, "devices": devices, "unreachable": [["bob", "open"]]}
+    topology, _ = load_topology(write(tmp_path, json.dumps(file)))
+    apart = {(i, j) for i, j in np.argwhere(topology.bytes_per_s == 0.0).tolist() if i < j}
+    assert apart == {(1, 2), (1, 3), (0, 4)}, "the two of one router meet, and whoever is behind none meets all"
+    assert (topology.bytes_per_s == topology.bytes_per_s.T).all()
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

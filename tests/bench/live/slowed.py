@@ -65,7 +65,7 @@ def slowed(name: str, what: str, seed: int, known: dict[str, Pinned]) -> Slowed:
             topology=scenario.topology,
             spec=spec,
             seed=seed,
-            slowings=slowings,
+            hindrances=slowings,
             limits=RunLimits(steps=STEPS_MAX, steps_after=spec.training.s_max + 1, seconds=seconds),
         )
     )

@@ -31,7 +31,7 @@ def played(devices: int, *slowings: Slowing) -> SimResult:
         memory_bytes=0.75 * workload.resident_bytes(0, workload.num_layers, members=1),
     )
     limits = RunLimits(seconds=END_S)
-    return run_modelled(ModelledRun(topology=topology, spec=SPEC, slowings=slowings, limits=limits))
+    return run_modelled(ModelledRun(topology=topology, spec=SPEC, hindrances=slowings, limits=limits))
 
 
 def rate(result: SimResult, from_s: float, to_s: float) -> float:

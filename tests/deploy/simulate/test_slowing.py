@@ -32,7 +32,7 @@ def network(num_devices: int, **changes: object) -> Topology:
 
 def played(topology: Topology, placement: Placement, *slowings: Slowing) -> SimResult:
     run = ModelledRun(
-        topology=topology, spec=SPEC, stages=placement, slowings=slowings, limits=RunLimits(seconds=600.0)
+        topology=topology, spec=SPEC, stages=placement, hindrances=slowings, limits=RunLimits(seconds=600.0)
     )
     return run_modelled(run)
 
@@ -85,4 +85,4 @@ def test_the_network_afterwards_is_told() -> None:
 def test_what_cannot_slow_down_is_refused(slowing: Slowing, why: str) -> None:
     lone = Placement(stages=((0,),), bounds=(0, 4))
     with pytest.raises(LocalError, match=why):
-        run_modelled(replace(ModelledRun(topology=network(2), spec=SPEC, stages=lone), slowings=(slowing,)))
+        run_modelled(replace(ModelledRun(topology=network(2), spec=SPEC, stages=lone), hindrances=(slowing,)))
