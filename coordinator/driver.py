@@ -503,7 +503,8 @@ class Coordination:
             if isinstance(asked, TermRequest | PlanOffer):
                 return  # asked again it would be as large, and so are the others': the proposal waits for its end
         took_s = self._clock.now_s() - asked_s
-        refused = isinstance(error, Unreachable) and took_s < REFUSED_TIMEOUTS * self._timeout_s
+        is_answer = isinstance(error, Unreachable) and not error.is_silence
+        refused = is_answer and took_s < REFUSED_TIMEOUTS * self._timeout_s
         reason = error.reason if isinstance(error, Refused) else str(error)
         self._feed(Unanswered(peer=peer, asked=asked, reason=reason, refused=refused, took_s=took_s))
 

@@ -56,7 +56,7 @@ from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.transport import LiveTransport
-from shoal.protocol.plan import Plan
+from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec, run_id
 
@@ -310,11 +310,16 @@ def _make_node(network: Network, run: _Run, options: Options, compute: Compute, 
         run_blocking=asyncio.to_thread,
         run_search=in_background,
     )
+
+    def on_plan(signed: SignedPlan) -> None:
+        network.transport.want(signed.plan.members)
+        output.say(_obeys(signed.plan))
+
     hears = NodeListeners(
         on_step=lambda step: output.say(_step_done(step, run.spec, network.identity.peer_id)),
         on_commit=lambda report: output.say(Committed(report=report)),
         on_validation=lambda report: output.say(Validated(report=report)),
-        on_plan=lambda signed: output.say(_obeys(signed.plan)),
+        on_plan=on_plan,
         say=lambda text: output.say(Note(text=text)),
     )
     return Node(

@@ -26,6 +26,7 @@ from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.handshake import Greeter, StreamHello
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.receive_queue import ReceiveQueues
+from shoal.protocol.live.redial import Redialer
 from shoal.protocol.live.send_queue import SendQueue
 from shoal.protocol.live.tcp_queues import follow, name_of
 from shoal.protocol.live.throttle import Throttle
@@ -70,6 +71,13 @@ class LiveTransport:
         # libp2p tells everybody who connects the names of all handlers, so that the run's own must not be among them.
         prefix = f"/shoal/{PROTOCOL_VERSION}/{blake3(members.run.encode()).hexdigest(length=_NAME_BYTES)}"
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
+        self._redialer = Redialer(
+            daemon,
+            me=identity.peer_id,
+            addresses=lambda peer: self._addresses.get(peer, ()),
+            known=lambda: tuple(self._addresses),
+            again=f"{prefix}/again",
+        )
         members.on_exclusion.append(self._close_excluded)
 
     @classmethod
@@ -104,6 +112,7 @@ class LiveTransport:
                     self._remember(peer, places)
             await daemon.add_setup(self._set_up)
             self._keeper = asyncio.create_task(self._keep_connected(), name="stay connected")
+            self._redialer.start()
         except BaseException:
             await self.close()
             raise
@@ -131,7 +140,12 @@ class LiveTransport:
     def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
         if self._served.is_set():
             raise LocalError("a transport serves once")
-        self._on_call, self._on_frame = on_call, on_frame
+
+        async def heard(source: PeerID, meta: bytes, payload: Payload) -> None:
+            self._redialer.heard(source)
+            await on_frame(source, meta, payload)
+
+        self._on_call, self._on_frame = on_call, heard
         self._served.set()
 
     async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
@@ -140,6 +154,10 @@ class LiveTransport:
             return
         self._remember(peer, addresses)
         await self._dial(peer)
+
+    def want(self, peers: Sequence[PeerID]) -> None:
+        """Stay connected to these peers, the others of the plan: whoever is lost is dialled until it answers."""
+        self._redialer.want([peer for peer in peers if peer != self.peer_id])
 
     def known(self) -> dict[PeerID, tuple[str, ...]]:
         """The addresses of everyone that this peer was told of, dead or alive: multiaddrs with `/p2p/…`."""
@@ -161,15 +179,22 @@ class LiveTransport:
         if len(request) > CONTROL_BYTES_MAX:
             raise ValueError(f"a call of {len(request)} bytes is larger than any peer accepts")
         self._refuse_if_pointless(peer)
+        drops = self._redialer.drops(peer)
         try:
             async with asyncio.timeout(timeout_s):
                 try:
                     return await self._call(peer, request)
                 except P2PDaemonError as error:
+                    self._redialer.failed(peer, str(error))
+                    if self._redialer.drops(peer) != drops:
+                        raise Unreachable(
+                            peer, "nothing came back, so its connection was closed", is_silence=True
+                        ) from error
                     if not _may_repeat(error) or not await self._dial(peer):
                         raise
                     return await self._call(peer, request)
         except TimeoutError as error:
+            self._redialer.failed(peer, "")
             raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
         except (TransportError, P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError) as error:
             raise Unreachable(peer, _reason(error)) from error
@@ -198,6 +223,7 @@ class LiveTransport:
         await self._receive_queues.close()
         if self._throttle.uplink is not None:
             self._throttle.uplink.close()
+        await self._redialer.close()
         await self._daemon.close()
 
     async def _flush(self) -> None:
@@ -209,6 +235,7 @@ class LiveTransport:
         """Register with a fresh daemon and introduce it to everyone we know."""
         if self._throttle.uplink is not None:
             follow(self._throttle.uplink, self._daemon.process_id)
+        await self._redialer.register(p2p)
         await p2p._client.add_unary_handler(self._call_name, self._answer)
         await p2p._client.add_unary_handler(ABOUT_NAME, self._about.answer)
         await p2p.add_binary_stream_handler(self._frames_name, self._accept)
@@ -228,10 +255,12 @@ class LiveTransport:
         p2p = await self._daemon.p2p()
         reply: bytes = await p2p._client.call_unary_handler(_hivemind_id(peer), self._call_name, request)
         self._throttle.called(sent=len(request), received=len(reply))
+        self._redialer.heard(peer)
         return reply
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
         source = PeerID(caller.to_base58())
+        self._redialer.heard(source)
         await self._served.wait()
         try:
             if len(request) > CONTROL_BYTES_MAX:
@@ -255,6 +284,9 @@ class LiveTransport:
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 try:
+                    await self._redialer.reach(peer)
+                    if self._addresses.get(peer) and peer not in await self.connected() and not await self._dial(peer):
+                        raise P2PDaemonError("failed to dial")
                     reader, writer = await self._open_stream(peer)
                 except P2PDaemonError as error:
                     if not _may_repeat(error) or not await self._dial(peer):
@@ -343,10 +375,11 @@ class LiveTransport:
                 del self._addresses[next(iter(self._addresses))]  # the one not heard of for longest
 
     async def _dial(self, peer: PeerID) -> bool:
+        """Whether `peer` is connected now, as far as its remembered addresses help."""
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                return await self._dial_on(await self._daemon.p2p(), peer)
-        except (TransportError, TimeoutError):
+                return await self._redialer.dial(peer)
+        except TimeoutError:
             return False
 
     async def _dial_everyone(self, p2p: Any) -> bool:
@@ -355,7 +388,7 @@ class LiveTransport:
 
         async def dial(peer: PeerID) -> bool:
             async with gate:
-                return await self._dial_on(p2p, peer)
+                return await self._redialer.dial(peer, p2p=p2p)
 
         waiting = {asyncio.create_task(dial(peer), name="dial") for peer in tuple(self._addresses)}
         self._dials |= waiting
@@ -381,19 +414,6 @@ class LiveTransport:
                 if was_connected:
                     logger.warning("none of the %d known peers can be reached now", len(self._addresses))
                 was_connected = False
-
-    async def _dial_on(self, p2p: Any, peer: PeerID) -> bool:
-        """Whether `peer` is connected now, as far as its remembered addresses help."""
-        addresses = self._addresses.get(peer)
-        if not addresses:
-            return False
-        try:
-            async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                await p2p._client.connect(_hivemind_id(peer), [Multiaddr(split_address(text)[0]) for text in addresses])
-            return True
-        except Exception as error:  # strangers send addresses, and hivemind's parser raises what it likes
-            logger.debug("cannot connect to %s: %r", peer[-8:], error)
-            return False
 
 
 class _CallFailedError(Exception):
