@@ -56,6 +56,12 @@ class Beat(msgspec.Struct, frozen=True):
     heartbeat: Heartbeat
 
 
+class Heard(msgspec.Struct, frozen=True):
+    """Something of `peer` has come that is no heartbeat: a call or a frame, maybe one of many."""
+
+    peer: PeerID
+
+
 class ReportDue(msgspec.Struct, frozen=True):
     """The coordinator should hear of this peer at once."""
 
@@ -104,6 +110,7 @@ Event = (
     | Beat
     | ReportDue
     | HeadFound
+    | Heard
     | TimerFired
     | Leaving
     | ExclusionHeard

@@ -56,6 +56,7 @@ from shoal.coordinator.coordination_events import (
     ExclusionHeard,
     Expelled,
     HeadFound,
+    Heard,
     Leaving,
     LookUp,
     Note,
@@ -284,6 +285,9 @@ class CoordinationCore:
                 self._own = event.heartbeat
                 if event.heartbeat.draining:
                     self._leader.hasten(now_s)
+            case Heard():
+                if self.is_coordinator:
+                    self.view.roster.heard_otherwise(event.peer, now_s)
             case ReportDue():
                 self._heartbeat_at_s = now_s
             case HeadFound():

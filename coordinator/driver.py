@@ -6,6 +6,7 @@ The file is long because every call of coordination is answered, and every comma
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from shoal.coordinator.coordination_events import (
     ExclusionHeard,
     Expelled,
     HeadFound,
+    Heard,
     Leaving,
     LookUp,
     Note,
@@ -93,6 +95,8 @@ TURNED_AWAY_TIMES = 5
 """How many refused heartbeats in a row mean more than that the coordinator has just changed."""
 FAREWELL_HEARTBEATS = 0.5
 """Telling excluded members that they are excluded may take so long; after that nobody talks to them any more."""
+SIGN_HEARTBEATS = 0.5
+"""A member's calls and frames count as a sign of life so often at most: it may send hundreds in a second."""
 LEAVE_HEARTBEATS = 10.0
 """A leaving coordinator tries for so long to give the role away, which is enough for two heirs to be asked."""
 
@@ -201,6 +205,8 @@ class Coordination:
         self._ends_untold = False
         """Whether our coordinator has not said yet that the run is done."""
         self._heard_s = clock.now_s()
+        self._signs_s: dict[PeerID, float] = {}
+        """When something of each member was last told to the core as a sign of life."""
         self.num_alarms = 0
         """How often a peer was seen to break an invariant: two plans of one order, or a ledger that does not add up."""
 
@@ -259,6 +265,7 @@ class Coordination:
         for kind in (Heartbeat, TermRequest, PlanOffer, PlanLive, HandOver, Leave, Ping, StandingRequest, Reset):
             self._endpoint.on(kind, self._answer)
         self._endpoint.on(ChainRequest, self._answer)
+        self._endpoint.on_heard = self._hear
         self._endpoint.on(Exclude, self._answer_exclude)
         self._endpoint.on(StatusRequest, self._answer_status)
         self._endpoint.on(PingRequest, self._ping_for)
@@ -327,6 +334,14 @@ class Coordination:
     def report(self) -> None:
         """Send a heartbeat now: somebody waits for what it says."""
         self._feed(ReportDue())
+
+    def _hear(self, peer: PeerID) -> None:
+        now_s = self._clock.now_s()
+        if not self._core.is_coordinator:
+            self._signs_s.clear()
+        elif now_s >= self._signs_s.get(peer, -math.inf) + SIGN_HEARTBEATS * self._spec.swarm.heartbeat_s:
+            self._signs_s[peer] = now_s
+            self._feed(Heard(peer=peer))
 
     def _feed(self, event: Event) -> msgspec.Struct | None:
         """Give the core an event and carry out its commands. Returns: the reply, if the event was a call."""
@@ -516,7 +531,8 @@ class Coordination:
             if isinstance(asked, TermRequest | PlanOffer):
                 return  # asked again it would be as large, and so are the others': the proposal waits for its end
         took_s = self._clock.now_s() - asked_s
-        refused = isinstance(error, Unreachable) and took_s < REFUSED_TIMEOUTS * self._timeout_s
+        is_answer = isinstance(error, Unreachable) and not error.is_silence
+        refused = is_answer and took_s < REFUSED_TIMEOUTS * self._timeout_s
         reason = error.reason if isinstance(error, Refused) else str(error)
         self._feed(Unanswered(peer=peer, asked=asked, reason=reason, refused=refused, took_s=took_s))
 

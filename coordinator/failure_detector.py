@@ -2,7 +2,8 @@
 
 | what makes it look                    | what it finds              | what it concludes                               |
 |---------------------------------------|----------------------------|-------------------------------------------------|
-| a heartbeat is late                   | the ping is answered       | alive, if slow: it stays                        |
+| a heartbeat is late                   | the ping is answered, or a | alive, if slow: it stays                        |
+|                                       | frame or call of it comes  |                                                 |
 | a member cannot reach another         | two pings refused in a row | its process is gone: out                        |
 | (`Heartbeat.silent`)                  | no answer                  | out after its timeout (`roster`), or after half |
 | a first refusal: everybody is pinged, |                            | of it if two neighbours cannot reach it either  |
@@ -156,7 +157,7 @@ class FailureDetector:
             return []
         if now_s - took_s <= inquiry.refused_s:
             return []  # under way when the first was refused: the same piece of news
-        if irreplaceable:
+        if irreplaceable or inquiry.returns_by_s > -math.inf:  # silent by now, it is nobody's holder any more
             inquiry.returns_by_s = inquiry.refused_s + RETURN_HEARTBEATS * self._heartbeat_s
             if now_s < inquiry.returns_by_s:
                 return []
@@ -171,13 +172,14 @@ class FailureDetector:
             if peer == self._me:
                 continue
             if roster.is_gone(peer, now_s):
-                self._inquiries.pop(peer, None)
+                self._end_unless_refused(peer)
             elif roster.overdue_at_s(peer) <= now_s:
                 self._suspect(peer, now_s)
         for peer, inquiry in list(self._inquiries.items()):
             unanswered = inquiry.pinged and not inquiry.answered
             if (
                 unanswered
+                and not roster.is_gone(peer, now_s)
                 and len(inquiry.reporters) >= REPORTERS
                 and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.patience_s(peer)
                 and roster.sign_s(peer) <= inquiry.since_s
@@ -207,6 +209,13 @@ class FailureDetector:
         ]
         able.sort(key=lambda other: (other not in inquiry.vouchers, not _are_neighbours(plan, other, peer)))
         return able[:HELPERS]
+
+    def _end_unless_refused(self, peer: PeerID) -> None:
+        """A member has been silent for too long, which settles what was to be found out; but whether it may come back
+        with its state, for which others wait, is said by its refusals alone."""
+        inquiry = self._inquiries.get(peer)
+        if inquiry is not None and inquiry.returns_by_s == -math.inf:
+            del self._inquiries[peer]
 
     @property
     def are_open(self) -> bool:

@@ -89,6 +89,12 @@ class Roster:
         if peer in self.presences:
             self.presences[peer].arrivals.signed(now_s)
 
+    def heard_otherwise(self, peer: PeerID, now_s: float) -> None:
+        """Something of `peer` has been handled that is no heartbeat. It is a sign of life of whoever counts as alive;
+        of a peer that is gone it may be what had been left of it."""
+        if not self.is_gone(peer, now_s):
+            self.signed(peer, now_s)
+
     def sign_s(self, peer: PeerID) -> float:
         """The time at which `peer` last gave a sign of life, or was excused."""
         return self.presences[peer].arrivals.sign_s

@@ -25,6 +25,15 @@ class Ready(_Report, frozen=True):
     invite: str
 
 
+class Invites(_Report, frozen=True):
+    """There is an invite that works without this process: it names other members, too."""
+
+    peer: PeerID
+    invite: str
+    peers: int
+    """How many it names."""
+
+
 class Joined(_Report, frozen=True):
     """The process takes part."""
 
@@ -179,6 +188,7 @@ class Left(_Report, frozen=True):
 
 Report = (
     Ready
+    | Invites
     | Joined
     | Obeys
     | Committed

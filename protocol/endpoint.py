@@ -89,6 +89,8 @@ class Endpoint:
         self._guard = ReplayGuard()
         self._knows_us: set[PeerID] = set()
         """Who has answered a call of ours, and so has seen our certificate."""
+        self.on_heard: Callable[[PeerID], None] = lambda peer: None
+        """Called for each call and frame of a member, before it is handled."""
         self._new_plan = asyncio.Event()
         self._waiting: Counter[PeerID] = Counter()
         self._log_again_s = 0.0
@@ -219,6 +221,7 @@ class Endpoint:
             return messages.Refusal(reason="you are excluded from this run" if excluded else _SHOW, keeps_out=True)
         if not self._guard.accept(source, envelope.sequence):
             raise RemoteError(source, f"repeated its call {envelope.sequence}")
+        self.on_heard(source)
         return await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))
 
     def _log_refused(self, error: RemoteError) -> None:
@@ -269,6 +272,7 @@ class Endpoint:
     async def _handle_frame(self, source: PeerID, meta: bytes, payload: Payload) -> None:
         if self.members.access_level(source) < AccessLevel.MEMBER:
             raise RemoteError(source, "sent a frame, which only members may")
+        self.on_heard(source)
         header = _decode(_FRAMES, meta, source)
         verdict = self.gate.verdict(source, type(header))
         if verdict is Verdict.WAIT:

@@ -42,12 +42,16 @@ class RemoteError(ShoalError):
 
 
 class Unreachable(ShoalError):
-    """`peer_id` did not answer in time, or its connection broke."""
+    """`peer_id` did not answer in time, or its connection broke.
 
-    def __init__(self, peer_id: str, why: str) -> None:
+    Args: is_silence: nothing came back, however soon that was found out: a process may be there all the same.
+    """
+
+    def __init__(self, peer_id: str, why: str, *, is_silence: bool = False) -> None:
         super().__init__(f"peer {peer_id[-8:]} is unreachable: {why}")
         self.peer_id = peer_id
         self.why = why
+        self.is_silence = is_silence
 
 
 class Refused(ShoalError):

@@ -9,12 +9,11 @@ import typer
 
 from shoal.deploy.commands.options import examples
 from shoal.deploy.commands.running import Running, running_here
+from shoal.deploy.control.fresh_invite import PEERS_NAMED
 from shoal.deploy.words import duration
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import ADDRESSES_MAX
 
-PEERS_NAMED = 3
-"""Any of them lets a newcomer in, so that all three must be gone before an invite is worth nothing."""
 _SPAN = re.compile(r"^(\d{1,6})([mhdw])$")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 

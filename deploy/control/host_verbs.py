@@ -27,17 +27,22 @@ class InviteVerb:
 
     async def answer(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """`peers`: how many to name, us included. In return: the invite, the run, and how many it names."""
-        addresses = await self._addresses(int(arguments.get("peers", 1)))
-        return {
-            "invite": msgspec.structs.replace(self._invite, addresses=addresses).encode(),
-            "run": self._invite.run,
-            "peers": len({split_address(address)[1] for address in addresses}),
-        }
+        invite, named = await self.invite(int(arguments.get("peers", 1)))
+        return {"invite": invite, "run": self._invite.run, "peers": len(named)}
+
+    async def invite(self, num_peers: int) -> tuple[str, frozenset[PeerID]]:
+        """Returns: the invite, and whom it names. Args: num_peers: how many to name at most, us included."""
+        addresses = await self._addresses(num_peers)
+        named = frozenset(PeerID(split_address(address)[1]) for address in addresses)
+        return msgspec.structs.replace(self._invite, addresses=addresses).encode(), named
 
     async def _addresses(self, num_peers: int) -> tuple[str, ...]:
+        return whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)
+
+    async def others(self) -> dict[PeerID, tuple[str, ...]]:
+        """The members that an invite can name beside us, and where they are."""
         connected, known = await self._transport.connected(), self._transport.known()
-        others = {peer: dialable(known[peer]) for peer in connected if peer in known}
-        return whom_to_name(self._transport.addresses(), others, num_peers=num_peers)
+        return {peer: where for peer in connected if peer in known and (where := dialable(known[peer]))}
 
     async def with_key(self, key: InviteKey, num_peers: int) -> str:
         """The same invite with another key."""

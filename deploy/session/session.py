@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.control.control_socket import ControlServer
+from shoal.deploy.control.fresh_invite import PEERS_NAMED, FreshInvite
 from shoal.deploy.control.host_verbs import HostVerbs, InviteVerb
 from shoal.deploy.control.invite_book import InviteBook
 from shoal.deploy.dashboard.address import Address
@@ -31,7 +32,20 @@ from shoal.deploy.manners.keeper import Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.record.recorder import Keeping, Recorder, recording
-from shoal.deploy.report import Committed, Joined, Left, Note, Obeys, Phase, Ready, Status, StepDone, Summary, Validated
+from shoal.deploy.report import (
+    Committed,
+    Invites,
+    Joined,
+    Left,
+    Note,
+    Obeys,
+    Phase,
+    Ready,
+    Status,
+    StepDone,
+    Summary,
+    Validated,
+)
 from shoal.deploy.run.run_text import find_corpus
 from shoal.deploy.run.spec_record import Found, fetch_spec, seal_spec
 from shoal.deploy.session.background import in_background
@@ -56,13 +70,14 @@ from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.transport import LiveTransport
-from shoal.protocol.plan import Plan
+from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec, run_id
 
 logger = logging.getLogger(__name__)
 
 _STATUS_S = 1.0
+_INVITE_S = 2.0
 _ASKS_EVERY = 5
 """A child that does not coordinate asks for the status at every fifth of these: the coordinator may be none of its
 parent's, and any child may die."""
@@ -310,11 +325,16 @@ def _make_node(network: Network, run: _Run, options: Options, compute: Compute, 
         run_blocking=asyncio.to_thread,
         run_search=in_background,
     )
+
+    def on_plan(signed: SignedPlan) -> None:
+        network.transport.want(signed.plan.members)
+        output.say(_obeys(signed.plan))
+
     hears = NodeListeners(
         on_step=lambda step: output.say(_step_done(step, run.spec, network.identity.peer_id)),
         on_commit=lambda report: output.say(Committed(report=report)),
         on_validation=lambda report: output.say(Validated(report=report)),
-        on_plan=lambda signed: output.say(_obeys(signed.plan)),
+        on_plan=on_plan,
         say=lambda text: output.say(Note(text=text)),
     )
     return Node(
@@ -381,7 +401,12 @@ async def _train(
                 )
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             noting = StandingNote.begun(node, options.folder)
-            ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder, keeper)
+            telling = asyncio.create_task(_tell_invites(inviting, node.peer_id, output), name="tell fresh invites")
+            try:
+                ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder, keeper)
+            finally:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
             noting.end(finished=ended is Ended.DONE)
         if not isinstance(ended, Ended):
             output.say(Note(text=f"the run's owner has continued it: it goes on to step {ended[0].training.steps}"))
@@ -450,6 +475,17 @@ async def _until_done(
         for task in (watching, looking, recording, trimming, done, asked):
             task.cancel()
         await asyncio.gather(watching, looking, recording, trimming, done, asked, return_exceptions=True)
+
+
+async def _tell_invites(inviting: InviteVerb, me: PeerID, output: Output) -> None:
+    """The invite of the start names this machine alone: tell one that names others as soon as they are here."""
+    fresh = FreshInvite(me)
+    while True:
+        await asyncio.sleep(_INVITE_S)
+        if fresh.is_due(await inviting.others(), time.monotonic()):
+            invite, named = await inviting.invite(PEERS_NAMED)
+            fresh.told(named, time.monotonic())
+            output.say(Invites(peer=me, invite=invite, peers=len(named)))
 
 
 async def _record(node: Node, recorder: Recorder | None) -> None:

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.deploy.dashboard.feed import RunFacts
-from shoal.deploy.report import Contribution, Joined, Left, Note, Phase, Ready, Report, Status, Summary
+from shoal.deploy.report import Contribution, Invites, Joined, Left, Note, Phase, Ready, Report, Status, Summary
 from shoal.deploy.terminal.presenter import Presenter
 from shoal.deploy.words import duration, quantity, short
 
@@ -42,6 +42,9 @@ class PeerOutput:
             case Ready():
                 self._hosts = True
                 presenter.say("others join with:")
+                presenter.say(f"shoal join {report.invite}")
+            case Invites() if self._hosts:
+                presenter.say(f"an invite that works without this machine, too (it names {report.peers} members):")
                 presenter.say(f"shoal join {report.invite}")
             case Joined():
                 self._phase = "waiting for a plan"

@@ -173,6 +173,10 @@ class Daemon:
             raise TransportError("the network daemon of this peer is closed")
         return self._p2p
 
+    async def refresh(self) -> None:
+        """Ask the daemon now under which addresses others may reach us. Before `close`."""
+        await self._pulse()
+
     async def add_setup(self, setup: Setup) -> None:
         """Run `setup` on the daemon now and after every restart."""
         self._setups.append(setup)

@@ -1,12 +1,16 @@
 """Prepares the addresses to listen on: a port that is taken is refused, a port that the system chose is kept."""
 
+import ipaddress
 import re
 import socket
 from collections.abc import Sequence
 
+import psutil
+
 from shoal.protocol.errors import TransportError
 
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
+_PLACE = re.compile(r"^/(ip[46]|dns[46a]?[a-z]*)/([^/]+)/tcp/\d+")
 _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Who listens on all addresses listens on these."""
 
@@ -55,3 +59,29 @@ def from_this_machine(listen: Sequence[str]) -> tuple[str, ...]:
     port."""
     found = [match for match in map(_TCP.match, listen) if match is not None and int(match[3]) > 0]
     return tuple(f"/ip{match[1]}/{_OWN.get(match[2], match[2])}/tcp/{match[3]}" for match in found)
+
+
+def local_addresses() -> frozenset[str]:
+    """The IP addresses of this machine's network cards, as `ipaddress` writes them."""
+    found = set()
+    for of_card in psutil.net_if_addrs().values():
+        for each in of_card:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                found.add(str(ipaddress.ip_address(each.address.partition("%")[0])))
+    return frozenset(found)
+
+
+def is_global(place: str) -> bool:
+    """Whether a multiaddr can be dialled from anywhere, as far as it tells: it is a name, or an address of the internet
+    that is over no relay."""
+    match = _PLACE.match(place)
+    if match is None or "/p2p-circuit" in place:
+        return False
+    return match[1].startswith("dns") or _is_global(match[2])
+
+
+def _is_global(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_global
+    except ValueError:
+        return False

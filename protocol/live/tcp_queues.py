@@ -1,4 +1,4 @@
-"""What the kernel has yet to deliver for the network daemon, connection by connection.
+"""What the kernel has yet to deliver for the network daemon, connection by connection, and how long each was silent.
 
 The sockets are the daemon's, but the kernel tells any process of the network namespace about all of them
 (NETLINK_SOCK_DIAG, Linux 3.3; `ss -ti` reads the same). All of them are listed when a stream opens; then the ones that
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from shoal.protocol.live.uplink import Uplink
+from shoal.protocol.reconnection import Way
 from shoal.protocol.uplink import Connection
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,10 @@ _ASK: Final = struct.Struct("=BBBxI48s")
 _ANSWER: Final = struct.Struct("=BBBB48sIIIII")
 _ATTRIBUTE: Final = struct.Struct("=HH")
 _MSS: Final = struct.Struct("=16xI")
+_UNACKED: Final = struct.Struct("=24xI")
 _SACKED: Final = struct.Struct("=28xI")
+_SILENT: Final = struct.Struct("=52xII")
+"""Milliseconds since data came, and since an acknowledgement did."""
 _BYTES_ACKED: Final = struct.Struct("=120xQ")
 _MIN_RTT: Final = struct.Struct("=148xI")
 """Fields of `tcp_info`, whose layout is the kernel's promise to its users."""
@@ -54,6 +58,7 @@ class _Socket:
     """`inet_diag_sockid`: ports, addresses, interface and a cookie that is this socket's alone."""
     inode: int
     connection: Connection
+    way: Way
 
     @property
     def name(self) -> str:
@@ -67,10 +72,7 @@ class _Socket:
         return there.is_loopback or there == self._address(4)
 
     def _address(self, at: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-        if self.family == socket.AF_INET:
-            return ipaddress.IPv4Address(self.id[at : at + 4])
-        address = ipaddress.IPv6Address(self.id[at : at + 16])
-        return address.ipv4_mapped or address
+        return _address(self.family, self.id, at)
 
 
 def name_of(multiaddr: str) -> str | None:
@@ -118,6 +120,16 @@ class TcpQueues:
         own = self._inodes()
         found = [*self._dump(socket.AF_INET), *self._dump(socket.AF_INET6)]
         self._sockets = {each.name: each for each in found if each.inode in own and not each.is_local}
+
+    def ways(self) -> Mapping[str, Mapping[str, Way]]:
+        """All of the daemon's connections, those within this machine too, by name: two may lead to one port of another
+        machine, when each end has dialled from the port on which it listens. Raises: OSError."""
+        own = self._inodes()
+        ways: dict[str, dict[str, Way]] = {}
+        for each in (*self._dump(socket.AF_INET), *self._dump(socket.AF_INET6)):
+            if each.inode in own:
+                ways.setdefault(each.name, {})[each.id.hex()] = each.way
+        return ways
 
     def look(self, names: Collection[str]) -> Mapping[str, Connection]:
         """What the kernel says now of those that are still there. Raises: OSError."""
@@ -171,6 +183,13 @@ def _request(family: int, id_: bytes, flags: int) -> bytes:
     return _HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, flags, 0, 0) + body
 
 
+def _address(family: int, id_: bytes, at: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    if family == socket.AF_INET:
+        return ipaddress.IPv4Address(id_[at : at + 4])
+    address = ipaddress.IPv6Address(id_[at : at + 16])
+    return address.ipv4_mapped or address
+
+
 def _read(body: bytes) -> _Socket | None:
     """None: not a connection that stands, or a kernel that says too little of it."""
     if len(body) < _ANSWER.size:
@@ -179,8 +198,8 @@ def _read(body: bytes) -> _Socket | None:
     info = _attribute(body, _INFO)
     if state != _ESTABLISHED or info is None or len(info) < _INFO_BYTES_MIN:
         return None
-    ((mss,), (sacked,), (acked_bytes,), (round_trip_us,)) = (
-        field.unpack_from(info) for field in (_MSS, _SACKED, _BYTES_ACKED, _MIN_RTT)
+    ((mss,), (unacked,), (sacked,), (acked_bytes,), (round_trip_us,)) = (
+        field.unpack_from(info) for field in (_MSS, _UNACKED, _SACKED, _BYTES_ACKED, _MIN_RTT)
     )
     out_of_order = min(sacked * mss, queued_bytes)
     return _Socket(
@@ -191,6 +210,11 @@ def _read(body: bytes) -> _Socket | None:
             delivered_bytes=acked_bytes + out_of_order,
             queued_bytes=queued_bytes - out_of_order,
             round_trip_s=round_trip_us / 1e6 if round_trip_us < 0xFFFFFFFF else 0.0,
+        ),
+        way=Way(
+            is_owed=unacked > 0,
+            silent_s=min(_SILENT.unpack_from(info)) / 1e3,
+            local=str(_address(family, id_, 4)),
         ),
     )
 

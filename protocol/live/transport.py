@@ -30,6 +30,7 @@ from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.handshake import Greeter, StreamHello
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.receive_queue import ReceiveQueues
+from shoal.protocol.live.redial import Redialer
 from shoal.protocol.live.routes import Routes, is_direct
 from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.live.send_queue import SendQueue
@@ -97,6 +98,13 @@ class LiveTransport:
         )
         self._carried_calls = CarriedCalls(self._carry_calls, self._answer_to)
         self._carrier = self._make_carrier()
+        self._redialer = Redialer(
+            daemon,
+            me=identity.peer_id,
+            addresses=lambda peer: (*self._addresses.get(peer, ()), *self._places.get(peer, ())),
+            known=lambda: tuple(self._addresses),
+            again=f"{prefix}/again",
+        )
         members.on_exclusion.append(self._close_excluded)
 
     @classmethod
@@ -131,6 +139,7 @@ class LiveTransport:
                     self._remember(peer, places)
             await daemon.add_setup(self._set_up)
             self._keeper = asyncio.create_task(self._keep_connected(), name="stay connected")
+            self._redialer.start()
         except BaseException:
             await self.close()
             raise
@@ -158,7 +167,12 @@ class LiveTransport:
     def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
         if self._served.is_set():
             raise LocalError("a transport serves once")
-        self._on_call, self._on_frame = on_call, on_frame
+
+        async def heard(source: PeerID, meta: bytes, payload: Payload) -> None:
+            self._redialer.heard(source)
+            await on_frame(source, meta, payload)
+
+        self._on_call, self._on_frame = on_call, heard
         self._served.set()
 
     async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
@@ -167,6 +181,10 @@ class LiveTransport:
             return
         self._remember(peer, addresses)
         await self._routes.introduced(peer)
+
+    def want(self, peers: Sequence[PeerID]) -> None:
+        """Stay connected to these peers, the others of the plan: whoever is lost is dialled until it answers."""
+        self._redialer.want([peer for peer in peers if peer != self.peer_id])
 
     def known(self) -> dict[PeerID, tuple[str, ...]]:
         """The addresses of everyone that this peer was told of, dead or alive: multiaddrs with `/p2p/…`."""
@@ -192,6 +210,7 @@ class LiveTransport:
         if len(request) > CONTROL_BYTES_MAX:
             raise ValueError(f"a call of {len(request)} bytes is larger than any peer accepts")
         self._refuse_if_pointless(peer)
+        drops = self._redialer.drops(peer)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._go(
@@ -199,8 +218,13 @@ class LiveTransport:
                 )
         except TimeoutError as error:
             self._routes.failed(peer)
+            self._redialer.failed(peer, "")
             raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
-        except (TransportError, P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError) as error:
+        except P2PDaemonError as error:
+            if self._redialer.drops(peer) != drops:
+                raise Unreachable(peer, "nothing came back, so its connection was closed", is_silence=True) from error
+            raise Unreachable(peer, _reason(error)) from error
+        except (TransportError, P2PHandlerError, OSError, EOFError, ValueError) as error:
             raise Unreachable(peer, _reason(error)) from error
 
     async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
@@ -229,6 +253,7 @@ class LiveTransport:
         await self._receive_queues.close()
         if self._throttle.uplink is not None:
             self._throttle.uplink.close()
+        await self._redialer.close()
         await self._daemon.close()
 
     async def _flush(self) -> None:
@@ -240,6 +265,7 @@ class LiveTransport:
         """Register with a fresh daemon and introduce it to everyone we know."""
         if self._throttle.uplink is not None:
             follow(self._throttle.uplink, self._daemon.process_id)
+        await self._redialer.register(p2p)
         await p2p._client.add_unary_handler(self._call_name, self._answer)
         await p2p._client.add_unary_handler(ABOUT_NAME, self._about.answer)
         await p2p.add_binary_stream_handler(self._frames_name, self._accept)
@@ -264,6 +290,7 @@ class LiveTransport:
             return await directly()
         except P2PDaemonError as error:
             self._routes.failed(peer)
+            self._redialer.failed(peer, str(error))
             if not _may_repeat(error):
                 raise
         return await (directly() if await self._routes.is_direct(peer) else carried())
@@ -274,10 +301,13 @@ class LiveTransport:
         p2p = await self._daemon.p2p()
         reply: bytes = await p2p._client.call_unary_handler(_hivemind_id(peer), self._call_name, request)
         self._throttle.called(sent=len(request), received=len(reply))
+        self._redialer.heard(peer)
         return reply
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        return await self._answer_to(PeerID(caller.to_base58()), request)
+        source = PeerID(caller.to_base58())
+        self._redialer.heard(source)
+        return await self._answer_to(source, request)
 
     async def _answer_to(self, source: PeerID, request: bytes) -> bytes:
         await self._served.wait()
@@ -315,6 +345,9 @@ class LiveTransport:
             raise Unreachable(peer, _reason(error)) from error
 
     async def _open_frames(self, peer: PeerID) -> tuple[PeerID | None, Streams]:
+        await self._redialer.reach(peer)
+        if self._addresses.get(peer) and peer not in await self.connected() and not await self._dial(peer):
+            raise P2PDaemonError("failed to dial")
         return None, await self._open_stream(peer)
 
     async def _open_stream(self, peer: PeerID) -> Streams:
@@ -456,10 +489,11 @@ class LiveTransport:
                 del self._addresses[next(iter(self._addresses))]  # the one not heard of for longest
 
     async def _dial(self, peer: PeerID) -> bool:
+        """Whether `peer` is connected now, as far as its remembered addresses help."""
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                return await self._dial_on(await self._daemon.p2p(), peer)
-        except (TransportError, TimeoutError):
+                return await self._redialer.dial(peer)
+        except TimeoutError:
             return False
 
     async def _dial_everyone(self, p2p: Any) -> bool:
@@ -468,7 +502,7 @@ class LiveTransport:
 
         async def dial(peer: PeerID) -> bool:
             async with gate:
-                return await self._dial_on(p2p, peer)
+                return await self._redialer.dial(peer, p2p=p2p)
 
         waiting = {asyncio.create_task(dial(peer), name="dial") for peer in tuple(self._addresses)}
         self._dials |= waiting
@@ -494,19 +528,6 @@ class LiveTransport:
                 if was_connected:
                     logger.warning("none of the %d known peers can be reached now", len(self._addresses))
                 was_connected = False
-
-    async def _dial_on(self, p2p: Any, peer: PeerID) -> bool:
-        """Whether `peer` is connected now, as far as its remembered addresses help."""
-        addresses = (*self._addresses.get(peer, ()), *self._places.get(peer, ()))
-        if not addresses:
-            return False
-        try:
-            async with asyncio.timeout(_DIAL_TIMEOUT_S):
-                await p2p._client.connect(_hivemind_id(peer), [Multiaddr(split_address(text)[0]) for text in addresses])
-            return True
-        except Exception as error:  # strangers send addresses, and hivemind's parser raises what it likes
-            logger.debug("cannot connect to %s: %r", peer[-8:], error)
-            return False
 
 
 class _CallFailedError(Exception):

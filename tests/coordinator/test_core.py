@@ -16,6 +16,7 @@ from shoal.coordinator.coordination_events import (
     Ask,
     Beat,
     HeadFound,
+    Heard,
     LookUp,
     Note,
     Obey,
@@ -252,6 +253,16 @@ def test_the_silent_are_left_out_and_the_one_who_left_sooner(make_core, make_hea
     assert not asks(patient, PlanOffer)
     assert list(asks(patient, Ping)) == ["f"], "it is looked for"
     assert asks(coordinate(silent, make_heartbeat, first, begin_s=13.0, until_s=14.0, peers="abcde"), PlanOffer)
+
+
+def test_a_member_that_is_heard_by_its_frames_is_not_left_out_for_its_heartbeats(make_core, make_heartbeat, first):
+    core = make_core("a", first)
+    coordinate(core, make_heartbeat, first, until_s=10.0)
+    for second in range(11, 31):
+        core.handle(Heard(peer="f"), now_s=float(second))
+        commands = coordinate(core, make_heartbeat, first, begin_s=second, until_s=second, peers="abcde")
+        assert not asks(commands, PlanOffer)
+    assert asks(coordinate(core, make_heartbeat, first, begin_s=31.0, until_s=34.0, peers="abcde"), PlanOffer)
 
 
 def test_nobody_is_moved_before_everybody_has_been_heard(make_core, make_heartbeat, first):

@@ -104,6 +104,14 @@ def test_and_then_it_is_out_too(suspects, roster, plan):
     assert roster.is_gone("f", BEGIN_S + RETURN_HEARTBEATS + 0.4)
 
 
+def test_whose_silence_ends_before_its_time_to_come_back_is_known_to_be_dead_all_the_same(suspects, roster, plan):
+    suspects.begin(("f",), BEGIN_S)
+    sent = refuse(suspects, roster, plan, until_s=BEGIN_S + RETURN_HEARTBEATS + 0.4)
+    assert roster.presences["f"].dead, "else the others wait for it to return"
+    assert suspects.is_settled(roster, plan, BEGIN_S + RETURN_HEARTBEATS + TOGETHER_HEARTBEATS)
+    assert not asked(suspects.look(roster, plan, BEGIN_S + RETURN_HEARTBEATS + 1.0)).count("f"), sent
+
+
 def test_an_answer_between_two_refusals_clears_it(suspects, roster, plan):
     suspects.begin(("f",), BEGIN_S)
     suspects.look(roster, plan, BEGIN_S)
@@ -199,3 +207,23 @@ def test_a_death_does_not_wait_long(suspects, roster, plan):
     called_s = BEGIN_S + 0.04 + ROLL_CALL_HEARTBEATS + 0.01
     assert suspects.is_settled(roster, plan, called_s), "those who were called up had their time"
     assert called_s < BEGIN_S + 0.16 + TOGETHER_HEARTBEATS
+
+
+def test_whoever_sends_other_things_is_not_counted_out_for_late_heartbeats(suspects, roster, plan, make_heartbeat):
+    for tick in range(40):
+        now_s = BEGIN_S + tick * 0.5
+        hear(roster, make_heartbeat, "abcd", now_s)
+        roster.heard_otherwise("e", now_s)
+        suspects.look(roster, plan, now_s)
+    assert not roster.is_gone("e", now_s)
+    assert roster.is_gone("f", now_s)
+
+
+def test_what_comes_late_of_a_peer_that_is_gone_does_not_bring_it_back(roster):
+    now_s = BEGIN_S + 100.0
+    assert roster.is_gone("f", now_s)
+    roster.heard_otherwise("f", now_s)
+    assert roster.is_gone("f", now_s)
+    roster.lose("e")
+    roster.heard_otherwise("e", BEGIN_S)
+    assert roster.is_gone("e", BEGIN_S)

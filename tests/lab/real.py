@@ -278,25 +278,30 @@ async def _swarm(scenario: Scenario, internet: Internet, folder: Path) -> AsyncI
 
 
 async def _until_first_step(real: RealSwarm) -> None:
-    """Start everybody at once, so that their imports overlap; who joins later waits for its invite."""
+    """Start everybody at once, so that their imports overlap; who joins later waits for its invite.
+
+    Raises: NoSwarm.
+    """
     scenario = real.scenario
     for host in scenario.hosts:
         await real.start(host)
     first, *others = (real.peers[host.name] for host in scenario.hosts)
-    async with asyncio.TaskGroup() as group:
-        await _wait_for(real, lambda: bool(first.invite), scenario.file.waits_s, "the run's host is not up")
+    await _wait_for(real, lambda: bool(first.invite), scenario.file.waits_s, "the run's host is not up")
 
-        async def let_in(peer: Peer) -> None:
-            await asyncio.sleep(peer.host.joins_s)
-            await real.let_in(peer)
+    async def let_in(peer: Peer) -> None:
+        await asyncio.sleep(peer.host.joins_s)
+        await real.let_in(peer)
 
-        coming = [group.create_task(let_in(peer)) for peer in others]
-        try:
-            await _wait_for(real, lambda: bool(real.steps), scenario.file.waits_s, "no step was made")
-        except NoSwarm:
-            for task in coming:
-                task.cancel()
-            raise
+    first_step = asyncio.create_task(
+        _wait_for(real, lambda: bool(real.steps), scenario.file.waits_s, "no step was made")
+    )
+    tasks = [first_step, *(asyncio.create_task(let_in(peer)) for peer in others)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _wait_for(real: RealSwarm, condition: Callable[[], bool], timeout_s: float, complaint: str) -> None:

@@ -44,6 +44,23 @@ def test_what_an_endpoint_no_longer_holds_can_die_and_what_came_in_its_place_sta
     run(main())
 
 
+def test_each_call_and_frame_of_a_member_is_heard() -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.05))
+        a, b = world.add_peer("a"), world.add_peer("b")
+        speaker, listener = (Endpoint(peer.identity, peer.transport, run="run", gate=OpenGate()) for peer in (a, b))
+        await a.transport.introduce(b.peer_id, b.transport.addresses())
+        heard: list[PeerID] = []
+        listener.on_heard = heard.append
+        with pytest.raises(Refused):
+            await speaker.ask(b.peer_id, Ping(), Ping)
+        await speaker.send(b.peer_id, ProbeChunk(nonce=0, echo=False), b"\0", priority=Priority.BULK)
+        await asyncio.sleep(1.0)
+        assert heard == [a.peer_id, a.peer_id]
+
+    run(main())
+
+
 class Ear:
     def __init__(self) -> None:
         self.chunks = 0

@@ -141,3 +141,30 @@ def test_a_process_that_is_gone_is_an_error():
 )
 def test_a_multiaddr_names_its_connection(multiaddr, name):
     assert name_of(multiaddr) == name
+
+
+@pytest.mark.parametrize(
+    ("family", "address"), [(socket.AF_INET, "127.0.0.1"), pytest.param(socket.AF_INET6, "::1", id="ipv6")]
+)
+def test_a_connection_owes_nothing_once_its_kernel_has_answered_whether_or_not_anybody_reads(family, address):
+    with connection(family, address) as (caller, accepted):
+        queues = TcpQueues(os.getpid())
+        caller.send(b"hello")
+        (way,) = queues.ways()[named(caller)].values()
+        assert not way.is_owed
+        assert way.silent_s < 5.0
+        assert way.local == address
+        accepted.send(b"unread")
+        queues.close()
+
+
+def test_two_connections_to_one_port_are_told_apart():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(2)
+        with socket.socket() as one, socket.socket() as other:
+            one.connect(listener.getsockname())
+            other.connect(listener.getsockname())
+            queues = TcpQueues(os.getpid())
+            assert len(queues.ways()[named(one)]) == 2
+            queues.close()

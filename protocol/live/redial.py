@@ -1,0 +1,416 @@
+"""Looks at the daemon's connections, has it drop the dead ones, and dials the peers of the run until they answer.
+
+`../reconnection.py` decides; this file looks (at the daemon's list, the kernel's sockets, this machine's addresses and
+clocks), drops and dials. Whatever would make the daemon dial a peer that is away waits here instead: the daemon's own
+dials last for five seconds, and after one that failed libp2p does not dial that address again for five seconds, then
+six, nine, fourteen.
+
+Whoever was away says so to a peer that it has dialled again. That peer may still have a connection from
+before, which looks alive and which its daemon would go on using: where it has more than one, and has not lost us
+itself, they are all closed, and whoever was away dials once more.
+"""
+
+import asyncio
+import logging
+import random
+import re
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+
+from shoal.protocol.errors import TransportError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import split_address
+from shoal.protocol.limits import PEERS_MAX
+from shoal.protocol.live.daemon import Daemon
+from shoal.protocol.live.listen import is_global, local_addresses
+from shoal.protocol.live.tcp_queues import TcpQueues, name_of
+from shoal.protocol.reconnection import Outcome, Reconnection, Way, goes_first, only_direct
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 0.5
+_SHARE: Final = 0.02
+"""The share of a core that looking may take, in a swarm of hundreds."""
+_REACH_S: Final = 5.0
+"""Whoever waits for state from a peer that is away asks another one after this; heartbeats wait for less."""
+_ANSWER_TIMEOUT_S: Final = 2.0
+_AFTER_THE_REPLY_S: Final = 0.1
+_EXPECTED_S: Final = 1.0
+"""A peer that has said that it dials us again is left alone for so long."""
+_CLOSES: Final = b"closes"
+_OFFLINE_S: Final = 0.5
+_MOVES_S: Final = 12.0
+"""The daemon is asked for so long, after a change of this machine's addresses, for those to tell the others: it looks
+for itself every five seconds."""
+_NOT_DIALLED: Final = ("dial backoff",)
+_SILENT: Final = ("i/o timeout", "deadline exceeded", "unreachable", "no route to host")
+_REFUSED: Final = ("connection refused", "peer id mismatch")
+"""What the daemon says of a dial, of each address in turn. Silence at one outweighs a refusal at another, which may be
+another machine's by now, or ours; what is none of these may have been our own fault."""
+_FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
+_WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
+_BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""It goes on while the machine is suspended."""
+
+
+class Redialer:
+    """Keeps one daemon connected to the peers that `want` names.
+
+    Args:
+        addresses: the multiaddrs at which a peer was last known to be, with or without `/p2p/…`.
+        known: everybody of whom there are any.
+        again: the name of the handler by which peers say that they had lost each other.
+    """
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        *,
+        me: PeerID,
+        addresses: Callable[[PeerID], Sequence[str]],
+        known: Callable[[], Sequence[PeerID]],
+        again: str,
+    ) -> None:
+        self._daemon, self._addresses, self._known, self._again = daemon, addresses, known, again
+        self._me = me
+        self._core = Reconnection(self._goes_first, random.Random())  # jitter alone
+        self._dials: dict[PeerID, tuple[tuple[str, ...], asyncio.Task[Outcome]]] = {}
+        """Where each dial goes that is under way."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing: dict[PeerID, asyncio.Task[None]] = {}
+        self._news: dict[PeerID, asyncio.Event] = {}
+        """Set and forgotten when there is news of a peer that is away: whoever waits for it looks again."""
+        self._drops: dict[PeerID, int] = {}
+        self._wake = asyncio.Event()
+        self._is_closed = False
+        self._local, self._gone = local_addresses(), frozenset[str]()
+        self._moved_until_s = 0.0
+        self._queues: tuple[int, TcpQueues | None] = 0, None
+
+    def start(self) -> None:
+        self._spawn(self._watch(), "stay connected to the plan")
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for peer in tuple(self._news):
+            self._tell(peer)
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._follow(0)
+
+    def want(self, peers: Sequence[PeerID]) -> None:
+        """Stay connected to these: whoever of them is lost is dialled until it answers."""
+        self._core.want(peers, _now_s())
+
+    def heard(self, peer: PeerID) -> None:
+        """Something of the peer has arrived."""
+        self._core.heard(peer)
+        if self._core.is_absent(peer):
+            self._wake.set()
+
+    def failed(self, peer: PeerID, why: str) -> None:
+        """A call has failed: `why` is what the daemon said, or empty if there was no answer."""
+        if not why:
+            self._core.unanswered(peer)
+        elif outcome_of(why) is Outcome.REFUSED:
+            self._core.refused(peer, _now_s())
+
+    def drops(self, peer: PeerID) -> int:
+        """How often its connections were dropped by us: what breaks meanwhile says nothing of the peer."""
+        return self._drops.get(peer, 0)
+
+    async def register(self, p2p: Any) -> None:
+        """Let a fresh daemon answer `again`, and dial nobody who is away by itself."""
+        await p2p._client.add_unary_handler(self._again, self._answer)
+        call = p2p._client.call_unary_handler
+
+        async def guarded(peer_id: HivemindPeerID, proto: str, data: bytes) -> bytes:
+            await self.reach(PeerID(peer_id.to_base58()))
+            reply: bytes = await call(peer_id, proto, data)
+            return reply
+
+        p2p._client.call_unary_handler = guarded
+
+    async def reach(self, peer: PeerID) -> None:
+        """Wait until a peer that is away is connected again, for some seconds; nothing is done about others.
+
+        Raises: P2PDaemonError: it is not there, or does not come; not in words for which the caller would dial again.
+        """
+        try:
+            async with asyncio.timeout(_REACH_S):
+                while self._core.is_absent(peer) and self._addresses(peer):
+                    if self._is_closed:
+                        raise P2PDaemonError("this peer is closing")
+                    if not self._core.may_be_there(peer):
+                        raise P2PDaemonError("none of its addresses answers")
+                    news = self._news.setdefault(peer, asyncio.Event())
+                    if self._core.is_untried(peer):
+                        self._dial(peer)
+                    await news.wait()
+        except TimeoutError as error:
+            raise P2PDaemonError("nothing comes back from it") from error
+
+    async def dial(self, peer: PeerID, *, p2p: Any = None) -> bool:
+        """Whether the peer is connected now. Args: p2p: a daemon that is not up for everybody yet."""
+        if not self._addresses(peer):
+            return False
+        return await asyncio.shield(self._dial(peer, p2p)) is Outcome.REACHED
+
+    def drop(self, peer: PeerID) -> "asyncio.Task[None]":
+        """Close all connections to the peer, dead or alive; from now on nothing takes them for ones that will do."""
+        if len(self._drops) >= PEERS_MAX:
+            self._drops.clear()
+        self._drops[peer] = self.drops(peer) + 1
+        task = self._closing.get(peer)
+        if task is None:
+            task = self._closing[peer] = asyncio.create_task(self._close(peer), name=f"disconnect {peer[-8:]}")
+            self._tasks.add(task)
+        return task
+
+    async def _close(self, peer: PeerID) -> None:
+        try:
+            with suppress(*_FAILURES):
+                await (await self._daemon.p2p())._client.disconnect(_hivemind_id(peer))
+        finally:
+            task = self._closing.pop(peer, None)
+            if task is not None:
+                self._tasks.discard(task)
+            self._wake.set()
+
+    def _goes_first(self, peer: PeerID) -> bool:
+        ours = any(map(is_global, map(str, self._daemon.visible)))
+        return goes_first(self._me, peer, ours=ours, theirs=any(map(is_global, self._addresses(peer))))
+
+    # --- looking ---
+
+    async def _watch(self) -> None:
+        took_s, slept_s = 0.0, _slept_s()
+        while True:
+            try:
+                p2p = await self._daemon.p2p()
+            except TransportError:
+                return  # closed
+            began_s = _now_s()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(_LOOK_S, took_s / _SHARE)):
+                    await self._wake.wait()
+            self._wake.clear()
+            was_suspended, slept_s = _slept_s() - slept_s >= _LOOK_S, _slept_s()
+            spent_s = time.thread_time()
+            try:
+                await self._look(p2p, stood_still_s=_now_s() - began_s, was_suspended=was_suspended)
+            except _FAILURES as error:
+                logger.debug("the daemon's connections could not be listed: %r", error)
+                continue
+            took_s = time.thread_time() - spent_s
+            if _now_s() < self._moved_until_s:
+                await self._daemon.refresh()
+
+    async def _look(self, p2p: Any, *, stood_still_s: float, was_suspended: bool) -> None:
+        infos, ways, local = await p2p.list_peers(), self._ways(), local_addresses()
+        if local != self._local:
+            self._gone = (self._gone | self._local) - local
+            self._local, self._moved_until_s = local, _now_s() + _MOVES_S
+        connections: dict[PeerID, dict[str, Way | None]] = {}
+        for info in infos:
+            of_peer = connections.setdefault(PeerID(info.peer_id.to_base58()), {})
+            for address in map(str, info.addrs):
+                name = name_of(address) if only_direct((address,)) else None
+                found = ways.get(name, {}) if name is not None else {}
+                of_peer |= found if found else {address: None}
+        todo = self._core.look(
+            connections,
+            frozenset(self._known()),
+            _now_s(),
+            gone=self._gone,
+            stood_still_s=stood_still_s,
+            was_suspended=was_suspended,
+        )
+        for peer in todo.drop:
+            logger.info("the connection to %s is dead: it is closed", peer[-8:])
+            self.drop(peer)
+        for peer in todo.dial:
+            self._dial(peer)
+        for peer in [peer for peer in self._news if not self._core.is_absent(peer)]:
+            self._tell(peer)
+
+    def _tell(self, peer: PeerID) -> None:
+        """There is news of a peer that is away: whoever waits for it looks again."""
+        if peer in self._news:
+            self._news.pop(peer).set()
+
+    def _ways(self) -> Mapping[str, Mapping[str, Way]]:
+        """Nothing where the kernel does not tell."""
+        self._follow(self._daemon.process_id)
+        queues = self._queues[1]
+        try:
+            return queues.ways() if queues is not None else {}
+        except OSError as error:
+            logger.debug("the kernel does not say how the connections are: %s", error)
+            return {}
+
+    def _follow(self, process_id: int) -> None:
+        if self._queues[0] == process_id:
+            return
+        if self._queues[1] is not None:
+            self._queues[1].close()
+        self._queues = process_id, None
+        if process_id:
+            with suppress(OSError):
+                self._queues = process_id, TcpQueues(process_id)
+
+    # --- dialling ---
+
+    def _dial(self, peer: PeerID, p2p: Any = None) -> "asyncio.Task[Outcome]":
+        """The dial of this peer that is under way, if it goes where the peer is now known to be; or another."""
+        where = tuple(self._addresses(peer))
+        old = self._dials.get(peer)
+        if old is not None and old[0] == where and not old[1].done():
+            return old[1]
+        task = asyncio.create_task(self._try(peer, where, p2p), name=f"dial {peer[-8:]}")
+        self._dials[peer] = where, task
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._dial_ended(peer, done))
+        return task
+
+    def _dial_ended(self, peer: PeerID, task: "asyncio.Task[Outcome]") -> None:
+        self._tasks.discard(task)
+        if peer in self._dials and self._dials[peer][1] is task:
+            del self._dials[peer]
+
+    async def _try(self, peer: PeerID, where: Sequence[str], p2p: Any) -> Outcome:
+        while peer in self._closing:  # until then the daemon takes the old connection for one that will do
+            await asyncio.shield(self._closing[peer])
+        began_s, was_absent = _now_s(), self._core.is_absent(peer)
+        patience_s, outcome = self._core.dials(peer), None
+        try:
+            outcome = await self._connect(p2p or await self._daemon.p2p(), peer, where, patience_s)
+        except TransportError:
+            pass  # closed
+        finally:
+            known = self._core.dialled(peer, outcome, began_s=began_s, now_s=_now_s())
+            self._tell(peer)
+        if known is Outcome.REACHED and was_absent:
+            logger.info("connected to %s again", peer[-8:])
+            self._spawn(self._say_again(peer), f"tell {peer[-8:]} that we are back")
+        return known
+
+    async def _connect(self, p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> Outcome | None:
+        """None: libp2p did not dial."""
+        open_ways = [place for place in (split_address(text)[0] for text in where) if _has_route(place)]
+        if not open_ways:
+            await asyncio.sleep(_OFFLINE_S)
+            return Outcome.NO_ANSWER
+        try:
+            async with asyncio.timeout(patience_s + _ANSWER_TIMEOUT_S):
+                await _ask_to_connect(p2p, peer, open_ways, patience_s)
+            return Outcome.REACHED
+        except TimeoutError:
+            return Outcome.NO_ANSWER
+        except Exception as error:  # strangers send addresses, and hivemind's parser raises what it likes
+            logger.debug("cannot connect to %s: %r", peer[-8:], error)
+            return outcome_of(str(error))
+
+    # --- again ---
+
+    async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
+        """The caller had lost us: close all of its connections if it has one from before, and say so."""
+        peer = PeerID(caller.to_base58())
+        infos = await (await self._daemon.p2p()).list_peers()
+        addresses = [str(address) for info in infos if info.peer_id == caller for address in info.addrs]
+        count = len(only_direct(addresses))
+        if count > 1 and not self._core.is_fresh(peer, _now_s()):
+            self._spawn(self._close_all(peer), f"close what {peer[-8:]} has left")
+            return _CLOSES
+        return b""
+
+    async def _close_all(self, peer: PeerID) -> None:
+        await asyncio.sleep(_AFTER_THE_REPLY_S / 2)
+        self._core.lost(peer, _now_s(), pause_s=_EXPECTED_S)
+        await self.drop(peer)
+
+    async def _say_again(self, peer: PeerID) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                client = (await self._daemon.p2p())._client
+                answer = await client.call_unary_handler(_hivemind_id(peer), self._again, b"")
+        except (*_FAILURES, TimeoutError) as error:
+            logger.debug("%s did not say what it has of us: %r", peer[-8:], error)
+            return
+        if answer == _CLOSES:
+            await asyncio.sleep(_AFTER_THE_REPLY_S)
+            self._core.lost(peer, _now_s())
+            await self.drop(peer)
+            self._dial(peer)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> None:
+    """Connect as hivemind's `connect` does, with a time after which the daemon gives up.
+
+    Raises: P2PDaemonError; OSError.
+    """
+    reader, writer = await p2p._client.control.daemon_connector.open_connection()
+    try:
+        request = p2pd_pb2.ConnectRequest(
+            peer=_hivemind_id(peer).to_bytes(),
+            addrs=[Multiaddr(place).to_bytes() for place in where],
+            timeout=patience_s,
+        )
+        await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
+        response = p2pd_pb2.Response()
+        await read_pbmsg_safe(reader, response)
+    finally:
+        writer.close()
+    raise_if_failed(response)
+
+
+def outcome_of(words: str) -> Outcome | None:
+    """What a dial has found out, by what the daemon says. None: libp2p did not dial all that it was told to."""
+    if any(word in words for word in _NOT_DIALLED):
+        return None
+    is_refused = any(word in words for word in _REFUSED) and not any(word in words for word in _SILENT)
+    return Outcome.REFUSED if is_refused else Outcome.NO_ANSWER
+
+
+def _has_route(place: str) -> bool:
+    """Whether this machine knows where to send what goes there. Asking sends nothing; a dial that fails at once for the
+    lack of a route would keep libp2p from the next one."""
+    match = _WHERE.match(place)
+    if match is None:
+        return True
+    family = socket.AF_INET if match[1] == "4" else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((match[2], int(match[3]) or 1))
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _hivemind_id(peer: PeerID) -> HivemindPeerID:
+    return HivemindPeerID.from_base58(peer)
+
+
+def _slept_s() -> float:
+    """How long the machine has been suspended since it was started; only differences mean anything."""
+    return time.clock_gettime(_BOOT_CLOCK) - time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def _now_s() -> float:
+    return time.monotonic()

@@ -1,0 +1,56 @@
+"""What the lab says of a swarm that does not come up; no process, no namespace."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from real import NoSwarm, Peer, RealSwarm, _until_first_step
+from scenario import load_scenario
+
+LATE = """
+title = "two of whom nobody makes a step"
+seconds = 20
+waits_s = {waits_s}
+hosts = [{{ name = "a" }}, {{ name = "b", joins_s = {joins_s} }}]
+"""
+
+
+class Silent(RealSwarm):
+    """Its host is up, and nothing else ever happens."""
+
+    async def start(self, host):
+        self.peers[host.name] = peer = Peer(host=host, child=None, invite=self.invite if host.name == "a" else "")
+        return peer
+
+    async def let_in(self, peer):
+        if self.refuses:
+            raise NoSwarm("nobody has an invite")
+
+    invite = "an invite"
+    refuses = False
+
+
+def swarm(folder: Path, *, waits_s=0.1, joins_s=0) -> Silent:
+    path = folder / "late.toml"
+    path.write_text(LATE.format(waits_s=waits_s, joins_s=joins_s))
+    return Silent(load_scenario(path), None, folder)
+
+
+def test_a_swarm_without_a_step_says_so_by_itself_and_not_in_a_group(tmp_path):
+    with pytest.raises(NoSwarm, match=r"no step was made after 0\.1 s"):
+        asyncio.run(_until_first_step(swarm(tmp_path)))
+
+
+def test_a_swarm_without_a_host_says_so(tmp_path):
+    silent = swarm(tmp_path)
+    silent.invite = ""
+    with pytest.raises(NoSwarm, match="the run's host is not up"):
+        asyncio.run(_until_first_step(silent))
+
+
+def test_whoever_cannot_be_let_in_ends_the_wait_at_once(tmp_path):
+    silent = swarm(tmp_path, waits_s=600)
+    silent.refuses = True
+    with pytest.raises(NoSwarm, match="nobody has an invite"):
+        asyncio.run(asyncio.wait_for(_until_first_step(silent), 30))

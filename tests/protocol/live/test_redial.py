@@ -1,0 +1,133 @@
+import asyncio
+
+import pytest
+
+from shoal.protocol.errors import Unreachable
+from shoal.protocol.live import redial
+from shoal.protocol.live.loop import run
+from shoal.protocol.live.redial import Redialer
+from shoal.protocol.reconnection import Outcome
+
+BACKOFF = "failed to dial 12D3: all dials failed\n  * [/ip4/20.0.2.10/tcp/4001] dial backoff"
+REFUSED = "* [/ip4/127.0.0.1/tcp/4001] dial tcp4 127.0.0.1:4001: connect: connection refused"
+SILENT = "* [/ip4/20.0.2.10/tcp/4001] dial tcp4 0.0.0.0:4001->20.0.2.10:4001: i/o timeout"
+BOTH_OPENED = "* [/ip4/20.0.2.10/tcp/4001] failed to negotiate security protocol: noise: message is too short"
+
+
+async def three(live_peer):
+    """Of a plan; the third is there so that nobody is alone: who is alone dials everybody again in any case."""
+    peers = [(await live_peer(name))[0] for name in "abc"]
+    for peer in peers:
+        for other in peers:
+            await peer.introduce(other.peer_id, other.addresses())
+    return peers
+
+
+async def until_connected(peer, other):
+    async with asyncio.timeout(30):
+        while other.peer_id not in await peer.connected():  # noqa: ASYNC110 - the daemon wakes nobody
+            await asyncio.sleep(0.02)
+
+
+async def close(*peers):
+    await asyncio.gather(*(peer.close() for peer in peers))
+
+
+@pytest.mark.process
+def test_a_member_of_the_plan_that_is_lost_is_connected_again_though_nobody_calls_it(live_peer):
+    async def main():
+        a, b, c = await three(live_peer)
+        a.want([a.peer_id, b.peer_id, c.peer_id])
+        await (await b.daemon.p2p())._client.disconnect(redial._hivemind_id(a.peer_id))
+        await until_connected(a, b)
+        assert await a.call(b.peer_id, b"hello", timeout_s=30) == b"re: hello"
+        await close(a, b, c)
+
+    run(main())
+
+
+@pytest.mark.process
+def test_a_call_over_a_connection_that_we_close_as_dead_is_unanswered_and_not_refused(live_peer):
+    async def main():
+        a, b, c = await three(live_peer)
+        a.want([b.peer_id])
+        waiting = asyncio.create_task(a.call(b.peer_id, b"wait", timeout_s=600.0))
+        await asyncio.sleep(0.5)
+        a._redialer._core.lost(b.peer_id, redial._now_s())
+        await a._redialer.drop(b.peer_id)
+        with pytest.raises(Unreachable, match="nothing came back") as found:
+            await waiting  # at once, and not when its time is up
+        assert found.value.is_silence
+        assert await a.call(b.peer_id, b"hello", timeout_s=30) == b"re: hello"
+        await close(a, b, c)
+
+    run(main())
+
+
+@pytest.mark.process
+def test_a_member_whose_process_is_gone_is_refused_at_once(live_peer, eventually):
+    async def main():
+        a, b, c = await three(live_peer)
+        a.want([b.peer_id, c.peer_id])
+        await b.close()
+        await eventually(lambda: a._redialer._core.is_absent(b.peer_id))
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(Unreachable, match="none of its addresses answers"):
+            await a.call(b.peer_id, b"hello", timeout_s=30)
+        assert asyncio.get_running_loop().time() - began_s < 10  # it did not wait for its time to be up
+        await close(a, c)
+
+    run(main())
+
+
+@pytest.mark.process
+def test_whoever_comes_back_has_us_close_what_it_left_behind(live_peer, eventually, monkeypatch):
+    async def main():
+        a, b, c = await three(live_peer)
+        for peer in (a, b):
+            peer.want([a.peer_id, b.peer_id, c.peer_id])
+        # As if b still had the connection from before, which cannot be made on one machine.
+        monkeypatch.setattr(redial, "only_direct", lambda addresses: (*addresses, "the old one"))
+        dropped = b._redialer.drops(a.peer_id)
+        a._redialer._core.lost(b.peer_id, redial._now_s())
+        await a._redialer.drop(b.peer_id)
+        await eventually(lambda: b._redialer.drops(a.peer_id) > dropped)
+        monkeypatch.undo()
+        await until_connected(a, b)
+        await close(a, b, c)
+
+    run(main())
+
+
+def test_nothing_is_dialled_where_there_is_no_way():
+    assert redial._has_route("/ip4/127.0.0.1/tcp/4001")
+    assert redial._has_route("/dns4/example.org/tcp/4001")
+    assert not redial._has_route("/ip4/255.255.255.255/tcp/4001")
+
+
+@pytest.mark.process
+def test_the_redialer_ends_with_its_transport(live_peer):
+    async def main():
+        a, _ = await live_peer("a")
+        assert isinstance(a._redialer, Redialer)
+        await a.close()
+        assert not [task for task in asyncio.all_tasks() if "stay connected" in task.get_name()]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome"),
+    [
+        (REFUSED, Outcome.REFUSED),
+        ("* [/ip4/20.0.2.10/tcp/4001] peer id mismatch: expected 12D3, got 12D4", Outcome.REFUSED),
+        (SILENT, Outcome.NO_ANSWER),
+        (f"{REFUSED}\n{SILENT}", Outcome.NO_ANSWER),
+        ("failed to dial: context deadline exceeded", Outcome.NO_ANSWER),
+        (BOTH_OPENED, Outcome.NO_ANSWER),
+        (BACKOFF, None),
+        (f"{REFUSED}\n{BACKOFF}", None),
+    ],
+)
+def test_what_the_daemon_says_of_a_dial(words, outcome):
+    assert redial.outcome_of(words) is outcome
