@@ -52,15 +52,8 @@ class HolderRouter(Router):
         if shares != self.shares:
             self.set_shares(shares)
 
-    def pick(
-        self,
-        *,
-        now_s: float,
-        index: int | None = None,
-        avoid: PeerID | None = None,
-        shunned: Collection[PeerID] = (),
-    ) -> PeerID | None:
-        target = Router.pick(self, now_s=now_s, avoid=avoid, shunned=shunned)  # an expert gets few of a step: no turns
+    def pick(self, *, now_s: float, avoid: PeerID | None = None, shunned: Collection[PeerID] = ()) -> PeerID | None:
+        target = Router.pick(self, now_s=now_s, avoid=avoid, shunned=shunned)
         for peer in self._given:
             self._given[peer] *= 1.0 - 1.0 / REMEMBERED
         return target

@@ -52,6 +52,7 @@ from shoal.peer.replica.events import (
     WorkGranted,
 )
 from shoal.peer.replica.member import MemberCore
+from shoal.peer.replica.router import in_turn
 from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.views import PipelineView, SupplyView
@@ -189,9 +190,15 @@ class ReplicaCore(MemberCore):
         self._upstream = event.upstream
         self._draining_upstream = {peer for peer in self._draining_upstream if event.plan.has(peer)}
         commands = self._if_supplied(event, now_s) + super()._follow(event, now_s)
-        later = () if self._pipeline.is_last else event.plan.stages[self._pipeline.stage + 1].members
-        shares = {member.peer: member.share for member in later}
+        shares = {} if self._pipeline.is_last else self._shares_of_next(event.plan)
         return commands + self._flow(TrafficPlanned(shares, self._upstream | self._draining_upstream), now_s)
+
+    def _shares_of_next(self, plan: Plan) -> dict[PeerID, float]:
+        """Of the next stage's members, the one first with which we begin."""
+        mates, receivers = plan.stages[self._pipeline.stage].peers, plan.stages[self._pipeline.stage + 1].members
+        if self._group.me in mates:
+            receivers = tuple(in_turn(receivers, mates.index(self._group.me), len(mates)))
+        return {member.peer: member.share for member in receivers}
 
     def _what_it_is_here(self, peer: PeerID, hello: Hello) -> MemberState | MemberElsewhere:
         if hello.stage != self._pipeline.stage:

@@ -4,8 +4,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeVar
 
 from shoal.protocol.identity import PeerID
+
+T = TypeVar("T")
 
 LAGS = 4.0
 """Beyond this many times the quickest one's time it is no longer a matter of shares."""
@@ -110,20 +113,25 @@ class Turns:
         return max(1, int(busy_s / own_s))
 
 
+def in_turn(receivers: Sequence[T], sender: int, num_senders: int) -> Sequence[T]:
+    """The receivers in the order in which sender `sender` of `num_senders` begins with them.
+
+    A sender knows only what it has sent itself. If all began with the first, each would give the seven microbatches
+    that it has of a step to the same seven of eleven receivers, and the step would wait for the longest queue.
+    """
+    first = sender * len(receivers) // num_senders
+    return (*receivers[first:], *receivers[:first])
+
+
 @dataclass(kw_only=True, slots=True)
 class Router:
     """Follows the plan's shares, corrected by what each replica still owes us and by who is ready.
 
-    The microbatches of a step have their turns: which of them is for whom follows from the shares, so it is the same
-    for all senders, though none knows what the others send. Each replica gets its share of each step, and microbatches
-    that begin one after the other go to different ones, whoever sends them.
-
-    Whose turn it is may owe more than somebody else would with one more, or be away. Then the replica with the least
-    `(outstanding + 1) / share` gets the next one, and of several that are `ALIKE` the one that is furthest behind its
-    share. With equal speeds that is the plan's split exactly. A replica that slows down has
+    The replica with the least `(outstanding + 1) / share` gets the next one, and of several that are `ALIKE` the one
+    that is furthest behind its share. With equal speeds that is the plan's split exactly. A replica that slows down has
     more outstanding and is given less at once, long before a plan could say so. One that is many times slower than the
     others is given almost nothing (`Pace`), since the whole step waits for it; one that has had nothing for long is
-    tried. Ties go by plan order.
+    tried. Ties go by the order of `shares`, which is another one for each sender (`in_turn`).
     """
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
@@ -132,16 +140,12 @@ class Router:
     """Those of the plan who are ready, in plan order."""
     _outstanding: dict[PeerID, int] = field(default_factory=dict)
     _given: dict[PeerID, float] = field(default_factory=dict)
-    _turns: list[PeerID] = field(default_factory=list)
-    """Index of a microbatch -> whose turn it is, as far as that was asked for."""
-    _num_turns: dict[PeerID, int] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
         """A new plan: readiness and what is outstanding stay known. Its split starts to count from now."""
         self.shares = dict(shares)
         self._given = {}
-        self._turns, self._num_turns = [], {}
         self._here = [peer for peer in shares if peer in self._ready]
 
     def set_ready(self, peer: PeerID, ready: bool) -> None:
@@ -151,17 +155,9 @@ class Router:
     def is_ready(self, peer: PeerID) -> bool:
         return peer in self._ready
 
-    def pick(
-        self,
-        *,
-        now_s: float,
-        index: int | None = None,
-        avoid: PeerID | None = None,
-        shunned: Collection[PeerID] = (),
-    ) -> PeerID | None:
+    def pick(self, *, now_s: float, avoid: PeerID | None = None, shunned: Collection[PeerID] = ()) -> PeerID | None:
         """The next target, counted as outstanding; not `avoid` if there is another, nor one who is `shunned`
-        if there is one beside them. None if nobody is ready. Args: index: of the microbatch in its step, if it has one.
-        """
+        if there is one beside them. None if nobody is ready."""
         candidates = self._here
         if avoid is not None:
             candidates = [peer for peer in candidates if peer != avoid] or candidates
@@ -170,26 +166,11 @@ class Router:
         if not candidates:
             return None
         paces = self._pace.weights(candidates)
-        due = self._due(candidates, paces, now_s)
-        in_turn = self._in_turn(index, candidates, paces) if index is not None and not due else None
-        target = in_turn or self._least_laden(due or candidates, paces)
+        target = self._least_laden(self._due(candidates, paces, now_s) or candidates, paces)
         self._pace.given(target, now_s)
         self._outstanding[target] = self._outstanding.get(target, 0) + 1
         self._given[target] = self._given.get(target, 0) + 1
         return target
-
-    def _in_turn(self, index: int, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID | None:
-        """Whose turn it is; None: it is none of `candidates`, or owes more than another would with one more."""
-        while len(self._turns) <= index:
-            peer = min(self.shares, key=lambda peer: (self._num_turns.get(peer, 0) + 1) / self.shares[peer])
-            self._num_turns[peer] = self._num_turns.get(peer, 0) + 1
-            self._turns.append(peer)
-        peer = self._turns[index]
-        if peer not in candidates:
-            return None
-        owed = self._outstanding.get(peer, 0) / (self.shares[peer] * paces[peer])
-        least = min((self._outstanding.get(p, 0) + 1) / (self.shares[p] * paces[p]) for p in candidates)
-        return peer if owed <= (1.0 + ALIKE) * least else None
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
         """Who has had nothing for so long that one of them is next, whatever the shares say."""

@@ -315,8 +315,7 @@ class Schedule:
         commands: list[ScheduleCommand] = []
         for microbatch in sorted(self._unsent):
             flight = self._flights[microbatch]
-            index = microbatch.index if microbatch.index >= 0 else None  # those of a validation have no turns
-            target = self.router.pick(now_s=now_s, index=index, avoid=flight.doubted)
+            target = self.router.pick(now_s=now_s, avoid=flight.doubted)
             if target is None:
                 break
             self._unsent.remove(microbatch)
