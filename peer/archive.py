@@ -8,6 +8,7 @@ heartbeats (`holdings`) which version is still complete, and the run goes back t
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import PurePosixPath
@@ -28,9 +29,9 @@ FOLDER: Final = "snapshots"
 KEPT: Final = 2
 """Newest versions of each group of layers in each era: stages write at slightly different times, so one whole step must
 remain. Once the coordinator has seen that every layer of one is on two disks, those before it go (`Archive.thin`)."""
-ABANDONED_INTERVALS: Final = 10
-"""Groups of layers of which we have written nothing for so long, as long as we write any, are other peers' now. All
-keep `KEPT` versions, so that no roll-back could use what is so old."""
+ABANDONED_SNAPSHOTS: Final = 10
+"""Groups of layers of which we have written nothing for so many snapshots of others are other peers' now. All keep
+`KEPT` versions, so that no roll-back could use what is so old."""
 _COMPLAIN_S = 60.0
 _WANTED_MAX = 16
 """Versions asked for that are still to come; more than one only where coordinators or leavers overlap."""
@@ -65,6 +66,8 @@ class Archive:
         self._damaged: set[PurePosixPath] = set()
         """Not to be offered to others; found so when they were read."""
         self._complained_s = -_COMPLAIN_S
+        self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
+        """The last (era, version) that were written in this life, of whatever layers."""
         self._wanted: dict[int, None] = {}
         """Versions of which somebody has asked for a snapshot, the latest asked for last."""
         self.era_begun = -1
@@ -165,7 +168,7 @@ class Archive:
             self._damaged.discard(path)
             self._look()
             self._note_past()
-            self._remove_abandoned(disk, state.version, era)
+            self._remove_abandoned(disk, (era, state.version))
             if self._past is not None and len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
                 self._remove(disk, (era, 0))  # there is no room for so many, whatever others have
                 self._look()
@@ -275,16 +278,19 @@ class Archive:
             return
         self._stored = stored
 
-    def _remove_abandoned(self, disk: Disk, version: int, era: int) -> None:
-        """Where the newest of `era` is much older than `version`; older eras' go as `thin` says."""
-        newest: dict[PurePosixPath, int] = {}
-        past = {path.parent for path, stored in self._stored.items() if stored.era != era}
+    def _remove_abandoned(self, disk: Disk, age: tuple[int, int]) -> None:
+        """Where the newest is older than all that was written of late, the last at `age`; older eras' go as `thin`
+        says."""
+        if age not in self._written:  # several groups write the same version
+            self._written.append(age)
+        if len(self._written) <= ABANDONED_SNAPSHOTS:
+            return
+        newest: dict[PurePosixPath, tuple[int, int]] = {}
+        past = {path.parent for path, stored in self._stored.items() if stored.era != age[0]}
         for path, stored in self._stored.items():
-            if path.parent in past:
-                continue
-            newest[path.parent] = max(stored.version, newest.get(path.parent, 0))
-        oldest = version - ABANDONED_INTERVALS * self._spec.swarm.snapshot_interval_steps
-        abandoned = {folder for folder, written in newest.items() if written < oldest}
+            if path.parent not in past:
+                newest[path.parent] = max(stored.age, newest.get(path.parent, stored.age))
+        abandoned = {folder for folder, written in newest.items() if written < min(self._written)}
         try:
             for folder in sorted(abandoned):
                 snapshot.prune(disk, folder, self._run, keep=0)

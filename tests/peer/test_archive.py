@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+import msgspec
 import pytest
 import torch
 
-from shoal.peer.archive import ABANDONED_INTERVALS, Archive
+from shoal.peer.archive import ABANDONED_SNAPSHOTS, Archive
 from shoal.peer.model.layout import all_layer_keys
 from shoal.peer.past_eras import ERAS_KEPT
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state
@@ -47,8 +48,8 @@ class Desk:
     def __post_init__(self) -> None:
         self.reopen()
 
-    def reopen(self) -> None:
-        self.archive = Archive(self.disk, run="run", spec=SPEC, clock=self.time, run_blocking=inline)
+    def reopen(self, spec: RunSpec = SPEC) -> None:
+        self.archive = Archive(self.disk, run="run", spec=spec, clock=self.time, run_blocking=inline)
         asyncio.run(self.archive.open())
 
     def write(self, version: int, *, era: int = 0, keys: tuple[str, ...] = KEYS) -> bool:
@@ -95,14 +96,26 @@ def test_layers_that_others_hold_by_now_are_removed_in_the_end(desk: Desk) -> No
     here, elsewhere = KEYS[:2], KEYS[2:]
     desk.write(interval, keys=elsewhere)
     desk.write(2 * interval, keys=elsewhere)
-    for number in range(3, 3 + ABANDONED_INTERVALS):
+    for number in range(3, 3 + ABANDONED_SNAPSHOTS):
         desk.write(number * interval, keys=here)
         assert (0, 2 * interval) in desk.held, "it may be wanted for a roll-back"
-    desk.write((3 + ABANDONED_INTERVALS) * interval, keys=here)
-    kept = [(0, (number + ABANDONED_INTERVALS) * interval) for number in (3, 2)]
+    desk.write((3 + ABANDONED_SNAPSHOTS) * interval, keys=here)
+    kept = [(0, (number + ABANDONED_SNAPSHOTS) * interval) for number in (3, 2)]
     assert desk.held == kept
     desk.reopen()
     assert desk.held == kept
+
+
+def test_a_new_snapshot_by_the_clock_removes_no_other_layers(desk: Desk) -> None:
+    """Each member of a stage writes when it comes to a version: until the last one has, the one before is whole."""
+    by_the_clock = msgspec.structs.replace(SPEC.swarm, snapshot_interval_steps=0, snapshot_interval_s=15.0)
+    desk.reopen(msgspec.structs.replace(SPEC, swarm=by_the_clock))
+    here, elsewhere = KEYS[:2], KEYS[2:]
+    for keys in (here, elsewhere):
+        desk.archive.want(10)
+        desk.write(10, keys=keys)
+    desk.write(13, keys=here)
+    assert desk.read(0, 10).keys() == set(KEYS)
 
 
 def thin(desk: Desk, era: int, version: int) -> None:
@@ -133,7 +146,7 @@ def test_an_older_eras_last_snapshots_stay_for_a_week_and_until_the_new_one_has_
     for version in (50, 100):
         desk.write(version)
         desk.write(version, keys=others)
-    for number in range(2 * ABANDONED_INTERVALS):
+    for number in range(2 * ABANDONED_SNAPSHOTS):
         desk.write(number * interval + 5, era=1)
         thin(desk, 1, number * interval + 5)
     last = desk.held[0]
