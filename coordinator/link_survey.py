@@ -45,12 +45,12 @@ class LinkSurvey:
 
     Args:
         links: what is known.
-        reach: which pairs cannot reach each other; None: all can.
+        reach: which pairs cannot reach each other.
     """
 
-    def __init__(self, links: LinkBook, heartbeat_s: float, reach: Reachability | None = None) -> None:
+    def __init__(self, links: LinkBook, heartbeat_s: float, reach: Reachability) -> None:
         self._links = links
-        self._reach = reach or Reachability(heartbeat_s)
+        self._reach = reach
         self._heartbeat_s = heartbeat_s
         self._machines: dict[PeerID, str] = {}
         self._asked_s: dict[tuple[PeerID, PeerID], float] = {}
@@ -70,7 +70,7 @@ class LinkSurvey:
         """`peer` says on which machine it is; empty: on one of its own."""
         self._machines[peer] = machine
 
-    def is_enough(self, peers: Sequence[PeerID], now_s: float = 0.0) -> bool:
+    def is_enough(self, peers: Sequence[PeerID], now_s: float) -> bool:
         """Whether a first plan can be made: enough links of each machine are known, or known not to be there."""
         known: dict[str, set[PeerID]] = {}
         size = Counter(self._card(peer) for peer in peers)
@@ -86,7 +86,7 @@ class LinkSurvey:
         """Whether a link between two of these seems to have become slow, and a few more reports will tell."""
         return self._links.is_falling(peers)
 
-    def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float = 0.0) -> bool:
+    def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> bool:
         """Whether enough links of `peer` to others are known to find a place for it."""
         return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
@@ -149,7 +149,8 @@ class LinkSurvey:
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _to_try(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
-        """The members that say they cannot reach `peer`, and those that it cannot reach and has not tried for long."""
+        """Choose members that `peer` should try to reach: whoever says that it cannot reach `peer`, while `peer` has not
+        said so itself; else those that `peer` could not reach when it last tried, a while ago."""
         apart_s = UNANSWERED_HEARTBEATS * self._heartbeat_s
         accused = [
             other

@@ -14,6 +14,7 @@ from shoal.coordinator.link_survey import (
     LinkSurvey,
 )
 from shoal.coordinator.measured import LinkBook
+from shoal.coordinator.reachability import Reachability
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROBES_PER_REPLY_MAX
 from shoal.protocol.messages import LinkReport
@@ -29,7 +30,7 @@ def book():
 
 @pytest.fixture
 def survey(book):
-    return LinkSurvey(book, 1.0)
+    return LinkSurvey(book, 1.0, Reachability(1.0))
 
 
 def answer(book, peer, others, *, num_probes=1):
@@ -38,7 +39,7 @@ def answer(book, peer, others, *, num_probes=1):
 
 def test_before_the_first_plan_everybody_measures_until_a_few_links_of_each_are_known(book, survey):
     beats = 0
-    while not survey.is_enough(PEERS):
+    while not survey.is_enough(PEERS, float(beats)):
         asked = {peer: survey.choose(peer, PEERS, float(beats)) for peer in PEERS}
         targets = [other for others in asked.values() for other in others]
         assert all(len(others) == PROBES_PER_REPLY_MAX and peer not in others for peer, others in asked.items())
@@ -51,10 +52,10 @@ def test_before_the_first_plan_everybody_measures_until_a_few_links_of_each_are_
 
 def test_of_a_small_swarm_every_link_is_measured(book, survey):
     for peer in PEERS[:3]:
-        assert not survey.is_enough(PEERS[:3])
+        assert not survey.is_enough(PEERS[:3], 0.0)
         answer(book, peer, survey.choose(peer, PEERS[:3], 0.0))
-    assert survey.is_enough(PEERS[:3])
-    assert survey.is_enough(PEERS[:1]), "a host that is alone has no links"
+    assert survey.is_enough(PEERS[:3], 0.0)
+    assert survey.is_enough(PEERS[:1], 0.0), "a host that is alone has no links"
 
 
 def test_a_link_is_asked_for_again_if_nothing_was_told_of_it(survey):
@@ -71,7 +72,7 @@ def test_peers_of_one_machine_take_turns_and_know_for_each_other(book, survey):
     for beat in range(20):
         now_s = beat / 4.0
         peer = PEERS[beat % 4]
-        if survey.is_enough(PEERS[:12]):
+        if survey.is_enough(PEERS[:12], now_s):
             break
         for others in range(4, 12):
             answer(book, PEERS[others], [p for p in PEERS[:12] if p != PEERS[others]])

@@ -139,7 +139,7 @@ def test_the_first_plan_does_not_wait_for_links_that_there_are_not(reach):
     survey = LinkSurvey(book, 1.0, reach)
     for peer, others in (("a", "c"), ("b", "c"), ("c", "ab")):
         book.note(peer, [LinkReport(peer=o, round_trip_s=0.1, bytes_per_s=1e6, num_probes=1) for o in others])
-    assert not survey.is_enough(["a", "b", "c"])
+    assert not survey.is_enough(["a", "b", "c"], 0.0)
     lose(reach)
     assert survey.is_enough(["a", "b", "c"], SOON)
 
