@@ -89,9 +89,9 @@ class ClusterView:
         """When a plan has last had other members than the one before, as far as we have seen."""
         self._bounds: tuple[tuple[int, int], ...] = ()
         self._num_divisions = 0
-        """How often another division into stages has become live, of which `_bounds` is the last."""
+        """How many live plans had other stage boundaries than the live plan before; `_bounds` are those of the last."""
         self._seen_from_s = math.inf
-        """When we saw the first of them."""
+        """When we saw the first live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
         """The members of the last plan that had others: they may still report what they did under it."""
 

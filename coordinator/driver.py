@@ -96,7 +96,8 @@ TURNED_AWAY_TIMES = 5
 FAREWELL_HEARTBEATS = 0.5
 """Telling excluded members that they are excluded may take so long; after that nobody talks to them any more."""
 SIGN_HEARTBEATS = 0.5
-"""A member's calls and frames count as a sign of life so often at most: it may send hundreds in a second."""
+"""The least time between two signs of life that are taken from one member's calls and frames, in heartbeats: there may
+be hundreds of these in a second, and each sign is an event for the core."""
 LEAVE_HEARTBEATS = 10.0
 """A leaving coordinator tries for so long to give the role away, which is enough for two heirs to be asked."""
 

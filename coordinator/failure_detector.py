@@ -133,7 +133,8 @@ class FailureDetector:
         return [Note(text=f"{peer[-8:]} answers {helper[-8:]} and not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
-        """The members that reach somebody who has been out of our reach for a while."""
+        """The members that have reached a peer which has not answered us, for each such peer that they first reached
+        `OUT_OF_REACH_HEARTBEATS` ago or earlier."""
         apart_s = OUT_OF_REACH_HEARTBEATS * self._heartbeat_s
         lost = (inquiry for inquiry in self._inquiries.values() if now_s >= inquiry.vouched_s + apart_s)
         return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)

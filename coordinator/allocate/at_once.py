@@ -23,6 +23,7 @@ _GAIN_MIN = 1e-3
 """A device that shortens a step by less stays out: it costs a copy of the state, and may leave."""
 _HELD = (2.0, 8.0, 24.0)
 _CHAINS = 8
+"""So many beginnings of chains are tried."""
 _EVALUATIONS = 16_000
 """This is the number of evaluations times devices: 1,000 evaluations of 1 to 3 ms for 16 devices, fewer of longer ones
 for more devices."""
@@ -140,8 +141,14 @@ def one_a_stage(
 
 
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Devices one behind the other, each the first of `row` that is left and that the one before it reaches, from each
-    of the first few that have the text. None where everybody reaches everybody."""
+    """Make chains of `count` devices, one for each stage, in which neighbours have a path to each other both ways.
+
+    A chain begins with a device that has the text, one of the first `_CHAINS` in `row` that do. It goes on with the
+    first device of `row` that is not in it yet and has a path to its last one.
+
+    Returns: the stages of each such chain, of one device each; none if all devices have paths to each other, since any
+        order will do then.
+    """
     meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
     np.fill_diagonal(meets, True)
     if meets.all():

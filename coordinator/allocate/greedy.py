@@ -154,7 +154,8 @@ def _slot(snapshot: Snapshot, num_stages: int, index: int, first: int, last: int
 
 
 def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
-    """The stages of `previous` with the holders that are still here, and that reach those with whom they work."""
+    """The stages of `previous` with those of their holders that are still here, less those that have to leave because
+    they cannot reach others (`separated`)."""
     slots = [
         _slot(
             snapshot,

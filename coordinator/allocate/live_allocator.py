@@ -78,8 +78,8 @@ It is proportionally less again for a small swarm."""
 
 
 REPLACED_COST = 0.01
-"""Who takes the place of somebody lost may make a step longer by this part. A third holder of a stage that is not the
-longest gains nothing by itself, and lets one of the others go where it is needed."""
+"""A peer that replaces a lost member may lengthen the foreseen step by this part. As a third holder of a stage that
+does not bound the step it gains nothing by itself, but it frees another holder to move to a stage that needs one."""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
 """The shares of a layout that stays are set anew once one is so many times off; below the second figure they say

@@ -27,8 +27,8 @@ def is_cut_off(
 
 
 def separated(groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]) -> list[MeasuredPeer]:
-    """The members of `groups` that have to leave, so that all others reach those with whom they work. A stage keeps its
-    last member whomever that reaches."""
+    """Choose the members of `groups` that have to leave, so that all who stay can reach their whole group and somebody
+    of each neighbouring one. The last member of a group never leaves."""
     if not unreachable:
         return []
     left = [list(group) for group in groups]
