@@ -149,7 +149,7 @@ class LinkSurvey:
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _to_try(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
-        """Choose members that `peer` should try to reach: those that say they cannot reach `peer`, while `peer` has said
+        """Choose members that `peer` should try to reach: those that say they cannot reach `peer`, if `peer` has said
         nothing of them; if there are none, those that `peer` failed to reach when it last tried, a while ago."""
         apart_s = UNANSWERED_HEARTBEATS * self._heartbeat_s
         accused = [

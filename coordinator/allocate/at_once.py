@@ -23,7 +23,7 @@ _GAIN_MIN = 1e-3
 """A device that shortens a step by less stays out: it costs a copy of the state, and may leave."""
 _HELD = (2.0, 8.0, 24.0)
 _CHAINS = 8
-"""So many beginnings of chains are tried."""
+"""How many devices are tried as the first of a chain."""
 _EVALUATIONS = 16_000
 """This is the number of evaluations times devices: 1,000 evaluations of 1 to 3 ms for 16 devices, fewer of longer ones
 for more devices."""
