@@ -4,13 +4,13 @@ The sentences are made here alone, and `SwarmStatus` carries them: every termina
 """
 
 from collections.abc import Collection, Sequence
-from ipaddress import ip_address
 
 from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.era import Disks, holders
 from shoal.coordinator.reachability import Pair
 from shoal.coordinator.roster import SILENT_HEARTBEATS, Roster, span
 from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import is_global
 from shoal.protocol.layers import group_keys
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
@@ -74,17 +74,7 @@ def _is_behind_router(peer: PeerID, roster: Roster) -> bool:
     """Whether `peer` names addresses, and none that all the internet could reach."""
     presence = roster.presences.get(peer)
     addresses = presence.advert.addresses if presence is not None and presence.advert is not None else ()
-    found = [
-        part for address in addresses for part in address.split("/")[2:3] if address.startswith(("/ip4/", "/ip6/"))
-    ]
-    return bool(found) and not any(_is_public(ip) for ip in found)
-
-
-def _is_public(ip: str) -> bool:
-    try:
-        return ip_address(ip).is_global
-    except ValueError:  # whatever a peer says
-        return False
+    return bool(addresses) and not any(map(is_global, addresses))
 
 
 def name_of(peer: PeerID, roster: Roster) -> str:

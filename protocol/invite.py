@@ -35,6 +35,7 @@ _CHARS_MAX = 4096
 _TEXT, _IP4, _IP6 = 0, 4, 6
 _AROUND = "`'\"<>()[].,;:!?*_"
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d{1,5})$")
+_PLACE = re.compile(r"^/(ip[46]|dns[46a]?[a-z]*)/([^/]+)/tcp/\d+")
 
 
 _KEYLESS, _KEYED = 0, 1
@@ -148,6 +149,23 @@ def split_address(address: str) -> tuple[str, str]:
     """
     where, slash, peer = address.rpartition("/p2p/")
     return (where, peer) if slash and "/" not in peer else (address, "")
+
+
+def only_direct(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Leave out the addresses that lead over a relay."""
+    return tuple(address for address in addresses if "/p2p-circuit" not in address)
+
+
+def is_global(address: str) -> bool:
+    """Whether a multiaddr can be dialled from anywhere, as far as it tells: it is a name, or an address of the internet
+    that is over no relay."""
+    match = _PLACE.match(address)
+    if match is None or not only_direct((address,)):
+        return False
+    try:
+        return match[1].startswith("dns") or ipaddress.ip_address(match[2]).is_global
+    except ValueError:
+        return False
 
 
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:

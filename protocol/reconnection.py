@@ -20,7 +20,7 @@ Any dead connection condemns all of its peer: the network daemon may choose it f
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
@@ -265,8 +265,3 @@ def goes_first(me: PeerID, peer: PeerID, *, ours: bool, theirs: bool) -> bool:
     Args: ours, theirs: whether that end has an address that can be dialled from anywhere.
     """
     return theirs if ours != theirs else me < peer
-
-
-def only_direct(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Leave out the connections that go over a relay."""
-    return tuple(address for address in addresses if "/p2p-circuit" not in address)

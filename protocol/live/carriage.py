@@ -75,7 +75,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
 Said = TypeVar("Said", Carry, Carried, Answer)
 
 
-def worth_telling(places: Sequence[str]) -> tuple[str, ...]:
+def plain_tcp(places: Sequence[str]) -> tuple[str, ...]:
     """Choose among the other ends of a peer's connections those that somebody else could dial."""
     return tuple(place for place in places if _TCP.match(place) and len(place) <= ADDRESS_CHARS_MAX)[:_SEEN_AT_MAX]
 

@@ -20,7 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from shoal.protocol.errors import RemoteError, TransportError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CARRIED_STREAMS_MAX, CARRIED_STREAMS_OF_ONE_MAX
-from shoal.protocol.live.carriage import Answer, Carried, Carry, Streams, check_member, encode, read, worth_telling
+from shoal.protocol.live.carriage import Answer, Carried, Carry, Streams, check_member, encode, plain_tcp, read
 from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.live.throttle import CARRIED, RateLimiter, Throttle
@@ -149,7 +149,7 @@ class Carrier:
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 reader, writer = await self._open_stream(to)
-                seen_at = worth_telling(connected.get(carriage.source, ()))
+                seen_at = plain_tcp(connected.get(carriage.source, ()))
                 writer.write(encode(Carried(carriage.source, carriage.purpose, certificate, seen_at)))
                 answer = await read(reader, Answer, to)
             check_member(self._members, to, answer.certificate)
@@ -166,7 +166,7 @@ class Carrier:
             if writer is not None:
                 writer.close()
             raise
-        return (reader, writer), worth_telling(connected[to])
+        return (reader, writer), plain_tcp(connected[to])
 
     async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
         """Returns when either end has closed or broken, and what it has sent before that has gone out."""

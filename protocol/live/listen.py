@@ -10,7 +10,6 @@ import psutil
 from shoal.protocol.errors import TransportError
 
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
-_PLACE = re.compile(r"^/(ip[46]|dns[46a]?[a-z]*)/([^/]+)/tcp/\d+")
 _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Who listens on all addresses listens on these."""
 
@@ -69,19 +68,3 @@ def local_addresses() -> frozenset[str]:
             if each.family in (socket.AF_INET, socket.AF_INET6):
                 found.add(str(ipaddress.ip_address(each.address.partition("%")[0])))
     return frozenset(found)
-
-
-def is_global(place: str) -> bool:
-    """Whether a multiaddr can be dialled from anywhere, as far as it tells: it is a name, or an address of the internet
-    that is over no relay."""
-    match = _PLACE.match(place)
-    if match is None or "/p2p-circuit" in place:
-        return False
-    return match[1].startswith("dns") or _is_global(match[2])
-
-
-def _is_global(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_global
-    except ValueError:
-        return False

@@ -28,12 +28,12 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.invite import split_address
+from shoal.protocol.invite import is_global, only_direct, split_address
 from shoal.protocol.limits import PEERS_MAX
 from shoal.protocol.live.daemon import Daemon
-from shoal.protocol.live.listen import is_global, local_addresses
+from shoal.protocol.live.listen import local_addresses
 from shoal.protocol.live.tcp_queues import TcpQueues, name_of
-from shoal.protocol.reconnection import Outcome, Reconnection, Way, goes_first, only_direct
+from shoal.protocol.reconnection import Outcome, Reconnection, Way, goes_first
 
 logger = logging.getLogger(__name__)
 

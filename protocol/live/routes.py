@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import only_direct
 from shoal.protocol.limits import CARRIERS_ASKED_MAX
 from shoal.protocol.live.carriage import Streams
 from shoal.protocol.live.secure_channel import Purpose
@@ -251,7 +252,7 @@ class Routes:
 
 def is_direct(places: Sequence[str]) -> bool:
     """Whether one of the connections that end there goes over nobody else."""
-    return any("/p2p-circuit" not in place for place in places)
+    return bool(only_direct(places))
 
 
 def _weight(a: PeerID, b: PeerID, carrier: PeerID) -> bytes:

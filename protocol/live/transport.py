@@ -18,7 +18,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unreachable
 from shoal.protocol.identity import Identity, PeerID, public_key_of
-from shoal.protocol.invite import split_address
+from shoal.protocol.invite import only_direct, split_address
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
 from shoal.protocol.live.about import ABOUT_NAME, AboutAnswerer
 from shoal.protocol.live.carriage import Streams
@@ -129,7 +129,7 @@ class LiveTransport:
             throttle: keeps what passes within its limits; None: there are none but the uplink's own.
         Raises: TransportError: the daemon cannot start, a port is in use, or the state folder is another peer's.
         """
-        relays = [address for address in initial_peers if "/p2p-circuit" not in address]
+        relays = only_direct(initial_peers)
         daemon = Daemon(identity, state_dir, listen=listen, announce=announce, relays=relays, use_relay=use_relay)
         await daemon.start()
         self = cls(identity, members, daemon, throttle or Throttle(uplink=Uplink()))

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from shoal.protocol.errors import InviteError
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import PREFIX, Invite, InviteKey, make_invite, parse_invite, split_address, worth_telling
+from shoal.protocol.invite import (
+    PREFIX,
+    Invite,
+    InviteKey,
+    is_global,
+    make_invite,
+    parse_invite,
+    split_address,
+    worth_telling,
+)
 from shoal.protocol.limits import ADDRESSES_MAX, PROTOCOL_VERSION
 
 HOST = Identity(bytes(32))
@@ -200,3 +209,22 @@ def test_the_way_over_a_relay_ends_at_the_peer() -> None:
 def test_the_far_reaching_addresses_are_told_first(known: list[str], told: list[int]) -> None:
     addresses = [at(where) for where in known]
     assert worth_telling(addresses) == tuple(addresses[index] for index in told)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_so"),
+    [
+        ("/ip4/20.0.1.10/tcp/4001", True),
+        ("/ip4/20.0.1.10/tcp/4001/p2p/12D3KooW", True),
+        ("/ip6/2a01:4f8::1/tcp/4001", True),
+        ("/dns4/example.org/tcp/4001", True),
+        ("/ip4/192.168.1.2/tcp/4001", False),
+        ("/ip4/100.64.1.2/tcp/4001", False),
+        ("/ip4/127.0.0.1/tcp/4001", False),
+        ("/ip6/fe80::1/tcp/4001", False),
+        ("/ip4/20.0.1.10/tcp/4001/p2p/12D3KooW/p2p-circuit", False),
+        ("nonsense", False),
+    ],
+)
+def test_what_can_be_dialled_from_anywhere(place, is_so):
+    assert is_global(place) is is_so

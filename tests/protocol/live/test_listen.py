@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from shoal.protocol.errors import TransportError
-from shoal.protocol.live.listen import from_this_machine, is_global, keep_ports, local_addresses, refuse_ports_in_use
+from shoal.protocol.live.listen import from_this_machine, keep_ports, local_addresses, refuse_ports_in_use
 
 
 def test_free_and_chosen_ports_pass():
@@ -55,25 +55,6 @@ def test_a_chosen_port_is_kept_for_the_next_start(listen, visible, kept):
 def test_this_machine_reaches_who_listens_on_all_addresses_by_loopback():
     listen = ["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/9", "/ip4/192.0.2.2/tcp/8", "/ip4/0.0.0.0/tcp/0"]
     assert from_this_machine(listen) == ("/ip4/127.0.0.1/tcp/7", "/ip6/::1/tcp/9", "/ip4/192.0.2.2/tcp/8")
-
-
-@pytest.mark.parametrize(
-    ("place", "is_so"),
-    [
-        ("/ip4/20.0.1.10/tcp/4001", True),
-        ("/ip4/20.0.1.10/tcp/4001/p2p/12D3KooW", True),
-        ("/ip6/2a01:4f8::1/tcp/4001", True),
-        ("/dns4/example.org/tcp/4001", True),
-        ("/ip4/192.168.1.2/tcp/4001", False),
-        ("/ip4/100.64.1.2/tcp/4001", False),
-        ("/ip4/127.0.0.1/tcp/4001", False),
-        ("/ip6/fe80::1/tcp/4001", False),
-        ("/ip4/20.0.1.10/tcp/4001/p2p/12D3KooW/p2p-circuit", False),
-        ("nonsense", False),
-    ],
-)
-def test_what_can_be_dialled_from_anywhere(place, is_so):
-    assert is_global(place) is is_so
 
 
 def test_this_machines_addresses_are_those_of_its_cards():
