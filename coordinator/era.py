@@ -13,7 +13,7 @@ switched off as a whole comes back by the same rule.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.coordinator.plan_layout import Beginning, Layout
@@ -99,11 +99,20 @@ class HolderWatch:
         self._wait_s = 0.0
 
     def lost(
-        self, plan: Plan, holders: Sequence[frozenset[PeerID]], alive: Collection[PeerID], now_s: float
+        self,
+        plan: Plan,
+        holders: Sequence[frozenset[PeerID]],
+        alive: Collection[PeerID],
+        now_s: float,
+        *,
+        behind: Collection[int] = (),
     ) -> tuple[int, ...]:
         """The groups of `plan` whose state nobody will hold again unless the run goes back.
 
-        Args: holders: by group, the peers that hold its state now, or could make it without the others.
+        Args:
+            holders: by group, the peers that hold its state now, or could make it without the others.
+            behind: groups of which a living peer has said that it holds their state, at a version too old to believe
+                it: its next heartbeat may say more.
         """
         lost = []
         for index in range(len(plan.stages) + len(plan.experts)):
@@ -112,7 +121,8 @@ class HolderWatch:
                 continue
             last_s, former = self._held.get(index, (self._begun_s, _members(plan, index)))
             # A peer that has died will not come back with what was in its memory.
-            if now_s >= last_s + PATIENCE_HEARTBEATS * self._heartbeat_s or former.isdisjoint(alive):
+            has_died = former.isdisjoint(alive) and index not in behind
+            if now_s >= last_s + PATIENCE_HEARTBEATS * self._heartbeat_s or has_died:
                 lost.append(index)
         if not lost:
             self._lost_s = None
@@ -153,26 +163,50 @@ def holders(
     live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, fresh: bool, now_s: float
 ) -> list[frozenset[PeerID]]:
     """The peers that hold each group's state or, in a plan that is still `fresh`, could make it."""
-    snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
-    # A peer that is behind a whole snapshot of its own era has begun that era again, without being told to.
-    floor = snapshot[1] if snapshot and snapshot[0] == live.era else live.restore_version
-    num_stages = len(live.stages)
+    floor = _version_min(live, disks, model)
     holding: dict[int, set[PeerID]] = {}
-    for peer in roster.alive(now_s):  # once: group by group, a thousand peers with hundreds of them take too long
-        beat = roster.presences[peer].heartbeat
-        if beat is None or beat.era != live.era:
-            continue
-        if beat.synced and beat.stage is not None and beat.stage < num_stages and beat.version >= floor:
-            holding.setdefault(beat.stage, set()).add(peer)
-        for group, version in beat.held:
-            if group >= num_stages and version >= floor:
-                holding.setdefault(group, set()).add(peer)
+    for peer, group, version in _said(live, roster, now_s):
+        if version >= floor:
+            holding.setdefault(group, set()).add(peer)
+    num_stages = len(live.stages)
     stored = disks.layers((live.restore_era, live.restore_version)) if fresh else frozenset()
     found = []
     for index in range(num_stages + len(live.experts)):
         begins = fresh and (live.restore_version == 0 or stored.issuperset(group_keys(model, live, index)))
         found.append(_members(live, index) if begins else frozenset(holding.get(index, ())))
     return found
+
+
+def behind(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, now_s: float) -> frozenset[int]:
+    """The groups of which a living peer has said that it holds their state, at a version that does not count."""
+    floor = _version_min(live, disks, model)
+    return frozenset(group for _, group, version in _said(live, roster, now_s) if version < floor)
+
+
+def _version_min(live: Plan, disks: Disks, model: ModelSpec) -> int:
+    """The version from which on a peer is believed to hold the state of this era.
+
+    Whoever is further behind a whole snapshot of it has begun the era again without being told to. One commit behind is
+    a member whose mate died after its own commit, and before the sums that it owed had left: it commits without it.
+    """
+    snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
+    if snapshot is None or snapshot[0] != live.era:
+        return live.restore_version
+    return max(live.restore_version, snapshot[1] - 1)
+
+
+def _said(live: Plan, roster: Roster, now_s: float) -> Iterator[tuple[PeerID, int, int]]:
+    """(peer, group, version) of all state that living peers say that they hold in this era."""
+    num_stages = len(live.stages)
+    for peer in roster.alive(now_s):  # once: group by group, a thousand peers with hundreds of them take too long
+        beat = roster.presences[peer].heartbeat
+        if beat is None or beat.era != live.era:
+            continue
+        if beat.synced and beat.stage is not None and beat.stage < num_stages:
+            yield peer, beat.stage, beat.version
+        for group, version in beat.held:
+            if group >= num_stages:
+                yield peer, group, version
 
 
 def is_last_holder(peer: PeerID, plan: Plan, held: Sequence[frozenset[PeerID]]) -> bool:

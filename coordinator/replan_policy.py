@@ -13,7 +13,7 @@ from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, Snapshot
 from shoal.coordinator.cluster_view import RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.diagnosis import name_of
-from shoal.coordinator.era import Disks, HolderWatch, disks_of, group_name, holders, next_beginning
+from shoal.coordinator.era import Disks, HolderWatch, behind, disks_of, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
 from shoal.coordinator.reachability import Pair
@@ -171,7 +171,8 @@ class ReplanPolicy:
         disks = disks_of(view.roster, now_s)
         fresh = live.fresh and view.version_max <= live.restore_version
         held = holders(live, view.roster, disks, view.spec.model, fresh=fresh, now_s=now_s)
-        lost = self._holders.lost(live, held, view.roster.alive(now_s), now_s)
+        late = behind(live, view.roster, disks, view.spec.model, now_s)
+        lost = self._holders.lost(live, held, view.roster.alive(now_s), now_s, behind=late)
         peers = view.measured(live.era, now_s)
         swarm = self._swarm(peers, now_s)
         under_way = live.fresh and not fresh
@@ -185,7 +186,7 @@ class ReplanPolicy:
         if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
             return None, awaited  # a plan without who is silent would count it out, and its state with it
         layout, reason = self._repaired(peers, live, disks, now_s, sequence=sequence)
-        too_few = layout is None and bool(lost) and len(peers) >= view.spec.swarm.min_peers
+        too_few = layout is None and bool(lost)  # `min_peers` is about how a run begins
         self._too_few_s = min(now_s, self._too_few_s) if too_few else math.inf
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now everybody has said what it saved when the last holder said good-bye.

@@ -116,6 +116,27 @@ def test_who_is_behind_a_whole_snapshot_of_its_era_has_begun_it_again(policy, ma
     assert (draft.beginning.era, draft.beginning.version) == (1, 50)
 
 
+@pytest.mark.parametrize("said", [69, 66])
+def test_a_mate_that_has_yet_to_commit_what_is_on_disks_holds_the_state(policy, make_live, hear, said):
+    """Either its heartbeat is older than the snapshot, or whoever died after its own commit owes it the sums."""
+    live = make_live(fresh=False)
+    begin(policy, live)
+    hear("be", version=said)
+    policy.next_plan(live.plan, 0.0, sequence=2)
+    hear("acdf", version=70, now_s=0.5, holdings=kept(70, 0, 1, 2))
+    hear("e", version=70, now_s=0.5)
+    policy.next_plan(live.plan, 0.5, sequence=2)
+    policy.view.roster.lose("e", dead=True)
+    draft, reason = policy.next_plan(live.plan, 0.6, sequence=2)
+    assert draft.beginning is None, reason
+    assert {peer for stage in draft.stages for peer in stage.peers} == set("abcdf")
+    for now_s in (3.0, 6.0):
+        hear("acdf", version=70, now_s=now_s, holdings=kept(70, 0, 1, 2))
+        hear("b", version=69, now_s=now_s)
+        draft, reason = policy.next_plan(live.plan, now_s, sequence=2)
+        assert draft.beginning is None, "it goes on from there, however long its commit takes"
+
+
 def test_what_is_safe_is_on_two_disks_of_members_that_are_alive(policy, make_live, hear):
     live = make_live(fresh=False)
     begin(policy, live)
@@ -146,10 +167,11 @@ def test_too_few_peers_is_said_and_waited_for(policy, make_live, hear):
     assert "back to version 50" in reason
 
 
-@pytest.fixture
-def two_left(make_live, make_heartbeat):
-    """(who has copies of which stages, now) -> what comes next, where a and c are left and a run may begin with two."""
-    few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=2))
+@pytest.fixture(params=[2, 6])
+def two_left(make_live, make_heartbeat, request):
+    """(who has copies of which stages, now) -> what comes next, where a and c are left of a run that begins with
+    `min_peers` peers, two or all six."""
+    few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=request.param))
     policy, live = ReplanPolicy(ClusterView("run", few), GreedyAllocator()), make_live(fresh=False)
     begin(policy, live)
 
@@ -162,7 +184,7 @@ def two_left(make_live, make_heartbeat):
     return next_plan
 
 
-def test_a_run_that_may_begin_with_fewer_peers_goes_back_with_fewer_stages(two_left):
+def test_a_run_with_fewer_peers_than_stages_goes_back_with_fewer_stages(two_left):
     copies = {"a": (0, 1), "c": (1, 2)}
     assert two_left(copies, 30.0) == (None, "no new plan: 2 peers cannot hold 3 stages"), "a disk may not be known yet"
     draft, reason = two_left(copies, 30.0 + TOLD_HEARTBEATS)

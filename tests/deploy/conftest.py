@@ -113,6 +113,16 @@ class World:
     def logs(self) -> str:
         return "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.rglob("*.log")))
 
+    def coordination(self) -> str:
+        """What the peers' logs say of plans, terms and losses, by time: short enough to be printed as a whole."""
+        lines = {
+            line.replace("INFO shoal.coordinator.driver: ", f"{path.stem} ")
+            for path in self.folder.rglob("*.log")
+            for line in path.read_text().splitlines()
+            if "coordinator.driver" in line or "has no holder" in line
+        }
+        return "\n".join(sorted(lines))
+
     def close(self) -> None:
         for command in self.commands:
             command.process.kill()

@@ -32,7 +32,7 @@ def test_a_run_whose_peers_are_killed_and_suspended_learns_what_one_process_lear
     assert (figures["kills"], figures["suspensions"]) == (kills, kinds.count("suspend"))
 
     assert summary["finished"]
-    assert summary["rollbacks"] == 0, demo.output + world.logs()
+    assert summary["rollbacks"] == 0, f"{faults}\n{world.coordination()}"
     assert [line["step"] for line in steps] == list(range(STEPS)), "a step's line died with somebody"
     spec = load_spec(spec_path)
     single = train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)
