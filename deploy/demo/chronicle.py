@@ -40,6 +40,9 @@ _RECENT_STEPS = 17
 _STEP_PATIENCE_S = 8.0
 """How long a step waits for a report that is due: when a member is killed, its group waits five seconds for it."""
 _STATUS_FRESH_S = 2.5
+_PLAN_SETTLED_S = 1.0
+"""How old a plan is before victims are chosen by it. What made it necessary often makes another one, which may be on
+its way and move the very holder that the status names."""
 
 
 class Chronicle:
@@ -57,6 +60,7 @@ class Chronicle:
         self._plan: Obeys | None = None
         self._status: SwarmStatus | None = None
         self._status_at_s = -_STATUS_FRESH_S
+        self._plan_at_s = -_PLAN_SETTLED_S
         self._validation: tuple[int, float] | None = None
         """(version, loss) of the newest."""
         self._validation_told = -1
@@ -87,10 +91,10 @@ class Chronicle:
 
     @property
     def status(self) -> SwarmStatus | None:
-        """The swarm's status, unless it is too old to choose a victim by, or of an older plan than a peer obeys: a
-        holder that it names may have moved since."""
-        status, plan = self._status, self._plan
-        if status is None or time.monotonic() >= self._status_at_s + _STATUS_FRESH_S:
+        """The swarm's status, unless it is too old to choose a victim by, or of an older plan than a peer obeys, or
+        that plan is too new: a holder that it names may have moved since."""
+        status, plan, now_s = self._status, self._plan, time.monotonic()
+        if status is None or now_s >= self._status_at_s + _STATUS_FRESH_S or now_s < self._plan_at_s + _PLAN_SETTLED_S:
             return None
         if plan is not None and (status.term, status.plan_sequence) < (plan.term, plan.sequence):
             return None
@@ -111,7 +115,7 @@ class Chronicle:
             case Joined():
                 self._take_arrival(report)
             case Obeys():
-                self._take_plan(report)
+                self._take_plan(report, now_s)
             case Committed():
                 self._book.commit(report.report, now_s)
                 self.tell_steps()
@@ -212,13 +216,13 @@ class Chronicle:
         if not self._presenter.redraws:
             self._presenter.say(f"{joined.name} is there ({short(joined.peer)})")
 
-    def _take_plan(self, plan: Obeys) -> None:
+    def _take_plan(self, plan: Obeys, now_s: float) -> None:
         """Note a plan. Every peer tells every plan, and a peer that returns begins with an old one."""
         self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):
             return
-        self._plan = plan
+        self._plan, self._plan_at_s = plan, now_s
         self.record.terms.add(plan.term)
         if self._presenter.redraws:
             return  # the panel has plans among what changed

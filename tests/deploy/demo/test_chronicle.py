@@ -130,11 +130,16 @@ def test_a_coordinator_of_an_earlier_plan_is_not_believed(told: Told) -> None:
     assert told.chronicle.status.coordinator == B
 
 
-def test_a_status_of_an_older_plan_than_a_peer_obeys_is_no_base_to_choose_a_victim_by(told: Told) -> None:
+def test_a_status_of_an_older_plan_than_a_peer_obeys_is_no_base_to_choose_a_victim_by(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began_s = time.monotonic()
     told.chronicle.take("peer-2", status(2, 5, B))
     told.chronicle.take("peer-1", Obeys(term=2, sequence=6, coordinator=B, reason="moved", peers=4))
     assert told.chronicle.status is None
     told.chronicle.take("peer-2", status(2, 6, B))
+    assert told.chronicle.status is None, "another plan may be on its way"
+    monkeypatch.setattr(time, "monotonic", lambda: began_s + 2.0)
     assert told.chronicle.status is not None
 
 
