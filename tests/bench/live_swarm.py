@@ -7,6 +7,7 @@ that is searched with every figure known, and pinned.
     live_swarm.py growth                         # 1, 2, 6, 24, 40, 12 and 1 peers, ten minutes each
     live_swarm.py slowed                         # a device four times slower in mid-run, links at a tenth
     live_swarm.py traces --traces FOLDER         # recorded churn, its own of `spot-fleet` where no folder is named
+    live_swarm.py traces --played                # the layout of each set of peers is played, too, pinned
 
 `planned` is the simulated pace of the layout of `shoal plan`, pinned. `best other` is the best of random, mod, greedy
 and DT-FM's layout, pinned, with the same staleness and wire: the one that the planner's arithmetic finds quickest is
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--coarse", type=int, default=1, help="so many microbatches become one")
     parser.add_argument("--without-other", action="store_true", help="play no other layout")
     parser.add_argument("--traces", type=Path, help="a folder of CSV files")
+    parser.add_argument("--played", action="store_true", help="of traces: play what is planned, too")
     parser.add_argument("--out", type=Path, help="append a JSON line for each case and seed")
     options = parser.parse_args()
     begun_s = time.time()
@@ -63,7 +65,7 @@ def main() -> None:
         print(traced.HEADING)
         files = sorted(options.traces.glob("*.csv")) if options.traces else [None]
         for file, seed in [(file, seed) for file in files for seed in seeds]:
-            lived = traced.traced(file, seed, options.seconds, coarse=options.coarse)
+            lived = traced.traced(file, seed, options.seconds, coarse=options.coarse, plays_ideal=options.played)
             _tell(options.out, lived, traced.row(lived))
     else:
         cases = names or (SIX_EQUAL, *SHIPPED)
