@@ -62,22 +62,31 @@ class LaneSupply:
 
     async def _open(self, count: int) -> None:
         try:
-            dials_back = self._had is not None and self._link.num_lanes > self._had
+            dials_back = self._dials_back()
             if not dials_back and await self._door.dial(self._link, await self._hosts(), count):
                 self._patience_s, self._had = _PATIENCE_S, None
                 return
             if self._door.port:
                 self._had = self._link.num_lanes
                 self._link.ask_for_lanes(count)
-            self._patience_s = _DIALS_BACK_S if dials_back else self._patience_s
-            self._looks_s = self._loop.time() + self._patience_s
-            self._patience_s = min(_PATIENCE_S_MAX, 2 * self._patience_s)
+            if dials_back:
+                self._patience_s = _PATIENCE_S
+                self._looks_s = self._loop.time() + _DIALS_BACK_S
+            else:
+                self._looks_s = self._loop.time() + self._patience_s
+                self._patience_s = min(_PATIENCE_S_MAX, 2 * self._patience_s)
         finally:
             self._dialling = None
+
+    def _dials_back(self) -> bool:
+        """Whether the other end has dialled lanes since it was asked to."""
+        return self._had is not None and self._link.num_lanes > self._had
 
     def _check_idle(self) -> None:
         if self._link.lost.is_set():
             return
+        if self._dials_back():
+            self._patience_s = _PATIENCE_S
         wait_s = self._used_s + _IDLE_S - self._loop.time()
         if wait_s <= 0.0 and self._link.close_lanes():
             self._count = LaneCount()
