@@ -1,7 +1,7 @@
 """The wire format of tensor frames: pure bytes in, frames out. No socket, no task. Pure.
 
     header   magic 4 B | type 1 B | sequence 8 B | meta length 4 B | payload length 8 B | header checksum 4 B
-    meta     msgpack of one frame header (DATA), a sealed envelope (HELLO), or bytes given back (CREDIT)
+    meta     msgpack of one frame header (DATA), a sealed envelope (HELLO), credit (CREDIT), or a number (LANES)
     payload  one tensor's bytes
     trailer  xxh3-64 of all of the above 8 B | end marker 4 B
 
@@ -9,7 +9,9 @@ The header has its own checksum because a flipped bit in a length would otherwis
 that never come. The checksum of the rest stands behind it, so that both sides hash piece by piece while the bytes are
 still in the cache and the loop is free between pieces.
 
-Sequences count per direction from 0. Frame 0 is HELLO, all others are not. Credits are in bytes of whole frames.
+Sequences count per direction from 0. Frame 0 is HELLO, all others are not. Credits are in bytes of whole frames. A
+direction that has lanes (`live/lane.py`) is two streams of bytes, each of which brings some of its frames: `FrameOrder`
+puts them in one order again.
 """
 
 import struct
@@ -37,6 +39,7 @@ _FIELDS: Final = struct.Struct(">4sBQIQ")
 _HEADER_CHECKSUM: Final = struct.Struct(">I")
 _TRAILER: Final = struct.Struct(">Q4s")
 _CREDIT: Final = struct.Struct(">Q")
+_LANES: Final = struct.Struct(">B")
 
 HEADER_BYTES: Final = _FIELDS.size + _HEADER_CHECKSUM.size
 FRAME_OVERHEAD_BYTES: Final = HEADER_BYTES + _TRAILER.size
@@ -48,6 +51,7 @@ class FrameType(IntEnum):
     HELLO = 0
     DATA = 1
     CREDIT = 2
+    LANES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +116,27 @@ def decode_credit(frame: Frame, source: PeerID) -> int:
     return int(given_back_bytes)
 
 
-def decode_header(raw: bytes | bytearray | memoryview, *, source: PeerID, sequence: int) -> Header:
+def encode_lanes(sequence: int, count: int) -> bytes:
+    """A whole LANES frame: it asks the receiver to dial so many lanes of this stream."""
+    return b"".join(encode_frame(FrameType.LANES, sequence, _LANES.pack(count), b""))
+
+
+def decode_lanes(frame: Frame, source: PeerID) -> int:
+    """How many lanes `source` asks for. Raises: RemoteError."""
+    if frame.type is not FrameType.LANES or len(frame.meta) != _LANES.size or frame.payload:
+        raise RemoteError(source, "asked for lanes in a way that is none")
+    (count,) = _LANES.unpack(frame.meta)
+    return int(count)
+
+
+def decode_header(
+    raw: bytes | bytearray | memoryview, *, source: PeerID, sequence: int, may_skip: bool = False
+) -> Header:
     """Check `HEADER_BYTES` bytes against every limit, before a byte is allocated for what they announce.
 
     Args:
-        sequence: the only one that `source` may use now.
+        sequence: the only one that `source` may use now, or the first of them.
+        may_skip: whether frames in between may come another way.
     Raises: RemoteError: not the header of the next frame of an honest peer.
     """
     magic, kind, got_sequence, meta_bytes, payload_bytes = _FIELDS.unpack_from(raw)
@@ -125,17 +145,17 @@ def decode_header(raw: bytes | bytearray | memoryview, *, source: PeerID, sequen
         raise RemoteError(source, "sent bytes that are not a frame")
     if checksum != _short_hash(memoryview(raw)[: _FIELDS.size]):
         raise RemoteError(source, "sent a frame header that was damaged on the way")
-    if got_sequence != sequence:
+    if got_sequence != sequence and not (may_skip and got_sequence > sequence):
         raise RemoteError(source, f"sent frame {got_sequence} where {sequence} comes next")
-    if kind > max(FrameType) or (kind == FrameType.HELLO) != (sequence == 0):
-        raise RemoteError(source, f"sent a frame of type {kind} as number {sequence}")
+    if kind > max(FrameType) or (kind == FrameType.HELLO) != (got_sequence == 0):
+        raise RemoteError(source, f"sent a frame of type {kind} as number {got_sequence}")
     if meta_bytes > FRAME_META_BYTES_MAX:
         raise RemoteError(
             source, f"announced {meta_bytes} bytes of frame meta where {FRAME_META_BYTES_MAX} are allowed"
         )
     if payload_bytes > (FRAME_PAYLOAD_BYTES_MAX if kind == FrameType.DATA else 0):
         raise RemoteError(source, f"announced {payload_bytes} bytes of payload, more than is allowed")
-    return Header(type=FrameType(kind), sequence=sequence, meta_bytes=meta_bytes, payload_bytes=payload_bytes)
+    return Header(type=FrameType(kind), sequence=got_sequence, meta_bytes=meta_bytes, payload_bytes=payload_bytes)
 
 
 def _short_hash(fields: bytes | memoryview) -> int:
@@ -182,18 +202,32 @@ class FrameAssembler:
 
     Args:
         window: of DATA frames; taken at the header, given back by whoever handled the frame.
+        sequence: of the first frame.
+
+    Attributes:
+        may_skip: whether frames in between may come another way.
     """
 
-    def __init__(self, source: PeerID, *, window: CreditWindow | None = None) -> None:
+    def __init__(
+        self, source: PeerID, *, window: CreditWindow | None = None, sequence: int = 0, may_skip: bool = False
+    ) -> None:
+        self.may_skip = may_skip
         self._source = source
         self._window = window
-        self._sequence = 0
+        self._sequence = sequence
         self._begin()
 
     @property
     def at_boundary(self) -> bool:
         """Whether the stream may end here without cutting a frame."""
         return self._part is self._header_part and self._filled == 0
+
+    @property
+    def left_bytes(self) -> int:
+        """What is to come of the frame whose header has come; 0: none has."""
+        if self._header is None:
+            return 0
+        return len(self._part) - self._filled + sum(len(part) for part, _ in self._parts)
 
     def buffer(self) -> memoryview:
         """Never empty; its first bytes are the next ones of the stream."""
@@ -230,7 +264,8 @@ class FrameAssembler:
 
     def _next_part(self) -> Frame | None:
         if self._header is None:
-            self._open(decode_header(self._part, source=self._source, sequence=self._sequence))
+            header = decode_header(self._part, source=self._source, sequence=self._sequence, may_skip=self.may_skip)
+            self._open(header)
         if self._parts:
             part, hashed = self._parts.pop(0)
             self._use(part, hashed=hashed)
@@ -256,10 +291,31 @@ class FrameAssembler:
         assert self._header is not None
         checksum, marker = _TRAILER.unpack(self._part)
         if marker != _END_MARKER or checksum != self._checksum.intdigest():
-            raise RemoteError(self._source, f"sent frame {self._sequence} damaged")
+            raise RemoteError(self._source, f"sent frame {self._header.sequence} damaged")
         frame = Frame(
-            type=self._header.type, sequence=self._sequence, meta=bytes(self._meta_part), payload=self._payload
+            type=self._header.type, sequence=self._header.sequence, meta=bytes(self._meta_part), payload=self._payload
         )
-        self._sequence += 1
+        self._sequence = frame.sequence + 1
         self._begin()
         return frame
+
+
+class FrameOrder:
+    """Hands on the frames of one direction by their sequence, whichever way each of them has come.
+
+    What waits here was counted in credit, as what waits to be handled.
+    """
+
+    def __init__(self, source: PeerID) -> None:
+        self._source = source
+        self._next = 1  # HELLO was 0
+        self._early: dict[int, Frame] = {}
+
+    def put(self, frame: Frame) -> Iterator[Frame]:
+        """Yield what comes next now. Raises: RemoteError: that number has come already."""
+        if frame.sequence < self._next or frame.sequence in self._early:
+            raise RemoteError(self._source, f"sent frame {frame.sequence} twice")
+        self._early[frame.sequence] = frame
+        while self._next in self._early:
+            self._next += 1
+            yield self._early.pop(self._next - 1)

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 """Agreed at join; peers of another version are refused with a sentence, so messages may be strict."""
 
 CONTROL_BYTES_MAX: Final = 256 * 1024
@@ -124,6 +124,18 @@ SHUT_OUT_S: Final = 60.0
 """An address must have had half as many connections for so long before it is let in again."""
 SHUT_OUT_ADDRESSES_MAX: Final = 512
 """Addresses shut out at a time. The kernel takes programs of 4,096 instructions, and an IPv6 address needs five."""
+
+LANES_MAX: Final = 8
+"""TCP connections that one stream of frames may have beside the network daemon's. What one carries over a way that
+loses packets is far less than a home's uplink: at 1 % and 60 ms 2.4 Mbit/s."""
+LANES_OF_ALL_MAX: Final = 256
+"""Such connections of all streams of a peer: each is an open file, and a process often has 1,024."""
+WAITING_LANES_OF_ADDRESS_MAX: Final = 16
+"""Connections from one address whose other end has not proved who it is: two members behind one router that dial all of
+their lanes at once."""
+LANE_PIECES_HELD_MAX: Final = 1 << 16
+"""Pieces of one stream that wait for one before them. Credit bounds their bytes; of honest ones 64 MiB come to some
+thousand."""
 
 LAYERS_MAX: Final = 1024
 """Decoder layers of a model: ten times what the deepest of today has. Peers make a record of each."""

@@ -209,6 +209,10 @@ class UplinkWindow:
     def knows(self, name: str) -> bool:
         return name in self._paths
 
+    def round_trip_s(self, name: str) -> float:
+        """The least one seen of a connection that was there at the last look."""
+        return self._paths[name].seen.round_trip_s
+
     def wrote(self, name: str, nbytes: float) -> None:
         """Take note of what was written towards a connection that was there at the last look."""
         path = self._paths[name]

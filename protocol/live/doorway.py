@@ -1,4 +1,5 @@
-"""Streams that others have opened to us and whose first frame has not come: few of each peer, and few in all.
+"""Streams that others have opened to us and whose first frame has not come: few of each peer, and few in all. So it is
+with lanes whose other end has not proved who it is, and there it is few from each address.
 
 Each is a file and a task of ours, and whoever reaches the daemon can open thousands over one connection. One too many
 sends the oldest away, of the peer itself or of all: an honest HELLO comes within a round trip, so who floods drives out
@@ -9,13 +10,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import WAITING_STREAMS_MAX, WAITING_STREAMS_OF_ONE_MAX
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    source: PeerID
+    source: str
     end: Callable[[], None]
 
 
@@ -31,9 +31,9 @@ class Doorway:
         return len(self._waiting)
 
     @contextlib.contextmanager
-    def waits(self, source: PeerID, end: Callable[[], None]) -> Iterator[None]:
-        """Count a stream of `source` that has not said hello, while this context lasts; `end` closes that stream at
-        once."""
+    def waits(self, source: str, end: Callable[[], None]) -> Iterator[None]:
+        """Count a stream of `source`, a peer or an address, that has not said hello, while this context lasts; `end`
+        closes that stream at once."""
         own = _Waiting(source, end)
         self._waiting.append(own)
         of_source = [one for one in self._waiting if one.source == source]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -13,6 +13,8 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import ADDRESS_CHARS_MAX, ADDRESSES_MAX, PROTOCOL_VERSION
 from shoal.protocol.membership import AccessLevel, Members
 
+NONCE_BYTES: Final = 16
+
 _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
 
@@ -22,6 +24,10 @@ class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     version: int
     to: PeerID
     addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    """Made for this stream; both ends' together name it to its lanes."""
+    lane_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """The TCP port on which the sender waits for lanes; 0: on none."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -40,10 +46,10 @@ class Greeter:
     addresses: Callable[[], tuple[str, ...]]
     """A restarted daemon has forgotten everyone: whoever streams to us should be found again without being asked."""
 
-    def hello(self, to: PeerID) -> bytes:
+    def hello(self, to: PeerID, *, nonce: bytes, lane_port: int = 0) -> bytes:
         """A whole HELLO frame."""
         short = tuple(address for address in self.addresses() if len(address) <= ADDRESS_CHARS_MAX)
-        body = _ENCODER.encode(StreamHello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX]))
+        body = _ENCODER.encode(StreamHello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX], nonce, lane_port))
         meta = seal(
             self.identity,
             "hello",

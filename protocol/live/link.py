@@ -3,11 +3,16 @@
 hivemind hands out a `StreamReader` and a `StreamWriter`. They serve for the HELLO frame each side sends; then this
 protocol takes the socket over, so that the kernel writes a payload where it will stay. Between the two nothing can be
 lost: the sender is silent until it has read the receiver's HELLO.
+
+A frame goes over the stream, or over its lanes (`lanes.py`) where it has some. Everything else goes over the stream.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
+
+from blake3 import blake3
 
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.frames import (
@@ -15,13 +20,20 @@ from shoal.protocol.frames import (
     CreditWindow,
     Frame,
     FrameAssembler,
+    FrameOrder,
     FrameType,
+    decode_lanes,
     encode_credit,
     encode_frame,
+    encode_lanes,
+    wire_bytes,
 )
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
-from shoal.protocol.live.handshake import Greeter, StreamHello
+from shoal.protocol.live.handshake import NONCE_BYTES, Greeter, StreamHello
+from shoal.protocol.live.lane import STREAM_BYTES, Lane
+from shoal.protocol.live.lanes import ReceivingLanes, SendingLanes
+from shoal.protocol.live.secure_channel import Channel
 from shoal.protocol.live.throttle import Intake, Throttle
 from shoal.protocol.ports import Payload, Priority
 
@@ -40,6 +52,12 @@ class Link(asyncio.BufferedProtocol):
     on_frame, on_lost: called from the loop; `on_lost` once, with why.
     throttle: what passes here is within its limits; None: there are none.
     via: whoever carries the stream, to whom the bytes leave us; None: the peer itself is there.
+    on_lane: called when the stream has one lane more (True) or less.
+    on_lanes_asked: called at the receiving end when the sender wants so many lanes to be dialled.
+
+    Attributes:
+        stream: what both ends name the stream to its lanes.
+        lane_port: where the other end waits for lanes; 0: nowhere.
     """
 
     def __init__(
@@ -50,6 +68,8 @@ class Link(asyncio.BufferedProtocol):
         on_lost: Callable[["Link", str], None],
         throttle: Throttle | None = None,
         via: PeerID | None = None,
+        on_lane: Callable[["Link", Lane, bool], None] = lambda link, lane, is_more: None,
+        on_lanes_asked: Callable[["Link", int], None] = lambda link, count: None,
     ) -> None:
         self.peer = peer
         self.via = via
@@ -57,8 +77,18 @@ class Link(asyncio.BufferedProtocol):
         self.window = CreditWindow()
         self.lost = asyncio.Event()
         self.why_lost = "the stream ended"
+        self.stream = b""
+        self.lane_port = 0
+        self.before_frame: Callable[[], None] = lambda: None
+        """Called before each frame that is written."""
         self._on_frame = on_frame
         self._on_lost = on_lost
+        self._on_lane = on_lane
+        self._on_lanes_asked = on_lanes_asked
+        self._lanes: SendingLanes | ReceivingLanes | None = None
+        self._order = FrameOrder(peer)
+        self._asks_for = 0
+        """Lanes that the other end is to be asked for before the next frame."""
         self._throttle = throttle or Throttle()
         self._line = self._throttle.line
         self._priority = Priority.BULK
@@ -83,25 +113,33 @@ class Link(asyncio.BufferedProtocol):
         *,
         calls: bool,
         on_open: Callable[["Link", StreamHello], None],
+        lane_port: int = 0,
     ) -> None:
         """Exchange HELLOs and take the socket over.
 
         Args:
             calls: whether this side opened the stream and will send DATA; the other side sends CREDIT.
             on_open: called before the first frame can arrive.
+            lane_port: where this end waits for lanes; 0: nowhere.
         Raises: RemoteError; OSError, EOFError, TimeoutError: the connection broke or the peer stays silent.
         """
         self._writer = writer  # its finalizer would close the connection
         self._assembler = FrameAssembler(self.peer, window=None if calls else self.window)
+        nonce = os.urandom(NONCE_BYTES)
+        own_hello = greeter.hello(self.peer, nonce=nonce, lane_port=lane_port)
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
                 if calls:
-                    writer.write(greeter.hello(self.peer))
+                    writer.write(own_hello)
                 hello = greeter.check(await self._read_frame(reader), self.peer)
                 self._take_over(writer)
+                self.lane_port = hello.lane_port
+                nonces = nonce + hello.nonce if calls else hello.nonce + nonce
+                self.stream = blake3(nonces).digest(length=STREAM_BYTES)
+                self._lanes = self._sending_lanes() if calls else self._receiving_lanes()
                 on_open(self, hello)
                 if not calls:
-                    writer.write(greeter.hello(self.peer))
+                    writer.write(own_hello)
         except BaseException:
             writer.close()
             raise
@@ -130,6 +168,68 @@ class Link(asyncio.BufferedProtocol):
             self._intake = Intake(self._throttle.download, transport, self.lost.is_set)
         transport.resume_reading()
 
+    # Lanes
+
+    def _sending_lanes(self) -> SendingLanes:
+        return SendingLanes(
+            self.peer, on_lost=self._lane_lost, on_change=lambda lane, is_more: self._on_lane(self, lane, is_more)
+        )
+
+    def _receiving_lanes(self) -> ReceivingLanes:
+        return ReceivingLanes(
+            self.peer,
+            window=self.window,
+            on_frame=self._came,
+            on_breach=self.abort,
+            on_change=lambda lane, is_more: self._on_lane(self, lane, is_more),
+        )
+
+    @property
+    def num_lanes(self) -> int:
+        return 0 if self._lanes is None else len(self._lanes)
+
+    @property
+    def sends(self) -> bool:
+        """Whether this end sends frames, and not credit."""
+        return isinstance(self._lanes, SendingLanes)
+
+    def expect_lane(self) -> None:
+        """A lane of this stream is about to be: its frames and the stream's own may overtake each other."""
+        if not self.sends:
+            self._assembler.may_skip = True
+
+    def add_lane(self, lane: Lane, channel: Channel) -> None:
+        """Use a lane from now on, or close it if that cannot be."""
+        if self._lanes is None or self.lost.is_set():
+            lane.close()
+        else:
+            self._lanes.add(lane, channel)
+
+    def ask_for_lanes(self, count: int) -> None:
+        """Have the other end dial so many lanes: ask it before the next frame."""
+        self._asks_for = count
+
+    def tcp_infos(self) -> list[bytes]:
+        """What the kernel says of each lane of the sending end."""
+        return [lane.tcp_info() for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
+
+    def lane_names(self) -> list[str]:
+        """The names of the sending end's lanes, as `tcp_queues.py` has them."""
+        return [lane.name for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
+
+    def close_lanes(self) -> bool:
+        """Do without lanes for now, if all that they have carried was handled. Returns: whether it was."""
+        if self.window.outstanding_bytes or not isinstance(self._lanes, SendingLanes):
+            return False
+        self._lanes.close_all()
+        return True
+
+    def _lane_lost(self, why: str) -> None:
+        if self.window.outstanding_bytes:  # nobody knows what was on it
+            self.abort(f"a lane of the stream was lost: {why}")
+
+    # Frames
+
     def _next_sequence(self) -> int:
         self._sequence += 1
         return self._sequence - 1
@@ -137,6 +237,11 @@ class Link(asyncio.BufferedProtocol):
     async def write_frame(self, meta: bytes, payload: Payload, priority: Priority) -> None:
         """Returns when the kernel has every byte. Raises: EOFError: the stream broke."""
         self._priority = priority
+        self.before_frame()
+        if self._asks_for:
+            asks_for, self._asks_for = self._asks_for, 0
+            self._transport.write(encode_lanes(self._next_sequence(), asks_for))
+        lanes = self._lanes_for(wire_bytes(len(meta), memoryview(payload).nbytes))
         pieces = encode_frame(FrameType.DATA, self._next_sequence(), meta, payload)
         if memoryview(payload).nbytes <= _JOINED_BYTES:
             pieces = iter([b"".join(pieces)])
@@ -147,10 +252,19 @@ class Link(asyncio.BufferedProtocol):
                     await self._turn
             if self.lost.is_set():
                 raise EOFError(self.why_lost)
+            if lanes is not None:
+                await lanes.write(piece)
+                continue
             self._transport.write(piece)
             await self._writable.wait()
         if self.lost.is_set():
             raise EOFError(self.why_lost)
+
+    def _lanes_for(self, frame_bytes: int) -> SendingLanes | None:
+        """None: the frame goes over the stream. One that is larger than all credit does, since the receiver holds no
+        more than that ahead of a missing piece."""
+        lanes = self._lanes
+        return lanes if isinstance(lanes, SendingLanes) and lanes and frame_bytes <= self.window.limit_bytes else None
 
     def hurry(self, priority: Priority) -> None:
         """A frame of this priority waits behind the one that is on its way, which goes on with no less."""
@@ -196,9 +310,17 @@ class Link(asyncio.BufferedProtocol):
         try:
             frame = self._assembler.advance(nbytes)
             if frame is not None:
-                self._on_frame(self, frame)
+                self._came(frame)
         except RemoteError as error:
             self.abort(str(error))
+
+    def _came(self, frame: Frame) -> None:
+        """A frame is whole, whichever way it came. Raises: RemoteError."""
+        for following in self._order.put(frame):
+            if following.type is FrameType.LANES and not self.sends:
+                self._on_lanes_asked(self, decode_lanes(following, self.peer))
+            else:
+                self._on_frame(self, following)
 
     def eof_received(self) -> bool:
         if not self._assembler.at_boundary:
@@ -209,6 +331,8 @@ class Link(asyncio.BufferedProtocol):
         if exc is not None:
             self.why_lost = f"the stream broke ({exc})"
         self.lost.set()
+        if self._lanes is not None:
+            self._lanes.close()
         self._writable.set()
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(None)  # a carrier that takes nothing more would keep it waiting

@@ -1,4 +1,5 @@
-"""Secures a stream that a third peer carries: that peer can cut it, and neither read it nor change it. Pure.
+"""Secures a stream that a third peer carries, or that is beside the network daemon's own (`lane.py`): whoever is in
+between can cut it, and neither read it nor change it. Pure.
 
     opener                                       other end
     X   32 B                      ->
@@ -43,14 +44,14 @@ _TAG_BYTES: Final = 16
 _LENGTH: Final = struct.Struct(">I")
 _NONCE: Final = struct.Struct(">4xQ")
 
-Purpose = Literal["frames", "calls"]
+Purpose = Literal["frames", "calls", "lane"]
 
 
 class Channel:
     """Seals what one end sends, and opens what it receives."""
 
     def __init__(self, peer: PeerID, *, sends: bytes, receives: bytes) -> None:
-        self._peer = peer
+        self.peer = peer
         self._sends, self._receives = ChaCha20Poly1305(sends), ChaCha20Poly1305(receives)
         self._num_sent = self._num_opened = 0
 
@@ -72,7 +73,7 @@ class Channel:
             head = bytes(received[: _LENGTH.size])
             (sealed_bytes,) = _LENGTH.unpack(head)
             if not _TAG_BYTES <= sealed_bytes <= RECORD_BYTES_MAX + _TAG_BYTES:
-                raise RemoteError(self._peer, "is at the end of a stream whose bytes were changed on the way")
+                raise RemoteError(self.peer, "is at the end of a stream whose bytes were changed on the way")
             end = _LENGTH.size + sealed_bytes
             if len(received) < end:
                 return
@@ -81,9 +82,7 @@ class Channel:
             try:
                 plain = self._receives.decrypt(_NONCE.pack(self._num_opened), sealed, head)
             except InvalidTag as error:
-                raise RemoteError(
-                    self._peer, "is at the end of a stream whose bytes were changed on the way"
-                ) from error
+                raise RemoteError(self.peer, "is at the end of a stream whose bytes were changed on the way") from error
             self._num_opened += 1
             yield plain
 
@@ -94,10 +93,14 @@ class Handshake:
     Args:
         peer: whoever is to be at the other end.
         opens: whether this end has opened the stream.
+        part_of: names the stream that this one is a part of, so that it serves no other; empty: it stands alone.
     """
 
-    def __init__(self, identity: Identity, peer: PeerID, *, run: str, purpose: Purpose, opens: bool) -> None:
+    def __init__(
+        self, identity: Identity, peer: PeerID, *, run: str, purpose: Purpose, opens: bool, part_of: bytes = b""
+    ) -> None:
         self._identity, self._peer, self._run, self._purpose, self._opens = identity, peer, run, purpose, opens
+        self._part_of = part_of
         self._private = X25519PrivateKey.generate()
         self.key: bytes = self._private.public_key().public_bytes_raw()
         """What the other end is sent of this stream's own key."""
@@ -111,7 +114,7 @@ class Handshake:
         topic: Topic = "carried-to" if self._opens else "carried-from"
         said = self._said(other_key)
         if not statement_holds(self._peer, signature, topic, run=self._run, body=said):
-            raise RemoteError(self._peer, "is not at the other end of a carried stream, or was not told the same")
+            raise RemoteError(self._peer, "is not at the other end of a sealed stream, or was not told the same")
         try:
             secret = self._private.exchange(X25519PublicKey.from_public_bytes(other_key))
         except ValueError as error:  # a key of small order
@@ -127,4 +130,4 @@ class Handshake:
     def _said(self, other_key: bytes) -> bytes:
         ends = ((self._identity.peer_id, self.key), (self._peer, other_key))
         opener, other = ends if self._opens else ends[::-1]
-        return msgspec.msgpack.encode((self._purpose, opener, other))
+        return msgspec.msgpack.encode((self._purpose, opener, other, self._part_of))

@@ -1,4 +1,5 @@
-"""What the kernel has yet to deliver for the network daemon, connection by connection, and how long each was silent.
+"""What the kernel has yet to deliver for the network daemon, connection by connection, and how long each was silent. So
+too for the lanes of this process (`lane.py`).
 
 The sockets are the daemon's, but the kernel tells any process of the network namespace about all of them
 (NETLINK_SOCK_DIAG, Linux 3.3; `ss -ti` reads the same). All of them are listed when a stream opens; then the ones that
@@ -17,9 +18,9 @@ import socket
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
+from shoal.protocol.live.lane import lane_name
 from shoal.protocol.live.uplink import Uplink
 from shoal.protocol.reconnection import Way
 from shoal.protocol.uplink import Connection
@@ -64,6 +65,11 @@ class _Socket:
     def name(self) -> str:
         (port,) = struct.unpack_from(">H", self.id, 2)
         return f"{self._address(20)} {port}"
+
+    @property
+    def name_as_lane(self) -> str:
+        own_port, port = struct.unpack_from(">HH", self.id)
+        return lane_name(str(self._address(20)), port, own_port)
 
     @property
     def is_local(self) -> bool:
@@ -116,15 +122,17 @@ class TcpQueues:
         self._asked.close()
 
     def list(self) -> None:
-        """Find the daemon's connections to other machines anew. Raises: OSError."""
-        own = self._inodes()
+        """Find the connections to other machines anew: the daemon's, and the lanes of this process. Raises: OSError."""
+        of_daemon, of_us = _inodes(self._process_id), _inodes(os.getpid())
         found = [*self._dump(socket.AF_INET), *self._dump(socket.AF_INET6)]
-        self._sockets = {each.name: each for each in found if each.inode in own and not each.is_local}
+        there = [each for each in found if not each.is_local]
+        self._sockets = {each.name: each for each in there if each.inode in of_daemon}
+        self._sockets |= {each.name_as_lane: each for each in there if each.inode in of_us}
 
     def ways(self) -> Mapping[str, Mapping[str, Way]]:
         """All of the daemon's connections, those within this machine too, by name: two may lead to one port of another
         machine, when each end has dialled from the port on which it listens. Raises: OSError."""
-        own = self._inodes()
+        own = _inodes(self._process_id)
         ways: dict[str, dict[str, Way]] = {}
         for each in (*self._dump(socket.AF_INET), *self._dump(socket.AF_INET6)):
             if each.inode in own:
@@ -135,17 +143,9 @@ class TcpQueues:
         """What the kernel says now of those that are still there. Raises: OSError."""
         asked = [self._sockets[name] for name in names if name in self._sockets]
         batches = (asked[start : start + _BATCH] for start in range(0, len(asked), _BATCH))
-        return {each.name: each.connection for batch in batches for each in self._ask(batch)}
-
-    def _inodes(self) -> set[int]:
-        found = set()
-        folder = Path(f"/proc/{self._process_id}/fd")
-        for entry in os.scandir(folder):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                target = os.readlink(entry.path)
-                if target.startswith("socket:["):
-                    found.add(int(target[8:-1]))
-        return found
+        wanted = set(names)
+        answers = (each for batch in batches for each in self._ask(batch))
+        return {each.name_as_lane if each.name_as_lane in wanted else each.name: each.connection for each in answers}
 
     def _dump(self, family: int) -> "Iterator[_Socket]":
         self._send(_request(family, bytes(48), _REQUEST | _DUMP))
@@ -176,6 +176,16 @@ class TcpQueues:
             length, kind, *_ = _HEADER.unpack_from(datagram, at)
             yield kind, datagram[at + _HEADER.size : at + length]
             at += length + 3 & ~3
+
+
+def _inodes(process_id: int) -> set[int]:
+    found = set()
+    for entry in os.scandir(f"/proc/{process_id}/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(entry.path)
+            if target.startswith("socket:["):
+                found.add(int(target[8:-1]))
+    return found
 
 
 def _request(family: int, id_: bytes, flags: int) -> bytes:

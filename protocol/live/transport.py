@@ -28,6 +28,9 @@ from shoal.protocol.live.carrier import Carrier
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.handshake import Greeter, StreamHello
+from shoal.protocol.live.lane import Lane
+from shoal.protocol.live.lane_door import LaneDoor
+from shoal.protocol.live.lane_supply import LaneSupply
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.receive_queue import ReceiveQueues
 from shoal.protocol.live.redial import Redialer
@@ -51,6 +54,11 @@ _DIALS_AT_ONCE = 16
 _LONELY_S = 10.0
 _STRAGGLERS_S = 0.5
 """How long a start waits for the other addresses once one peer has answered."""
+_LANES_ROUND_TRIP_S_MIN = 0.002
+"""Streams within a house have no lanes: one connection fills such a way."""
+_LANES_PATIENCE_ROUND_TRIPS = 4.0
+_LANES_PATIENCE_S = 0.05
+"""A stream's first frame waits so long for lanes, which need two round trips."""
 _NAME_BYTES = 8
 _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial")
 """Daemon errors after which the request certainly never left, so that it may be sent again."""
@@ -70,6 +78,8 @@ class LiveTransport:
         self._send_queues: dict[PeerID, SendQueue] = {}
         self._receive_queues = ReceiveQueues()
         self._doorway = Doorway()
+        self._lane_door = LaneDoor(identity, run=members.run, throttle=throttle)
+        self._lane_supplies: dict[Link, LaneSupply] = {}
         self._on_call: CallHandler
         self._on_frame: FrameHandler
         self._served = asyncio.Event()
@@ -138,6 +148,7 @@ class LiveTransport:
                 if peer != self.peer_id:  # a restart may be told of itself
                     self._remember(peer, places)
             await daemon.add_setup(self._set_up)
+            self._lane_door.listen(daemon.listening)
             self._keeper = asyncio.create_task(self._keep_connected(), name="stay connected")
             self._redialer.start()
         except BaseException:
@@ -251,6 +262,7 @@ class LiveTransport:
         await self._carried_calls.close()
         await asyncio.gather(*(queue.close() for queue in self._send_queues.values()))
         await self._receive_queues.close()
+        await self._lane_door.close()
         if self._throttle.uplink is not None:
             self._throttle.uplink.close()
         await self._redialer.close()
@@ -335,9 +347,18 @@ class LiveTransport:
                 via, (reader, writer) = await self._go(
                     peer, partial(self._open_frames, peer), partial(self._routes.carry, peer, "frames")
                 )
-            link = Link(peer, on_frame=queue.on_frame, on_lost=self._lost, throttle=self._throttle, via=via)
-            await link.open(reader, writer, self._greeter, calls=True, on_open=self._met)
+            link = Link(
+                peer,
+                on_frame=queue.on_frame,
+                on_lost=self._lost,
+                throttle=self._throttle,
+                via=via,
+                on_lane=self._count_lane,
+            )
+            port = self._lane_door.port if via is None else 0
+            await link.open(reader, writer, self._greeter, calls=True, on_open=self._met, lane_port=port)
             await self._find_connection(via or peer)
+            await self._supply_lanes(link)
             return link
         except TimeoutError as error:
             raise Unreachable(peer, f"no stream in {_OPEN_TIMEOUT_S:g} s") from error
@@ -361,6 +382,7 @@ class LiveTransport:
     def _lost(self, link: Link, why: str) -> None:
         """A stream to a peer has ended: the connection under it may have, too."""
         self._send_queues[link.peer].on_lost(link, why)
+        self._end_lanes(link)
         if link.via is None:
             self._routes.failed(link.peer)
         else:
@@ -377,24 +399,74 @@ class LiveTransport:
         link = Link(
             source,
             on_frame=self._receive_queues.on_frame,
-            on_lost=self._receive_queues.on_lost,
+            on_lost=self._lost_incoming,
             throttle=self._throttle,
             via=via,
+            on_lane=self._count_lane,
+            on_lanes_asked=self._dial_lanes_back,
         )
+        lane_port = self._lane_door.port if via is None else 0
 
         def opened(link: Link, hello: StreamHello) -> None:
             self._met(link, hello)
+            if via is None:
+                self._lane_door.expect(link)
             self._receive_queues.attach(link, self._on_frame)
 
         try:
             with self._doorway.waits(source, writer.transport.abort):
-                await link.open(reader, writer, self._greeter, calls=False, on_open=opened)
+                await link.open(reader, writer, self._greeter, calls=False, on_open=opened, lane_port=lane_port)
         except RemoteError as error:
             logger.warning("refused a stream: %s", error)
         except (OSError, EOFError, TimeoutError) as error:
             logger.debug("a stream from %s did not open: %r", source[-8:], error)
         else:
             await link.lost.wait()
+
+    def _lost_incoming(self, link: Link, why: str) -> None:
+        self._receive_queues.on_lost(link, why)
+        self._end_lanes(link)
+
+    # Lanes
+
+    async def _supply_lanes(self, link: Link) -> None:
+        """Have lanes for a stream that goes to another house."""
+        round_trip_s = self._round_trip_s(link.peer)
+        if link.via is None and not link.lost.is_set() and round_trip_s >= _LANES_ROUND_TRIP_S_MIN:
+            self._lane_door.expect(link)
+            supply = LaneSupply(link, self._lane_door, partial(self._hosts_of, link.peer))
+            self._lane_supplies[link] = supply
+            link.before_frame = supply.used
+            await supply.begin(_LANES_PATIENCE_S + _LANES_PATIENCE_ROUND_TRIPS * round_trip_s)
+
+    def _round_trip_s(self, peer: PeerID) -> float:
+        """Say how long the way to `peer` and back is; 0: it stays on this machine, or nobody knows."""
+        uplink = self._throttle.uplink
+        return 0.0 if uplink is None else uplink.round_trip_s(peer)
+
+    def _dial_lanes_back(self, link: Link, count: int) -> None:
+        if link.via is None:
+            self._lane_door.dial_back(link, partial(self._hosts_of, link.peer), count)
+
+    def _end_lanes(self, link: Link) -> None:
+        self._lane_door.forget(link)
+        supply = self._lane_supplies.pop(link, None)
+        if supply is not None:
+            supply.close()
+
+    def _count_lane(self, link: Link, lane: Lane, is_more: bool) -> None:
+        self._lane_door.counted(is_more)
+        if self._throttle.uplink is None or not link.sends:
+            return
+        if is_more:
+            self._throttle.uplink.joined(link.peer, lane.name)
+        else:
+            self._throttle.uplink.left(lane.name)
+
+    async def _hosts_of(self, peer: PeerID) -> tuple[str, ...]:
+        """Find the IP addresses from which the daemon's connections with `peer` come."""
+        names = (name_of(place) for place in only_direct(await self._seen_at(peer)))
+        return tuple(dict.fromkeys(name.split()[0] for name in names if name is not None))
 
     def _close_excluded(self) -> None:
         """Their streams and connections end now; what they call or open from now on is refused."""
@@ -475,8 +547,9 @@ class LiveTransport:
         """Tell the uplink over which of the daemon's connections a stream to `peer` goes."""
         if self._throttle.uplink is not None:
             with suppress(TransportError, P2PDaemonError, OSError, EOFError):
-                names = map(name_of, await self._seen_at(peer))
-                self._throttle.uplink.opened(peer, [name for name in names if name is not None])
+                names = [name_of(place) for place in await self._seen_at(peer)]
+                lanes = [name for link in self._lane_supplies if link.peer == peer for name in link.lane_names()]
+                self._throttle.uplink.opened(peer, [*(name for name in names if name is not None), *lanes])
 
     def _met(self, link: Link, hello: StreamHello) -> None:
         self._remember(link.peer, hello.addresses)

@@ -90,6 +90,23 @@ class Uplink:
         else:
             self._look(peer)
 
+    def joined(self, peer: PeerID, connection: str) -> None:
+        """Streams to `peer` go over this connection too, from now on."""
+        if self._queues is not None and self._window.knows(peer):
+            self._owners[connection] = peer
+            try:
+                self._queues.list()
+            except OSError as error:
+                self._give_up(error)
+
+    def left(self, connection: str) -> None:
+        """That connection is over."""
+        self._owners.pop(connection, None)
+
+    def round_trip_s(self, peer: PeerID) -> float:
+        """The least one seen; 0: what goes to `peer` stays on this machine, or nobody knows."""
+        return self._window.round_trip_s(peer) if self.holds(peer) else 0.0
+
     def holds(self, peer: PeerID) -> bool:
         """Whether what goes to `peer` passes the uplink. What stays on this machine does not."""
         return self._queues is not None and self._window.knows(peer)

@@ -3,7 +3,7 @@
 Peers in network namespaces with an emulated internet between them (`tests/lab/internet`). One sends frames of 1 MiB to
 all others as fast as they go, and calls one of them ten times a second, as a heartbeat does. Needs what the lab needs.
 
-    python tests/bench/uplink_wait.py [--up 20] [--queue 100] [--ms 15] [--peers 2] [--fall 5] [--down MBIT_S]
+    python tests/bench/uplink_wait.py [--up 20] [--queue 100] [--ms 15] [--loss P] [--peers 2] [--fall 5] [--down N]
 """
 
 import argparse
@@ -92,9 +92,11 @@ async def send(folder: Path, addresses: list[str], seconds: float) -> None:
 async def measure(options: argparse.Namespace, folder: Path) -> None:
     """Print what each half of the time was like."""
     receivers = [f"receiver{number}" for number in range(options.peers)]
-    lines = {"sender": Line(up_mbps=options.up, queue_ms=options.queue), **dict.fromkeys(receivers, Line())}
+    other = Line(loss=options.loss / 2)
+    lines = {"sender": Line(up_mbps=options.up, queue_ms=options.queue, loss=options.loss / 2)}
+    lines |= dict.fromkeys(receivers, other)
     if options.down:
-        lines[receivers[-1]] = Line(down_mbps=options.down)
+        lines[receivers[-1]] = Line(down_mbps=options.down, loss=options.loss / 2)
     halves = []
     async with Internet(lines, {name: name for name in lines}, lambda a, b: PathBetween(options.ms)) as internet:
         addresses = []
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--fall", type=float, default=0.0, help="what the uplink has in the second half")
     parser.add_argument("--queue", type=float, default=100.0)
     parser.add_argument("--ms", type=float, default=15.0, help="one way")
+    parser.add_argument("--loss", type=float, default=0.0, help="of packets between any two, half of it on each line")
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--receive", type=Path, help=argparse.SUPPRESS)

@@ -22,6 +22,7 @@ from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, name_of, peer_ids
 from shoal.deploy.simulate.result import StepCommitted
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import LANES_MAX
 from shoal.protocol.plan import Plan
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.network import CardSpec, LinkSpec, MatrixNetwork
@@ -329,13 +330,16 @@ def _latency_s(scenario: Scenario, lines: Mapping[str, Mapping[str, float]]) -> 
 def _bytes_per_s(
     scenario: Scenario, lines: Mapping[str, Mapping[str, float]], latency_s: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """[N, N], of one connection over what lies between the lines. Args: lines: as of `_settable`."""
+    """[N, N], of all lanes of a stream over what lies between the lines. Args: lines: as of `_settable`."""
     lost = [lines[scenario.line_of[host.name]]["loss"] for host in scenario.hosts]
     round_trip_s = latency_s + latency_s.T
     return np.array(
         [
             [
-                min(_BACKBONE_BYTES_PER_S, tcp_bytes_per_s(round_trip_s[i, j], either_loses(lost[i], lost[j])))
+                min(
+                    _BACKBONE_BYTES_PER_S,
+                    LANES_MAX * tcp_bytes_per_s(round_trip_s[i, j], either_loses(lost[i], lost[j])),
+                )
                 for j in range(len(lost))
             ]
             for i in range(len(lost))

@@ -14,10 +14,13 @@ from shoal.protocol.frames import (
     CreditWindow,
     Frame,
     FrameAssembler,
+    FrameOrder,
     FrameType,
     decode_credit,
+    decode_lanes,
     encode_credit,
     encode_frame,
+    encode_lanes,
     wire_bytes,
 )
 from shoal.protocol.identity import PeerID
@@ -211,3 +214,49 @@ def test_hello_costs_no_credit():
     window = CreditWindow(10)
     feed(FrameAssembler(SOURCE, window=window), HELLO)
     assert window.outstanding_bytes == 0
+
+
+@given(count=st.integers(0, 40), seed=st.integers(0, 999))
+def test_frames_that_come_two_ways_are_handed_on_in_their_order(count, seed):
+    frames = [Frame(type=FrameType.DATA, sequence=number, meta=b"", payload=b"") for number in range(1, count + 1)]
+    mixed, order, out = random.Random(seed).sample(frames, count), FrameOrder(SOURCE), []
+    for number, frame in enumerate(mixed):
+        out += order.put(frame)
+        came = {frame.sequence for frame in mixed[: number + 1]}
+        assert [frame.sequence for frame in out] == list(range(1, next(n for n in range(1, 99) if n not in came)))
+    assert out == frames
+
+
+@pytest.mark.parametrize("again", [1, 2, 4])
+def test_a_number_comes_once_whichever_way(again):
+    order = FrameOrder(SOURCE)
+    for number in (1, 2, 4):
+        list(order.put(Frame(type=FrameType.DATA, sequence=number, meta=b"", payload=b"")))
+    with pytest.raises(RemoteError, match=f"sent frame {again} twice"):
+        list(order.put(Frame(type=FrameType.DATA, sequence=again, meta=b"", payload=b"")))
+
+
+def test_numbers_are_skipped_only_where_frames_may_come_another_way_and_never_come_back():
+    wire = data(1, b"", b"x"), data(3, b"", b"x")
+    with pytest.raises(RemoteError, match="sent frame 3 where 2 comes next"):
+        feed(FrameAssembler(SOURCE), HELLO + b"".join(wire))
+    assembler = FrameAssembler(SOURCE, sequence=1, may_skip=True)
+    assert [frame.sequence for frame in feed(assembler, b"".join(wire))] == [1, 3]
+    with pytest.raises(RemoteError, match="sent frame 2 where 4 comes next"):
+        feed(assembler, data(2, b"", b"x"))
+
+
+def test_a_number_of_lanes_is_asked_for_in_one_way():
+    (frame,) = feed(FrameAssembler(SOURCE, sequence=7), encode_lanes(7, 4))
+    assert decode_lanes(frame, SOURCE) == 4
+    for other in (encode_frame(FrameType.LANES, 7, b"", b""), encode_frame(FrameType.LANES, 7, b"12", b"")):
+        (frame,) = feed(FrameAssembler(SOURCE, sequence=7), b"".join(other))
+        with pytest.raises(RemoteError, match="asked for lanes in a way that is none"):
+            decode_lanes(frame, SOURCE)
+
+
+@pytest.mark.parametrize("filled", [0, HEADER_BYTES, HEADER_BYTES + 3, HEADER_BYTES + 50])
+def test_what_is_to_come_of_a_frame_is_known_from_its_header_on(filled):
+    wire, assembler = data(1, b"meta", bytes(100)), FrameAssembler(SOURCE, sequence=1)
+    feed(assembler, wire[:filled])
+    assert assembler.left_bytes == (len(wire) - filled if filled >= HEADER_BYTES else 0)

@@ -47,6 +47,7 @@ from shoal.protocol.invite import Invite, parse_invite, split_address
 from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.live.about import ABOUT_NAME
 from shoal.protocol.live.daemon import Daemon
+from shoal.protocol.live.handshake import NONCE_BYTES
 from shoal.protocol.live.transport import _NAME_BYTES
 from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 
@@ -254,7 +255,7 @@ class Stranger:
         return None if isinstance(answer, m.Refusal) else answer
 
     def hello(self, to: PeerID) -> bytes:
-        body = msgspec.msgpack.encode((PROTOCOL_VERSION, to, []))
+        body = msgspec.msgpack.encode((PROTOCOL_VERSION, to, [], os.urandom(NONCE_BYTES)))
         shown = self.certificate
         meta = seal(self.identity, "hello", run=self.run, term=0, sequence=0, body=body, certificate=shown)
         return b"".join(encode_frame(FrameType.HELLO, 0, meta, b""))

@@ -8,6 +8,7 @@ from shoal.protocol.frames import FrameType, decode_credit, encode_credit, encod
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.live import handshake
+from shoal.protocol.live.handshake import NONCE_BYTES
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.token_bucket import RateLimits
@@ -113,7 +114,7 @@ def test_another_version_is_refused(socket_pair, monkeypatch):
     async def main():
         async with socket_pair() as (caller, listener):
             monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 999)
-            caller.writer.write(caller.greeter().hello(listener.identity.peer_id))
+            caller.writer.write(caller.greeter().hello(listener.identity.peer_id, nonce=bytes(NONCE_BYTES)))
             monkeypatch.undo()
             with pytest.raises(RemoteError, match="speaks protocol 999"):
                 await listener.open(caller.identity.peer_id, calls=False)
@@ -124,7 +125,7 @@ def test_another_version_is_refused(socket_pair, monkeypatch):
 def test_a_hello_cannot_be_shown_to_someone_else(socket_pair):
     async def main():
         async with socket_pair() as (caller, listener):
-            caller.writer.write(caller.greeter().hello(Identity.generate().peer_id))
+            caller.writer.write(caller.greeter().hello(Identity.generate().peer_id, nonce=bytes(NONCE_BYTES)))
             with pytest.raises(RemoteError, match="meant for someone else"):
                 await listener.open(caller.identity.peer_id, calls=False)
 
@@ -134,7 +135,7 @@ def test_a_hello_cannot_be_shown_to_someone_else(socket_pair):
 def test_nobody_says_hello_in_the_name_of_another(socket_pair):
     async def main():
         async with socket_pair() as (caller, listener):
-            caller.writer.write(caller.greeter().hello(listener.identity.peer_id))
+            caller.writer.write(caller.greeter().hello(listener.identity.peer_id, nonce=bytes(NONCE_BYTES)))
             with pytest.raises(RemoteError, match="in the name of"):
                 await listener.open(Identity.generate().peer_id, calls=False)
 

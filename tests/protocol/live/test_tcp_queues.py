@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from shoal.protocol.live import tcp_queues
+from shoal.protocol.live.lane import lane_name
 from shoal.protocol.live.tcp_queues import TcpQueues, name_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says it")
@@ -114,6 +115,29 @@ def test_sockets_of_other_processes_are_not_the_daemons():
             queues = TcpQueues(os.getppid())
             assert not queues.look([named(caller)])
             queues.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("as_if_afar")
+def test_lanes_are_sockets_of_this_process_and_are_told_apart_by_their_own_ports():
+    async def main():
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(2)
+            with socket.create_connection(listener.getsockname()) as one:
+                with socket.create_connection(listener.getsockname()) as other:
+                    queues = TcpQueues(os.getppid())
+                    names = [lane_name(*each.getpeername(), each.getsockname()[1]) for each in (one, other)]
+                    other.setblocking(False)
+                    with contextlib.suppress(BlockingIOError):
+                        while True:
+                            other.send(bytes(1 << 16))
+                    found = queues.look(names)
+                    assert found[names[0]].queued_bytes == 0
+                    assert found[names[1]].queued_bytes > 0
+                assert queues.look(names).keys() == {names[0]}
+                queues.close()
 
     asyncio.run(main())
 

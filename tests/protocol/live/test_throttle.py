@@ -322,6 +322,26 @@ def test_who_is_on_this_machine_does_not_wait():
     run(main())
 
 
+def test_what_stands_on_lanes_stands_before_the_line_as_well():
+    async def main():
+        home = Home()
+        home.queues.queued["mate's lane"] = home.queues.delivered["mate's lane"] = 0.0
+        home.uplink.joined(MATE, "mate's lane")
+        home.queues.stalled.add("mate's lane")
+        home.queues.wrote("mate's lane", RATE)
+        home.uplink.wrote(MATE, 1)
+        home.uplink._look(MATE)
+        assert not home.uplink.admits(MATE)
+        home.uplink.left("mate's lane")
+        home.uplink._look(MATE)
+        assert home.uplink.admits(MATE)
+        assert home.uplink.round_trip_s(MATE) == 0.02
+        assert home.uplink.round_trip_s(PeerID("neighbour")) == 0.0
+        home.uplink.close()
+
+    run(main())
+
+
 class Socket:
     """As much of asyncio's transport as an intake needs."""
 

@@ -15,6 +15,7 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.live import transport as transport_module
 from shoal.protocol.live.daemon import _DetachedP2P
+from shoal.protocol.live.lane_count import LANES_FIRST
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Priority
@@ -293,6 +294,90 @@ def test_close_leaves_nothing_behind(live_peer, tmp_path):
     run(main())
 
 
+@pytest.fixture
+def far(monkeypatch):
+    """Peers of this machine count as far ones."""
+    monkeypatch.setattr(transport_module.LiveTransport, "_round_trip_s", lambda self, peer: 1.0)
+
+
+@pytest.mark.usefixtures("far")
+def test_frames_to_another_house_go_over_lanes_from_the_first_one_on(live_peer, eventually):
+    async def main():
+        a, _ = await live_peer("a")
+        b, heard = await live_peer("b")
+        await introduce(a, b)
+        for number in range(5):
+            await a.send(b.peer_id, b"%d" % number, bytes(1 << 20), priority=Priority.BULK)
+        await eventually(lambda: len(heard.frames) == 5)
+        assert heard.frames == [b"0", b"1", b"2", b"3", b"4"]
+        (link,) = a._lane_supplies
+        assert link.num_lanes == b._lane_door._num_lanes == LANES_FIRST
+        assert link._lanes._next > 5 << 20, "all five went over lanes"
+        port = b._lane_door.port
+        await a.close()
+        await eventually(lambda: b._lane_door._num_lanes == 0)
+        await b.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(main())
+
+
+@pytest.mark.usefixtures("far")
+def test_who_is_put_out_has_no_lanes_any_more(live_peer, eventually):
+    async def main():
+        a, _ = await live_peer("a")
+        b, heard = await live_peer("b")
+        await introduce(a, b)
+        await a.send(b.peer_id, b"", b"", priority=Priority.BULK)
+        await eventually(lambda: len(heard.frames) == 1 and b._lane_door._num_lanes == LANES_FIRST)
+        (link,) = a._lane_supplies
+        b.members.exclude([a._identity.public_key])
+        await eventually(lambda: b._lane_door._num_lanes == a._lane_door._num_lanes == 0)
+        assert await a._lane_door.dial(link, ("127.0.0.1",), 1) == 0
+        await a.close()
+        await b.close()
+
+    run(main())
+
+
+@pytest.mark.usefixtures("far")
+def test_a_daemon_that_dies_takes_the_lanes_along_and_both_come_back(live_peer, eventually):
+    async def main():
+        a, _ = await live_peer("a")
+        b, heard = await live_peer("b")
+        await introduce(a, b)
+        await a.send(b.peer_id, b"before", b"", priority=Priority.BULK)
+        await eventually(lambda: heard.frames == [b"before"])
+        os.kill(a.daemon.process_id, signal.SIGKILL)
+        await eventually(lambda: b._lane_door._num_lanes == 0)
+        await eventually(lambda: a.daemon.restarts == 1)
+        await reach(a, b.peer_id, b"hello")
+        await a.send(b.peer_id, b"after", b"", priority=Priority.BULK)
+        await eventually(lambda: heard.frames == [b"before", b"after"])
+        assert b._lane_door._num_lanes == LANES_FIRST
+        await a.close()
+        await b.close()
+
+    run(main())
+
+
+def test_peers_of_one_house_have_no_lanes(live_peer, eventually):
+    async def main():
+        a, _ = await live_peer("a")
+        b, heard = await live_peer("b")
+        await introduce(a, b)
+        await a.send(b.peer_id, b"", bytes(1 << 20), priority=Priority.BULK)
+        await eventually(lambda: len(heard.frames) == 1)
+        assert not a._lane_supplies
+        assert a._lane_door._num_lanes == b._lane_door._num_lanes == 0
+        await a.close()
+        await b.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("moment_s", [0.0, 0.02, 0.05, 0.1])
 def test_a_close_in_the_middle_of_a_restart_leaves_nothing_behind(live_peer, tmp_path, moment_s):
     async def main():
@@ -338,6 +423,7 @@ import asyncio, sys
 from pathlib import Path
 from shoal.protocol.identity import Identity
 from shoal.protocol.live.daemon import _DetachedP2P
+from shoal.protocol.live.lane_count import LANES_FIRST
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.sim.trust import everybody

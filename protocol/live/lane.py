@@ -1,0 +1,220 @@
+"""One lane: a TCP connection between two members' own processes, for pieces of the frames of one stream.
+
+    dialler                          other end
+    stream 16 B, X 32 B       ->
+                              <-     Y, signature of the other end    96 B
+    signature of the dialler  ->                                      64 B
+    records of pieces, from the stream's sender to its receiver, whoever has dialled
+
+Keys, signatures and records are those of `secure_channel.py`. The statement that both sign names the stream too, so
+that a lane serves no other one. `stream` comes from both HELLOs of the stream, which nobody but its ends has read:
+whoever does not know one is shut out before a key is computed. The plaintext of a record is one piece: where it belongs
+in the lanes' bytes (8 B), and those bytes.
+
+A lane that stalls on a loss should hold little that others could carry, so the kernel is told to take little more than
+what is on its way.
+"""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.live.secure_channel import KEY_BYTES, RECORD_BYTES_MAX, SIGNATURE_BYTES, Channel, Handshake
+from shoal.protocol.live.throttle import Intake, Throttle
+
+STREAM_BYTES: Final = 16
+_START: Final = struct.Struct(">Q")
+PIECE_BYTES_MAX: Final = RECORD_BYTES_MAX - _START.size
+_ROOM_BYTES: Final = 64 * 1024
+_UNKNOWN_BYTES_MAX: Final = 1024
+"""What is read of an end that has not proved who it is."""
+_NOT_SENT_BYTES: Final = 16 * 1024
+"""How much the kernel takes beside what is on its way."""
+_GIVEN_UP_MS: Final = 20_000
+"""How long what was sent may stay unacknowledged. The daemon's own connection shows a dead way after three seconds;
+this is for a lane that alone has died, and longer than a receiver within its limits keeps one waiting."""
+
+
+class Lane(asyncio.BufferedProtocol):
+    """Reads whole pieces while its ends agree on keys, and records after `start`.
+
+    Args:
+        own: the connected socket.
+    """
+
+    def __init__(self, own: socket.socket, throttle: Throttle) -> None:
+        self.is_lost = False
+        self.is_free = True
+        """Whether the kernel has everything that was written."""
+        (there, port, *_), (_, own_port, *_) = own.getpeername(), own.getsockname()
+        self.name = lane_name(there, port, own_port)
+        """The connection's, as `tcp_queues.py` has it."""
+        self._socket = own
+        self._throttle = throttle
+        self._room = memoryview(bytearray(_ROOM_BYTES))
+        self._received = bytearray()
+        self._came = asyncio.Event()
+        self._channel: Channel | None = None
+        self._intake: Intake | None = None
+        self._on_piece: Callable[[int, memoryview], None]
+        self._on_free: Callable[[], None] = lambda: None
+        self._on_lost: Callable[[Lane, str], None] = lambda lane, why: None
+        self._why = "it was closed"
+        self._transport: asyncio.Transport
+
+    @classmethod
+    async def over(cls, connected: socket.socket, throttle: Throttle, *, accepted: bool) -> "Lane":
+        """Take a connected socket over. Raises: OSError: it broke; then it is closed."""
+        loop = asyncio.get_running_loop()
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (("TCP_NOTSENT_LOWAT", _NOT_SENT_BYTES), ("TCP_USER_TIMEOUT", _GIVEN_UP_MS)):
+                if hasattr(socket, option):  # Linux has both
+                    connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            if accepted:
+                _, lane = await loop.connect_accepted_socket(lambda: cls(connected, throttle), connected)
+            else:
+                _, lane = await loop.create_connection(lambda: cls(connected, throttle), sock=connected)
+        except BaseException:
+            connected.close()
+            raise
+        return lane
+
+    def tcp_info(self) -> bytes:
+        """What the kernel says of the connection; nothing, where it does not."""
+        try:
+            return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except (OSError, AttributeError):
+            return b""
+
+    # Agreeing on keys
+
+    async def dial(self, handshake: Handshake, stream: bytes) -> Channel:
+        """Raises: RemoteError; EOFError: the other end wants no lane."""
+        self._transport.write(stream + handshake.key)
+        other = await self._read(KEY_BYTES)
+        channel = handshake.finish(other, await self._read(SIGNATURE_BYTES))
+        self._transport.write(handshake.sign(other))
+        return channel
+
+    async def read_stream(self) -> bytes:
+        """The stream for which whoever has dialled wants a lane. Raises: EOFError."""
+        return await self._read(STREAM_BYTES)
+
+    async def accept(self, handshake: Handshake) -> Channel:
+        """Go on after `read_stream`. Raises: RemoteError; EOFError."""
+        other = await self._read(KEY_BYTES)
+        self._transport.write(handshake.key + handshake.sign(other))
+        return handshake.finish(other, await self._read(SIGNATURE_BYTES))
+
+    async def _read(self, nbytes: int) -> bytes:
+        while len(self._received) < nbytes:
+            if self.is_lost:
+                raise EOFError("it ended before its ends agreed on keys")
+            self._came.clear()
+            await self._came.wait()
+        taken = bytes(self._received[:nbytes])
+        del self._received[:nbytes]
+        return taken
+
+    # Pieces
+
+    def start(
+        self,
+        channel: Channel,
+        *,
+        on_piece: Callable[[int, memoryview], None],
+        on_lost: Callable[["Lane", str], None],
+        on_free: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Carry pieces from now on.
+
+        Args:
+            on_piece: takes where a piece belongs, and the piece; raises RemoteError.
+            on_lost: called once, from the loop, with why; not after `close`.
+        """
+        self._channel, self._on_piece, self._on_lost, self._on_free = channel, on_piece, on_lost, on_free
+        if self.is_lost:
+            on_lost(self, "it ended as soon as its ends had agreed on keys")
+            return
+        if self._throttle.download is not None:
+            self._intake = Intake(self._throttle.download, self._transport, lambda: self.is_lost)
+        self._open_records()
+        if not self.is_lost:
+            self._transport.resume_reading()
+
+    def send(self, start: int, piece: memoryview) -> None:
+        """Write a piece, which may change afterwards."""
+        assert self._channel is not None
+        for record in self._channel.seal(b"".join((_START.pack(start), piece))):
+            self._transport.write(record)
+
+    def close(self) -> None:
+        """End it now, and say nothing."""
+        self.is_lost, self.is_free = True, False
+        self._on_lost = lambda lane, why: None
+        self._transport.abort()
+
+    def _open_records(self) -> None:
+        assert self._channel is not None
+        try:
+            for plain in self._channel.open(self._received):
+                if len(plain) < _START.size:
+                    raise RemoteError(self._channel.peer, "sent a piece of a frame that does not say where it belongs")
+                self._on_piece(_START.unpack_from(plain)[0], memoryview(plain)[_START.size :])
+                if self.is_lost:
+                    return
+        except RemoteError as error:
+            self._why = str(error)
+            self._transport.abort()
+
+    # asyncio.BufferedProtocol
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(high=0)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._room if self._intake is None else self._room[: self._intake.slice_bytes]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.is_lost:
+            return
+        self._received += self._room[:nbytes]
+        if self._channel is None:
+            if len(self._received) > _UNKNOWN_BYTES_MAX:
+                self._transport.pause_reading()
+            self._came.set()
+            return
+        self._throttle.received(nbytes)
+        if self._intake is not None:
+            self._intake.came()
+        self._open_records()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self._why = f"it broke ({exc})"
+        self.is_lost, self.is_free = True, False
+        self._came.set()
+        if self._intake is not None:
+            self._intake.close()
+        self._on_lost(self, self._why)
+
+    def pause_writing(self) -> None:
+        self.is_free = False
+
+    def resume_writing(self) -> None:
+        self.is_free = not self.is_lost
+        self._on_free()
+
+
+def lane_name(there: str, port: int, own_port: int) -> str:
+    """The name of a connection of this process: several lead to one port."""
+    return f"{there.removeprefix('::ffff:')} {port} {own_port}"

@@ -1,0 +1,93 @@
+"""Sees to it that one stream of frames has the lanes it needs, while frames go over it.
+
+It looks when a frame is about to be written, once a second at most, and makes only a stream's first frame wait, for
+some round trips: until there are lanes the daemon's stream takes everything. Where the other end cannot be dialled it
+is asked to dial back, over the stream; if neither can be, both try again more and more rarely. Lanes over which nothing
+has gone for a while are closed, before a router on the way forgets them.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final
+
+from shoal.protocol.live.lane_count import LaneCount, sent_of
+from shoal.protocol.live.lane_door import LaneDoor
+from shoal.protocol.live.link import Link
+
+_LOOK_S: Final = 1.0
+_IDLE_S: Final = 30.0
+_PATIENCE_S: Final = 10.0
+"""What follows the first dial that failed on both sides before the next one; twice as much after each one more."""
+_PATIENCE_S_MAX: Final = 320.0
+_DIALS_BACK_S: Final = 3.0
+"""The same where the other end has dialled lanes before."""
+
+
+class LaneSupply:
+    """Args: hosts: finds the IP addresses at which the other end of `link` may be."""
+
+    def __init__(self, link: Link, door: LaneDoor, hosts: Callable[[], Awaitable[Collection[str]]]) -> None:
+        self._link, self._door, self._hosts = link, door, hosts
+        self._count = LaneCount()
+        self._loop = asyncio.get_running_loop()
+        self._used_s = self._looks_s = self._loop.time()
+        self._patience_s = _PATIENCE_S
+        self._had: int | None = None
+        """How many lanes there were when the other end was asked to dial; None: it was not."""
+        self._dialling: asyncio.Task[None] | None = None
+        self._idle = self._loop.call_later(_IDLE_S, self._check_idle)
+
+    async def begin(self, patience_s: float) -> None:
+        """Dial the first lanes, and wait for them for so long at most. What a peer sends first is often a probe of the
+        way, which should go as what follows will."""
+        self.used()
+        if self._dialling is not None:
+            await asyncio.wait({self._dialling}, timeout=patience_s)
+
+    def used(self) -> None:
+        """A frame is about to go."""
+        self._used_s = self._loop.time()
+        if self._used_s < self._looks_s or self._dialling is not None:
+            return
+        self._looks_s = self._used_s + _LOOK_S
+        self._count.look(sent_of(self._link.tcp_infos()))
+        missing = self._count.wanted - self._link.num_lanes
+        if missing > 0:
+            self._dialling = self._door.spawn(self._open(missing), f"lanes to {self._link.peer[-8:]}")
+
+    def close(self) -> None:
+        self._idle.cancel()
+        if self._dialling is not None:
+            self._dialling.cancel()
+
+    async def _open(self, count: int) -> None:
+        try:
+            dials_back = self._dials_back()
+            if not dials_back and await self._door.dial(self._link, await self._hosts(), count):
+                self._patience_s, self._had = _PATIENCE_S, None
+                return
+            if self._door.port:
+                self._had = self._link.num_lanes
+                self._link.ask_for_lanes(count)
+            if dials_back:
+                self._patience_s = _PATIENCE_S
+                self._looks_s = self._loop.time() + _DIALS_BACK_S
+            else:
+                self._looks_s = self._loop.time() + self._patience_s
+                self._patience_s = min(_PATIENCE_S_MAX, 2 * self._patience_s)
+        finally:
+            self._dialling = None
+
+    def _dials_back(self) -> bool:
+        """Whether the other end has dialled lanes since it was asked to."""
+        return self._had is not None and self._link.num_lanes > self._had
+
+    def _check_idle(self) -> None:
+        if self._link.lost.is_set():
+            return
+        if self._dials_back():
+            self._patience_s = _PATIENCE_S
+        wait_s = self._used_s + _IDLE_S - self._loop.time()
+        if wait_s <= 0.0 and self._link.close_lanes():
+            self._count = LaneCount()
+        self._idle = self._loop.call_later(max(wait_s, _IDLE_S / 2), self._check_idle)

@@ -1,0 +1,168 @@
+"""The lanes of one stream at each of its ends: frames are cut into pieces, and pieces put together to frames.
+
+The bytes of all frames that go over lanes are one stream of bytes, beside that of the daemon's stream; a frame goes
+over the one or the other. Any lane takes the next piece as soon as the kernel has taken the lane's last one, so
+that a lane that waits for a lost packet does not hold up what follows on the others.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.frames import CreditWindow, Frame, FrameAssembler
+from shoal.protocol.identity import PeerID
+from shoal.protocol.live.lane import PIECE_BYTES_MAX, Lane
+from shoal.protocol.live.reassembly import Reassembly
+from shoal.protocol.live.secure_channel import Channel
+from shoal.protocol.ports import Payload
+
+_FIRST_SEQUENCE: Final = 1
+_PIECES: Final = 4
+"""A slice, 25 ms of the line, is cut into so many at least: each waits for one lane alone."""
+_PIECE_BYTES_MIN: Final = 16 * 1024
+"""About what TCP sends in a connection's first round trip. Each piece costs a turn of both loops."""
+
+
+class SendingLanes:
+    """Args: on_lost: called when a lane has ended by itself, with why; on_change: when there is one more or less."""
+
+    def __init__(
+        self, peer: PeerID, *, on_lost: Callable[[str], None], on_change: Callable[[Lane, bool], None]
+    ) -> None:
+        self._peer = peer
+        self._on_lost, self._on_change = on_lost, on_change
+        self.lanes: list[Lane] = []
+        """The one that has written last comes last."""
+        self._next = 0
+        """Where the next byte belongs."""
+        self._changed = asyncio.Event()
+        self._is_over = False
+
+    def __len__(self) -> int:
+        return len(self.lanes)
+
+    def add(self, lane: Lane, channel: Channel) -> None:
+        if self._is_over:
+            lane.close()
+            return
+        self.lanes.append(lane)
+        self._on_change(lane, True)
+        lane.start(channel, on_piece=self._refuse, on_lost=self._lost, on_free=self._changed.set)
+        self._changed.set()
+
+    async def write(self, data: Payload) -> None:
+        """Returns when some lane has each piece; the data may change then. Raises: EOFError: there is no lane."""
+        view = memoryview(data).cast("B")
+        piece_bytes = min(PIECE_BYTES_MAX, max(_PIECE_BYTES_MIN, len(view) // _PIECES))
+        for at in range(0, len(view), piece_bytes):
+            lane = await self._free_lane()
+            piece = view[at : at + piece_bytes]
+            lane.send(self._next, piece)
+            self._next += len(piece)
+
+    def close(self) -> None:
+        """End them all, and take no other one."""
+        self._is_over = True
+        self._changed.set()
+        self.close_all()
+
+    def close_all(self) -> None:
+        """End them all. Everything that they have carried must have been handled, or the stream ends too."""
+        lanes, self.lanes = self.lanes, []
+        for lane in lanes:
+            self._on_change(lane, False)
+            lane.close()
+
+    async def _free_lane(self) -> Lane:
+        while True:
+            if not self.lanes:
+                raise EOFError("the lanes have ended")
+            for lane in self.lanes:
+                if lane.is_free:
+                    self.lanes.remove(lane)
+                    self.lanes.append(lane)
+                    return lane
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _refuse(self, start: int, piece: memoryview) -> None:
+        raise RemoteError(self._peer, "sent pieces of frames to whoever sends them")
+
+    def _lost(self, lane: Lane, why: str) -> None:
+        self.lanes.remove(lane)
+        self._on_change(lane, False)
+        self._changed.set()
+        self._on_lost(why)
+
+
+class ReceivingLanes:
+    """Args:
+    window: of the whole stream.
+    on_frame: takes what has come whole; raises RemoteError.
+    on_breach: called with what the peer did that no honest one does; there are no lanes any more.
+    on_change: called when there is one lane more or less.
+    """
+
+    def __init__(
+        self,
+        peer: PeerID,
+        *,
+        window: CreditWindow,
+        on_frame: Callable[[Frame], None],
+        on_breach: Callable[[str], None],
+        on_change: Callable[[Lane, bool], None],
+    ) -> None:
+        self._window = window
+        self._on_frame, self._on_breach, self._on_change = on_frame, on_breach, on_change
+        self._lanes: list[Lane] = []
+        self._reassembly = Reassembly(peer)
+        self._assembler = FrameAssembler(peer, window=window, sequence=_FIRST_SEQUENCE, may_skip=True)
+        self._is_over = False
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def add(self, lane: Lane, channel: Channel) -> None:
+        if self._is_over:
+            lane.close()
+            return
+
+        self._lanes.append(lane)
+        self._on_change(lane, True)
+        lane.start(channel, on_piece=self._take, on_lost=self._lost)
+
+    def close(self) -> None:
+        """End them all, and take no other one."""
+        self._is_over = True
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            self._on_change(lane, False)
+            lane.close()
+
+    def _take(self, start: int, piece: memoryview) -> None:
+        try:
+            self._put(start, piece)
+        except RemoteError as error:
+            self.close()  # the next piece would meet an assembler that is of no use any more
+            self._on_breach(str(error))
+
+    def _put(self, start: int, piece: memoryview) -> None:
+        # Whatever is ahead of the frame that has begun must have room in the credit that is left.
+        free_bytes = max(0, self._window.limit_bytes - self._window.outstanding_bytes)
+        for ready in self._reassembly.put(start, piece, reach_bytes=self._assembler.left_bytes + free_bytes):
+            self._assemble(ready)
+
+    def _assemble(self, ready: memoryview) -> None:
+        while ready:
+            room = self._assembler.buffer()[: len(ready)]
+            room[:] = ready[: len(room)]
+            ready = ready[len(room) :]
+            frame = self._assembler.advance(len(room))
+            if frame is not None:
+                self._on_frame(frame)
+
+    def _lost(self, lane: Lane, why: str) -> None:
+        """Its sender knows whether something was on it that has not come, and ends the stream then."""
+        self._lanes.remove(lane)
+        self._on_change(lane, False)
