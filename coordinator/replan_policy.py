@@ -140,7 +140,8 @@ class ReplanPolicy:
             return None, f"waiting for peers: {len(peers)} of {spec.swarm.min_peers} are here"
         if not any(peer.has_data for peer in peers):
             return None, "waiting for a peer that has the run's text"
-        if self._schedule.awaits_links(now_s) and not view.survey.links.is_enough([peer.peer for peer in peers], now_s):
+        awaits_links = self._schedule.awaits_links(len(peers), now_s)
+        if awaits_links and not view.survey.links.is_enough([peer.peer for peer in peers], now_s):
             return None, f"measuring the links between {len(peers)} peers"
         disks = disks_of(view.roster, now_s)
         swarm = self._swarm(peers, now_s)

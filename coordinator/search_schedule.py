@@ -44,7 +44,11 @@ FIRST_PATIENCE_S = 10.0
 """The first plan waits so long for a search, which may still have to compile its kernels, once a machine."""
 LINKS_PATIENCE_S = 5.0
 LINKS_PATIENCE_HEARTBEATS = 10.0
-"""The first plan waits at most so long, whichever is more, for links to be measured."""
+"""The first plan waits at most so long, whichever is more, for the links of `FEW_PEERS` to be measured, and the time
+below longer for each peer beyond them, since each machine measures one link at a time."""
+FEW_PEERS = 8
+LINKS_PATIENCE_HEARTBEATS_EACH = 0.5
+LINKS_PATIENCE_HEARTBEATS_MAX = 30.0
 SPEED_DRIFT = 1.3
 LINK_DRIFT = 1.6
 LATENCY_DRIFT_S = 0.005
@@ -129,12 +133,14 @@ class SearchSchedule:
 
     # --- the first plan ---
 
-    def awaits_links(self, now_s: float) -> bool:
+    def awaits_links(self, num_peers: int, now_s: float) -> bool:
         """Whether the first plan is to wait until some links have been measured."""
         if not self._enabled:
             return False
         self._links_asked_s = now_s if self._links_asked_s is None else self._links_asked_s
-        return now_s < self._links_asked_s + max(LINKS_PATIENCE_S, LINKS_PATIENCE_HEARTBEATS * self._heartbeat_s)
+        heartbeats = LINKS_PATIENCE_HEARTBEATS + LINKS_PATIENCE_HEARTBEATS_EACH * max(0, num_peers - FEW_PEERS)
+        patience_s = min(heartbeats, LINKS_PATIENCE_HEARTBEATS_MAX) * self._heartbeat_s
+        return now_s < self._links_asked_s + max(LINKS_PATIENCE_S, patience_s)
 
     def awaits_first(self, swarm: Swarm, now_s: float) -> bool:
         """Whether the first plan is to wait for a search; its result is in `found_for`."""

@@ -261,3 +261,11 @@ def test_a_snapshot_with_other_peers_is_never_compared(schedule, live):
     swarm = SWARM[:-1]
     look(schedule, live, 100.0, snapshot=fewer, swarm=swarm)
     assert look(schedule, live, 200.0, snapshot=fewer, swarm=swarm) is not None
+
+
+@pytest.mark.parametrize(("num_peers", "heartbeats"), [(1, 10.0), (8, 10.0), (24, 18.0), (64, 30.0), (1000, 30.0)])
+def test_more_peers_have_longer_to_measure_their_links_before_the_first_plan(num_peers, heartbeats):
+    schedule = SearchSchedule(2.0, enabled=True)
+    assert schedule.awaits_links(num_peers, 5.0)
+    assert schedule.awaits_links(num_peers, 4.9 + 2.0 * heartbeats)
+    assert not schedule.awaits_links(num_peers, 5.0 + 2.0 * heartbeats)
