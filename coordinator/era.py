@@ -184,10 +184,11 @@ def behind(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, now_s: fl
 
 
 def _version_min(live: Plan, disks: Disks, model: ModelSpec) -> int:
-    """The version from which on a peer is believed to hold the state of this era.
+    """The lowest version that counts: a peer that reports an older one does not hold this era's state.
 
-    Whoever is further behind a whole snapshot of it has begun the era again without being told to. One commit behind is
-    a member whose mate died after its own commit, and before the sums that it owed had left: it commits without it.
+    A peer that is more than one commit behind a whole snapshot has begun the era again without being told to. A member
+    may be one commit behind: its mate has committed, and died before it sent the sums that it owed. The member then
+    commits without that mate.
     """
     snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
     if snapshot is None or snapshot[0] != live.era:

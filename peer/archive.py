@@ -30,8 +30,8 @@ KEPT: Final = 2
 """Newest versions of each group of layers in each era: stages write at slightly different times, so one whole step must
 remain. Once the coordinator has seen that every layer of one is on two disks, those before it go (`Archive.thin`)."""
 ABANDONED_SNAPSHOTS: Final = 10
-"""Groups of layers of which we have written nothing for so many snapshots of others are other peers' now. All keep
-`KEPT` versions, so that no roll-back could use what is so old."""
+"""We remove a group of layers once we have written so many snapshots of other groups and none of it: other peers hold
+those layers now. Every peer keeps `KEPT` versions, so no roll-back needs one that is so old."""
 _COMPLAIN_S = 60.0
 _WANTED_MAX = 16
 """Versions asked for that are still to come; more than one only where coordinators or leavers overlap."""

@@ -301,9 +301,10 @@ class FrameAssembler:
 
 
 class FrameOrder:
-    """Hands on the frames of one direction by their sequence, whichever way each of them has come.
+    """Puts the DATA and LANES frames of one sender into the order of their sequence numbers. They may overtake each
+    other, since some come over the daemon's stream and some over lanes.
 
-    What waits here was counted in credit, as what waits to be handled.
+    A frame that waits for an earlier one has used its sender's credit, which so bounds how many bytes wait.
     """
 
     def __init__(self, source: PeerID) -> None:

@@ -141,7 +141,7 @@ def one_a_stage(
 
 
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Make chains of `count` devices, one for each stage, in which neighbours have a path to each other both ways.
+    """Make chains of `count` devices, one device a stage. Devices of neighbouring stages can send to each other.
 
     A chain begins with a device that has the text, one of the first `_CHAINS` in `row` that do. It goes on with the
     first device of `row` that is not in it yet and has a path to its last one.

@@ -1,5 +1,5 @@
-"""Streams that others have opened to us and whose first frame has not come: few of each peer, and few in all. So it is
-with lanes whose other end has not proved who it is, and there it is few from each address.
+"""Bounds how many streams and lanes wait for their other end to prove who it is: streams by peer, lanes by address, and
+both in all.
 
 Each is a file and a task of ours, and whoever reaches the daemon can open thousands over one connection. One too many
 sends the oldest away, of the peer itself or of all: an honest HELLO comes within a round trip, so who floods drives out

@@ -67,7 +67,11 @@ class Lane(asyncio.BufferedProtocol):
 
     @classmethod
     async def over(cls, connected: socket.socket, throttle: Throttle, *, accepted: bool) -> "Lane":
-        """Take a connected socket over. Raises: OSError: it broke; then it is closed."""
+        """Make a lane of a socket that is connected, which belongs to the lane from then on.
+
+        Args: accepted: whether the other end has dialled.
+        Raises: OSError: the connection broke; the socket is closed then.
+        """
         loop = asyncio.get_running_loop()
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
