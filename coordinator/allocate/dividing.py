@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR, MeasuredPeer, Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
@@ -36,7 +37,7 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan, Stage
-from shoal.protocol.topology import Topology
+from shoal.protocol.topology import Floats, Topology
 
 AGREED_S = 1.0
 """Seconds that a change of layout costs for coordination alone: one plan ends the old layout, another begins the new
@@ -50,6 +51,10 @@ AHEAD_PART = 0.2
 sends state waits for a moment in which its line is quiet, but no more than four times as long as the state itself
 takes (`peer/handoff/server.py`). Steps that are bound by their lines are therefore foreseen to be 20 % slower
 meanwhile (17 % were seen in two-universities), others no slower (1 to 3 % were seen, `peer/MEASURED.md`)."""
+FROM_ONE_TIMES = 1.6
+"""State that several peers lack and one alone has leaves it in so many times the time that its line takes for it once:
+what one of them is slow to pass on the others take from there again, and whoever is last has its own path alone (148 s
+for 90 s, `coordinator/MEASURED.md`)."""
 WORTH_MIN = 0.05
 """What a gain in tokens/s must be worth (`expected_gain`), or nobody fetches anything for it."""
 
@@ -219,7 +224,7 @@ def fetch_s(
     ends = np.minimum(topology.up_bytes_per_s[:, None], topology.down_bytes_per_s[None, :])
     rate = np.maximum(np.minimum(topology.bytes_per_s, np.where(same_card, np.inf, ends)), 1.0)
     paths_s, into, out = np.zeros((3, topology.num_devices))
-    leave_s = np.zeros(len(current.stages))
+    leave_bytes, lacks = [0.0] * len(current.stages), [set[int]() for _ in current.stages]
     for devices, first, last in _ranges(found):
         for stage, (holders, held_first, held_last) in enumerate(_ranges(current)):
             num_bytes = float(layer_bytes[max(first, held_first) : min(last, held_last)].sum())
@@ -228,7 +233,8 @@ def fetch_s(
                 continue
             givers = np.array(holders)
             others = np.setdiff1d(np.arange(topology.num_devices), givers)
-            leave_s[stage] += num_bytes / rate[np.ix_(givers, others)].sum() if together else 0.0
+            leave_bytes[stage] += num_bytes
+            lacks[stage].update(lacking)
             for device in lacking:
                 mates = np.array([mate for mate in lacking if mate != device and together], dtype=np.int64)
                 passed = len(mates) / len(lacking)
@@ -241,7 +247,23 @@ def fetch_s(
                     np.add.at(out, card[who[away]], parts[away])
                     into[card[device]] += parts[away].sum()
     cards_s = np.maximum(out[card] / topology.up_bytes_per_s, into[card] / topology.down_bytes_per_s)
-    return float(max(paths_s.max(), cards_s.max(), leave_s.max()))
+    leave_s = [
+        _leave_s(topology, rate, np.array(holders), num_bytes, peers)
+        for holders, num_bytes, peers in zip(current.stages, leave_bytes, lacks, strict=True)
+        if together and num_bytes
+    ]
+    return float(max(paths_s.max(), cards_s.max(), *leave_s))
+
+
+def _leave_s(
+    topology: Topology, rate: Floats, givers: npt.NDArray[np.int64], num_bytes: float, lacking: set[int]
+) -> float:
+    """Seconds until so much has left its holders once for those who lack it and who pass it on, over all paths."""
+    others = np.setdiff1d(np.arange(topology.num_devices), givers)
+    _, one_of_each = np.unique(np.array(topology.card)[givers], return_index=True)
+    line = min(rate[np.ix_(givers, others)].sum(), topology.up_bytes_per_s[givers[one_of_each]].sum())
+    times = FROM_ONE_TIMES if len(givers) == 1 and len(lacking) > 1 else 1.0
+    return float(times * num_bytes / line)
 
 
 def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:

@@ -6,6 +6,7 @@ import pytest
 from shoal.coordinator.allocate.dividing import (
     AHEAD_PART,
     FOLLOWED_PART,
+    FROM_ONE_TIMES,
     Change,
     change_to,
     expected_gain,
@@ -99,7 +100,7 @@ def test_who_lacks_the_same_brings_it_over_a_slow_line_once() -> None:
     assert both(together=True) == pytest.approx(1 / 3), "over the paths of the others, too"
     assert seconds(((0,), (1, 2)), held=((0,), (1,)), together=True) == pytest.approx(1 / 3)
     card = {"held": ((0,), (1,)), "card_bytes_per_s": 1e5}
-    assert seconds(((0,), (1, 2, 3)), together=True, **card) == pytest.approx(1e7 / 1e5)
+    assert seconds(((0,), (1, 2, 3)), together=True, **card) == pytest.approx(FROM_ONE_TIMES * 1e7 / 1e5)
     assert seconds(((0,), (1, 2, 3)), together=False, **card) == pytest.approx(2e7 / 1e5)
 
 
