@@ -55,7 +55,7 @@ class LeaderMonitor:
         self._refused_s: float | None = None
         self._gone_s: float | None = None
         self._gave_up_s: float | None = None
-        """Since when the coordinator of our plan has said that it coordinates no longer; None: it has not."""
+        """The time since which the coordinator of our plan has said that it coordinates no longer; None: it has not."""
         self._replaced: tuple[PeerID, float] | None = None
         """A coordinator that lost the role by its silence, and since when it had been silent."""
         self._hint: tuple[Order, PeerID] | None = None

@@ -36,7 +36,7 @@ class _Waiting:
     again: bytes | None = field(compare=False)
     """Its meta if it is sent once more; None: it is not."""
     until_s: float = field(compare=False, default=0.0)
-    """Of a frame that is sent once more, for which nobody waits: how long there is any use in it."""
+    """The time until which a frame is of use that is sent once more, for which nobody waits; 0: it is none."""
 
     @property
     def wire_bytes(self) -> int:
