@@ -7,8 +7,9 @@ more on the next one: its sender has been told that it left, and would wait for 
 import asyncio
 import heapq
 import itertools
+import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -24,6 +25,9 @@ from shoal.protocol.reconnection import Outcome
 _REPEATS_S = 10.0
 """A peer that can be reached again within so long gets what was on its way to it."""
 _RETRY_S = 0.5
+_MOVES_S = 3.0
+"""A stream that is to be left for a better way is left after so long in any case: what it carries is slow to arrive, or
+never will."""
 
 
 @dataclass(order=True, slots=True)
@@ -60,8 +64,8 @@ class SendQueue:
         more should the link break)."""
         self._credit_bytes = 0
         """Credit that is less than the first of them takes."""
-        self._moves = False
-        """Whether the next frame goes over another link, once this one's have all been handled."""
+        self._moves_s = math.inf
+        """When the next frame was to go over another link, once this one's have all been handled; inf: it is not."""
 
     @property
     def via(self) -> PeerID | None:
@@ -70,9 +74,9 @@ class SendQueue:
 
     def move(self) -> None:
         """Open a stream anew, since there is a better way: once all frames that have left are handled, so that nothing
-        is lost and nothing overtakes."""
-        if self._link is not None:
-            self._moves = True
+        is lost and nothing overtakes, or soon without."""
+        if self._writer is not None:
+            self._moves_s = min(self._moves_s, asyncio.get_running_loop().time())
             self._changed.set()
 
     async def flush(self) -> None:
@@ -141,8 +145,8 @@ class SendQueue:
                 async with asyncio.timeout(in_s):
                     await self._changed.wait()  # whoever has something to send is told at once whether it can go
             while True:
+                self._moves_s = math.inf
                 self._link = await self._open_link(self)
-                self._moves = False
                 await self._write_on(self._link)
                 self._link.abort("its frames go another way from now on")
                 if not self._queue:
@@ -182,14 +186,20 @@ class SendQueue:
                 raise EOFError(link.why_lost)
             while self._queue and self._queue[0].left.done():
                 heapq.heappop(self._queue)  # its sender was cancelled
-            if self._moves:
+            moves_in_s = self._moves_s + _MOVES_S - asyncio.get_running_loop().time()
+            if moves_in_s < math.inf:
                 if not link.window.outstanding_bytes:
+                    return None
+                if moves_in_s <= 0.0:
+                    self._repeat_all(except_of=())
                     return None
             elif self._queue and link.window.admits(self._queue[0].wire_bytes):
                 link.window.take(self._queue[0].wire_bytes)
                 return heapq.heappop(self._queue)
             self._changed.clear()
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(moves_in_s if moves_in_s < math.inf else None):
+                    await self._changed.wait()
 
     def _break(self, why: str, *, may_repeat: bool = False) -> None:
         was_open = self._link is not None
@@ -199,24 +209,30 @@ class SendQueue:
         self._writer = None
         self._credited.set()
         queue, self._queue = self._queue, []
-        on_way = [waiting for _, waiting in self._left if waiting is not None]
-        self._left.clear()
-        self._credit_bytes = 0
         told = {waiting.priority for waiting in queue if not waiting.until_s and not waiting.left.done()}
         for waiting in queue:
             if waiting.until_s:
                 self._repeat(waiting, waiting.until_s, may_repeat=may_repeat)
             elif not waiting.left.done():
                 waiting.left.set_exception(Unreachable(self._peer, why))
-        until_s = asyncio.get_running_loop().time() + _REPEATS_S
-        for waiting in on_way:
+        if may_repeat:
             # Who hears that one activation cannot go there sends all that went there to others.
-            if waiting.priority is not Priority.ACTIVATION or waiting.priority not in told:
-                self._repeat(waiting, until_s, may_repeat=may_repeat)
+            self._repeat_all(except_of=told.intersection({Priority.ACTIVATION}))
+        self._left.clear()
+        self._credit_bytes = 0
         if self._queue:
             in_s = 0.0 if was_open else _RETRY_S
             self._changed.clear()
             self._writer = asyncio.create_task(self._write(in_s=in_s), name=f"frames once more to {self._peer[-8:]}")
+
+    def _repeat_all(self, *, except_of: Collection[Priority]) -> None:
+        """Queue once more what was on its way, but for these priorities."""
+        until_s = asyncio.get_running_loop().time() + _REPEATS_S
+        for _, waiting in self._left:
+            if waiting is not None and waiting.priority not in except_of:
+                self._repeat(waiting, until_s, may_repeat=True)
+        self._left.clear()
+        self._credit_bytes = 0
 
     def _repeat(self, waiting: _Waiting, until_s: float, *, may_repeat: bool) -> None:
         """Queue what was on its way, or was to be sent once more and has not left, unless it is of no use any more."""

@@ -7,6 +7,7 @@ import pytest
 from carried_wires import connected
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity
+from shoal.protocol.live import send_queue
 from shoal.protocol.live.handshake import Greeter
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.receive_queue import ReceiveQueues
@@ -23,7 +24,7 @@ class World:
     def __init__(self):
         self.handled, self.links = [], []
         self.is_reachable, self.why, self.num_tries = True, "no route to host", 0
-        self.gate = asyncio.Event()
+        self.gate, self.opens = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self._received = ReceiveQueues()
         self.queue = SendQueue(B.peer_id, self._open)
@@ -35,6 +36,7 @@ class World:
 
     async def _open(self, queue):
         self.num_tries += 1
+        self.opens.set()
         if not self.is_reachable:
             raise Unreachable(B.peer_id, self.why)
         here, there = await connected()
@@ -102,6 +104,40 @@ def test_a_link_that_nothing_needs_is_closed_when_it_is_left(eventually):
         world.queue.move()
         await eventually(lambda: world.links[0].lost.is_set())
         assert world.queue.via is None
+        await world.queue.send(b"second", b"", Priority.BULK)
+        await eventually(lambda: world.handled == [b"first", b"second"])
+        await world.end()
+
+    asyncio.run(main())
+
+
+def test_a_link_on_which_nothing_arrives_any_more_is_left_all_the_same(eventually, monkeypatch):
+    monkeypatch.setattr(send_queue, "_MOVES_S", 0.2)
+
+    async def main():
+        world = World()
+        world.gate.clear()
+        await world.queue.send(b"gradient", b"", Priority.GRADIENT, again=b"gradient once more")
+        await world.queue.send(b"sum", b"", Priority.REDUCTION)
+        world.queue.move()
+        await asyncio.wait([asyncio.create_task(world.queue.send(b"next", b"", Priority.BULK))], timeout=5.0)
+        world.gate.set()
+        await eventually(lambda: b"gradient once more" in world.handled)
+        assert len(world.links) == 2
+        await world.end()
+
+    asyncio.run(main())
+
+
+def test_a_better_way_that_comes_while_a_stream_opens_is_taken_as_well(eventually):
+    async def main():
+        world = World()
+        sent = asyncio.create_task(world.queue.send(b"first", b"", Priority.BULK))
+        await world.opens.wait()
+        assert not world.links
+        world.queue.move()
+        await sent
+        await eventually(lambda: len(world.links) == 2 or world.links[0].lost.is_set())
         await world.queue.send(b"second", b"", Priority.BULK)
         await eventually(lambda: world.handled == [b"first", b"second"])
         await world.end()
