@@ -171,6 +171,7 @@ class SendQueue:
                 heapq.heappush(self._queue, waiting)  # its sender is told with the others
                 raise
             self._left.append((waiting.wire_bytes, waiting if waiting.again is not None else None))
+            self._handled(0)  # its credit may have been back before its last bytes had left here
             if not waiting.left.done():
                 waiting.left.set_result(None)
             del waiting  # or the last payload would live until the next one comes
