@@ -63,6 +63,12 @@ def test_a_socket_that_is_closed_a_moment_later_is_removed(tmp_path):
     assert not path.exists()
 
 
+def begun(process):
+    """Wait until the kernel has the words of its command: `Popen` returns a moment before."""
+    while b"time.sleep" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.01)
+
+
 def test_a_daemon_that_will_not_go_is_ended_and_another_process_of_its_number_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(leftovers, "_GRACE_S", 0.2)
     path = tmp_path / "hivemind-p2pd-stuck.sock"
@@ -70,6 +76,7 @@ def test_a_daemon_that_will_not_go_is_ended_and_another_process_of_its_number_is
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         for process in (daemon, other):
+            begun(process)
             leftovers.remember(tmp_path, process.pid, [path])
             began_s = time.monotonic()
             asyncio.run(leftovers.clear(tmp_path))
