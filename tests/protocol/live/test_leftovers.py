@@ -64,8 +64,10 @@ def test_a_socket_that_is_closed_a_moment_later_is_removed(tmp_path):
 
 
 def begun(process):
-    """Wait until the kernel has the words of its command: `Popen` returns a moment before."""
+    """Wait until the kernel shows the words of its command: `Popen` returns before it does, 302 times of 400."""
+    deadline_s = time.monotonic() + 30.0
     while b"time.sleep" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
 
