@@ -53,8 +53,8 @@ takes (`peer/handoff/server.py`). Steps that are bound by their lines are theref
 meanwhile (17 % were seen in two-universities), others no slower (1 to 3 % were seen, `peer/MEASURED.md`)."""
 FROM_ONE_TIMES = 1.6
 """State that several peers lack and one alone has leaves it in so many times the time that its line takes for it once:
-what one of them is slow to pass on the others take from there again, and whoever is last has its own path alone (148 s
-for 90 s, `coordinator/MEASURED.md`)."""
+what one of them is slow to pass on the others take from there again, and whoever is last has its own path alone (seen
+once: 148 s for 90 s, `coordinator/MEASURED.md`)."""
 WORTH_MIN = 0.05
 """What a gain in tokens/s must be worth (`expected_gain`), or nobody fetches anything for it."""
 
@@ -258,7 +258,11 @@ def fetch_s(
 def _leave_s(
     topology: Topology, rate: Floats, givers: npt.NDArray[np.int64], num_bytes: float, lacking: set[int]
 ) -> float:
-    """Seconds until so much has left its holders once for those who lack it and who pass it on, over all paths."""
+    """Estimate the seconds in which `num_bytes` of state leave the peers that hold them, over all of their paths and
+    cards; `FROM_ONE_TIMES` as long where one peer gives to several.
+
+    Args: rate: bytes/s, [N, N], row = from. givers: who holds the state. lacking: who is to get it.
+    """
     others = np.setdiff1d(np.arange(topology.num_devices), givers)
     _, one_of_each = np.unique(np.array(topology.card)[givers], return_index=True)
     line = min(rate[np.ix_(givers, others)].sum(), topology.up_bytes_per_s[givers[one_of_each]].sum())
