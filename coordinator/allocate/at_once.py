@@ -141,12 +141,12 @@ def one_a_stage(
 
 
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Make chains of `count` devices, one device a stage. Devices of neighbouring stages can send to each other.
+    """Make layouts of `count` stages with one device each, in which neighbouring stages can send to each other.
 
     A chain begins with a device that has the text, one of the first `_CHAINS` in `row` that do. It goes on with the
     first device of `row` that is not in it yet and has a path to its last one.
 
-    Returns: the stages of each such chain, of one device each; none if all devices have paths to each other, since any
+    Yields: the stages of each such layout; none if all devices have paths to each other, since any
         order will do then.
     """
     meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
