@@ -5,7 +5,8 @@ links with each heartbeat, as nothing else is on the lines yet. While the run tr
 heartbeat until a few are known, so that a search can find a place for it. Everybody else measures one link at a time:
 one towards a spare of which nobody has told, else one that the plan uses and that was measured half a minute ago, else
 one that is not known, else one that was measured long ago; and the links in use far more often while the run is slower
-than what is known can explain. Before all that it tries the peers that say they cannot reach it, and now and then those
+than what is known can explain. If several links of one peer have become slow by then, everybody measures the link
+towards it: a search that knew of those alone would move its traffic to the others. Before all that it tries the peers that say they cannot reach it, and now and then those
 that it cannot reach (`reachability.py`). Of several candidates a peer measures the link towards the
 network card that has rested longest, so that no line answers many probes at once.
 
@@ -36,6 +37,12 @@ IN_USE_STALE_S = 60.0
 DOUBT_HEARTBEATS = 2.0
 DOUBT_STALE_S = 10.0
 """The same, where the run is slower than what is believed can explain."""
+SUSPECT_STALE_S = 60.0
+SUSPECT_PER_HEARTBEAT = 4
+"""Where a peer's line may have become slow its links are all measured again, so many a heartbeat, unless they have been
+for so long."""
+CONFIRM_HEARTBEATS = 3.0
+"""The answer to such a request is here after so many: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
 """A link that was asked for and has not been told of by then is asked for again."""
 
@@ -61,10 +68,15 @@ class LinkSurvey:
         self._asker_s: dict[PeerID, float] = {}
         self._leaving: dict[str, tuple[PeerID, float]] = {}
         """Network card -> who was asked last to measure what leaves it, and when."""
+        self._suspected_s: dict[PeerID, float] = {}
+        """Since when a peer's line may have become slow."""
+        self._rests_s: dict[PeerID, float] = {}
+        """When the next one may measure its link towards such a peer."""
 
     def forget(self) -> None:
         """We coordinate now: what we asked for in an earlier term of ours does not count."""
         self._machines, self._asked_s, self._probed, self._asker_s, self._leaving = {}, {}, {}, {}, {}
+        self._suspected_s, self._rests_s = {}, {}
 
     def hear(self, peer: PeerID, machine: str) -> None:
         """`peer` says on which machine it is; empty: on one of its own."""
@@ -85,6 +97,26 @@ class LinkSurvey:
     def is_falling(self, peers: Collection[PeerID]) -> bool:
         """Whether a link between two of these seems to have become slow, and a few more reports will tell."""
         return self._links.is_falling(peers)
+
+    def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:
+        """Whether some of these have not measured their link yet towards one of them whose line may have become slow,
+        or just now."""
+        suspects = self._suspects(now_s).intersection(peers)
+        lately_s = now_s - CONFIRM_HEARTBEATS * self._heartbeat_s
+        return any(
+            self._is_unconfirmed(peer, other, now_s) or self._asked_s.get((peer, other), -math.inf) > lately_s
+            for other in suspects
+            for peer in peers
+            if peer != other
+        )
+
+    def _suspects(self, now_s: float) -> set[PeerID]:
+        self._suspected_s = {peer: self._suspected_s.get(peer, now_s) for peer in self._links.suspects()}
+        return set(self._suspected_s)
+
+    def _is_unconfirmed(self, peer: PeerID, other: PeerID, now_s: float) -> bool:
+        since_s = max(self._suspected_s[other], now_s - SUSPECT_STALE_S)
+        return peer != other and self._asked_s.get((peer, other), -math.inf) < since_s
 
     def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> bool:
         """Whether enough links of `peer` to others are known to find a place for it."""
@@ -129,6 +161,10 @@ class LinkSurvey:
             candidates = [p for p in workers if self._is_unknown(peer, p, now_s)]
             candidates = candidates or [p for p in plan.members if self._is_unknown(peer, p, now_s)]
             return self._chosen(peer, candidates, now_s, most=1)
+        if suspects := self._to_confirm(peer, plan, now_s):
+            chosen = self._chosen(peer, suspects, now_s, most=1)
+            self._rests_s[chosen[0]] = now_s + self._heartbeat_s / SUSPECT_PER_HEARTBEAT
+            return chosen
         apart, stale_s = (DOUBT_HEARTBEATS, DOUBT_STALE_S) if in_doubt else (APART_HEARTBEATS, IN_USE_STALE_S)
         if now_s < self._asker_s.get(peer, -math.inf) + apart * self._heartbeat_s:
             return ()
@@ -147,6 +183,16 @@ class LinkSurvey:
         if not candidates:
             candidates = [p for p in plan.members if self._is_stale(peer, p, now_s, STALE_S)]
         return self._chosen(peer, candidates, now_s, most=1)
+
+    def _to_confirm(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
+        """Choose members whose line may have become slow, and towards which `peer` has not measured its link since."""
+        return [
+            other
+            for other in self._suspects(now_s)
+            if plan.has(other)
+            and now_s >= self._rests_s.get(other, -math.inf)
+            and self._is_unconfirmed(peer, other, now_s)
+        ]
 
     def _to_try(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
         """Choose members that `peer` should try to reach: those that say they cannot reach `peer`, if `peer` has said

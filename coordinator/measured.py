@@ -45,6 +45,10 @@ BOAST_MEASURED = 64.0
 processors."""
 PROBES_CERTAIN = 3
 """The best of so many probes is what a link carries; the best of fewer is a lower bound."""
+SUSPECT_LINKS = 2
+"""A peer's line may have become slow once so many links of it have."""
+SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
+"""It has become slow once so many links have, as a part of the other peers and in all."""
 CLAIM_MIN = 2.0
 """Bytes/s. A claim of nothing comes as 1 (`MeasuredPeer.of`)."""
 RATE_MAX = 1e12
@@ -114,6 +118,8 @@ class LinkBook:
         self._links: dict[PeerID, OrderedDict[PeerID, _Link]] = {}
         self.targets: set[PeerID] = set()
         """The peers towards which another one has probed its link."""
+        self._fallen: dict[tuple[PeerID, PeerID], float] = {}
+        """(from, towards) -> bytes/s of each link that has become slow and has stayed so."""
 
     def note(self, reporter: PeerID, reports: Iterable[LinkReport]) -> None:
         """Note the links in a heartbeat of `reporter`, which may say anything."""
@@ -124,18 +130,28 @@ class LinkBook:
             link = links.setdefault(report.peer, _Link(Smoothed(), Smoothed(), Smoothed()))
             links.move_to_end(report.peer)
             _add(link.round_trip_s, report.round_trip_s)
+            before = link.sent.value if link.sent.count else 0.0
+            if report.has_fallen and report.bytes_per_s < before / ODD:
+                link.sent = Smoothed()  # its reporter has measured twice
             _add(link.sent, report.bytes_per_s)
+            pair = reporter, report.peer
+            if link.sent.count and link.sent.value < before / ODD:
+                self._fallen[pair] = link.sent.value
+            elif report.bytes_per_s > ODD * self._fallen.get(pair, math.inf):
+                del self._fallen[pair]
             _add(link.received, report.received_bytes_per_s)
-            link.num_probes = min(max(report.num_probes, 0), PROBES_CERTAIN)
+            link.num_probes = PROBES_CERTAIN if report.has_fallen else min(max(report.num_probes, 0), PROBES_CERTAIN)
             if link.num_probes:
                 self.targets.add(report.peer)
             if len(links) > LINKS_KEPT_MAX:
-                links.popitem(last=False)
+                target, _ = links.popitem(last=False)
+                self._fallen.pop((reporter, target), None)
 
     def keep(self, peers: Collection[PeerID]) -> None:
         """Forget what all other peers have said."""
         self._links = {peer: links for peer, links in self._links.items() if peer in peers}
         self.targets = {t for links in self._links.values() for t, link in links.items() if link.num_probes}
+        self._fallen = {pair: rate for pair, rate in self._fallen.items() if set(pair) <= set(peers)}
 
     def seen_by_others(self) -> frozenset[PeerID]:
         """The peers from which another peer has received anything."""
@@ -151,6 +167,26 @@ class LinkBook:
             for target, link in self._links.get(reporter, {}).items()
             if target in among
         )
+
+    def suspects(self) -> dict[PeerID, int]:
+        """The peers whose line may have become slow, and how many of their links have: several, and more than of each
+        peer at the other ends."""
+        ends: dict[PeerID, set[PeerID]] = {}
+        for reporter, target in self._fallen:
+            ends.setdefault(reporter, set()).add(target)
+            ends.setdefault(target, set()).add(reporter)
+        return {
+            peer: len(others)
+            for peer, others in ends.items()
+            if len(others) >= SUSPECT_LINKS and all(len(ends[other]) < len(others) for other in others)
+        }
+
+    def _has_slow_line(self, num_others: int) -> set[PeerID]:
+        """The peers of which so many links have become slow that what is known of the others is out of date."""
+        return {peer for peer, slow in self.suspects().items() if slow >= max(SLOW_LINE_MIN, SLOW_LINE * num_others)}
+
+    def _is_out_of_date(self, sender: PeerID, receiver: PeerID, slow_lines: set[PeerID]) -> bool:
+        return not slow_lines.isdisjoint((sender, receiver)) and (sender, receiver) not in self._fallen
 
     def known_from(self, peer: PeerID) -> set[PeerID]:
         """The peers towards which `peer` has probed its link."""
@@ -186,12 +222,13 @@ class LinkBook:
     def network(self, peers: Sequence[PeerID]) -> MeasuredNetwork:
         """The links between `peers`, in their order."""
         number = {peer: index for index, peer in enumerate(peers)}
+        slow_lines = self._has_slow_line(len(peers) - 1)
         found = [
             (
                 number[reporter],
                 number[target],
                 link.round_trip_s.log,
-                link.sent.log,
+                math.nan if self._is_out_of_date(reporter, target, slow_lines) else link.sent.log,
                 link.received.log,
                 link.num_probes >= PROBES_CERTAIN,
             )
@@ -214,7 +251,7 @@ class LinkBook:
         return MeasuredNetwork(
             latency_s=np.fmax(latency_s, latency_s.T),
             bytes_per_s=np.where(np.isnan(sent), np.nan, np.fmin(sent, BOAST * received)),
-            is_certain=is_certain,
+            is_certain=is_certain & ~np.isnan(sent),
         )
 
 

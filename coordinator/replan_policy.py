@@ -318,9 +318,15 @@ class ReplanPolicy:
         return None, ""
 
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
-        """Whether a search that is due waits for links of which it is about to be known how slow they have become."""
+        """Whether a search that is due waits for links of which it is about to be known how slow they have become, or
+        for whatever it is that makes the run slower than is known."""
         patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
-        return now_s < self._due_s + patience_s and self.view.survey.links.is_falling(live.members)
+        links = self.view.survey.links
+        return now_s < self._due_s + patience_s and (
+            self.view.calibration.is_unexplained
+            or links.is_falling(live.members)
+            or links.is_confirming(live.members, now_s)
+        )
 
     def _compared(self, peers: tuple[MeasuredPeer, ...], live: Plan, disks: Disks, now_s: float) -> Snapshot:
         """A snapshot that knows how fast the live layout is, and what promises are worth."""

@@ -6,6 +6,7 @@ does the training. This file is long because what a peer is made of is wired tog
 
 import asyncio
 import heapq
+import math
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -54,6 +55,10 @@ _TO_PROBE_MAX = 16
 _QUIET_LOOKS = 20
 _QUIET_LOOK_S = 0.05
 """Before a probe we look so often for a moment in which nothing is being sent."""
+_DOUBT_S = 30.0
+_AGAIN_S = 0.5
+"""A probe that shows far less than those before is repeated so much later, if the run has been slower than it should be
+until so long ago."""
 
 
 async def _inline(work: Callable[[], object]) -> object:
@@ -144,6 +149,8 @@ class PeerDriver:
         """The most that has gone out over several links at once."""
         self._is_card_known = False
         """Whether it has been measured since it was last in doubt."""
+        self._doubted_s = -math.inf
+        """When we last heard that the run is slower than what is known explains."""
         self._draining = False
         self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
         self._clock = clock
@@ -571,6 +578,7 @@ class PeerDriver:
         seen_bytes_per_s = self._meter.look()
         if seen_bytes_per_s is not None:
             self._card_bytes_per_s, self._is_card_known = seen_bytes_per_s, False  # measured once our lines are quiet
+        self._doubted_s = self._clock.now_s()
 
     async def _probe_links(self) -> None:
         while self._to_probe:
@@ -584,7 +592,10 @@ class PeerDriver:
             report = await self._link_probe.measure_if_possible(self._to_probe.pop(0))
             if report is not None:
                 self._links[report.peer] = report
-                self._meter.probed(report, since=mark)
+                looks_slow = self._meter.probed(report, since=mark)
+                if looks_slow and self._clock.now_s() < self._doubted_s + _DOUBT_S:
+                    await asyncio.sleep(_AGAIN_S)
+                    self._to_probe.append(report.peer)
                 self._num_far += report.round_trip_s >= FAR_S
             is_last = not self._is_card_known and not self._to_probe
             if self._num_far >= PROBES_PER_REPLY_MAX or (self._num_far > 1 and is_last):

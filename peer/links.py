@@ -107,10 +107,14 @@ class _Link:
     def sent_rate(self) -> float:
         """Bytes/s towards the peer; 0: not known."""
         if self.probes:
-            best, late = max(self.probes), list(self.probes)[-2:]
-            # Two in a row that say the same, and far less, are a link that has become slow.
-            return max(late) if len(late) == 2 and max(late) < min(SLOWED * best, STEADY * min(late)) else best
+            return max(list(self.probes)[-2:]) if self.has_fallen else max(self.probes)
         return max((_rate(*sample) for sample in self.samples), default=0.0)
+
+    @property
+    def has_fallen(self) -> bool:
+        """Whether the last two probes say the same, and far less than one before them: the link has become slow."""
+        late = list(self.probes)[-2:]
+        return len(late) == 2 and max(late) < min(SLOWED * max(self.probes), STEADY * min(late))
 
     def report(self, peer: PeerID) -> LinkReport | None:
         round_trip_s = min(self.round_trips, default=0.0)
@@ -124,6 +128,7 @@ class _Link:
             received_bytes_per_s=received,
             num_probes=len(self.probes),
             num_failed=self.num_failed,
+            has_fallen=self.has_fallen,
         )
 
 
@@ -193,16 +198,21 @@ class LinkMeter:
         """A mark for `probed`, from before the probe."""
         return self._num_mixed, self._num_busy
 
-    def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> None:
+    def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:
         """An echo has shown what really arrives.
 
         Args: since: `mark` from before. A probe beside which another link was sending counts only if it was faster than
             those before.
+        Returns: whether it counts and shows far less than those before, so that another one will tell whether the link
+            has become slow or was busy.
         """
         link = self._link(report.peer)
-        if since == (self._num_mixed, 0) or report.bytes_per_s > max(link.probes, default=math.inf):
-            link.probes.append(report.bytes_per_s)
-            self._news[report.peer] = None
+        best = max(link.probes, default=0.0)
+        if since != (self._num_mixed, 0) and report.bytes_per_s <= (best or math.inf):
+            return False
+        link.probes.append(report.bytes_per_s)
+        self._news[report.peer] = None
+        return report.bytes_per_s < SLOWED * best and not link.has_fallen
 
     def look(self) -> float | None:
         """Count what links have carried since the last look as probes, of those that were busy for long, if our card

@@ -71,6 +71,8 @@ class LinkReport(_Part, frozen=True, array_like=True):
     """How many probes `bytes_per_s` is the best of; 0: it is what frames have shown."""
     num_failed: int = 0
     """How many calls and frames to `peer` have failed in a row, with no answer of `peer` since; 0: none."""
+    has_fallen: bool = False
+    """Whether the last two probes agree that the rate is far less than the best one before them."""
 
 
 class CommitReport(_Part, frozen=True, kw_only=True):

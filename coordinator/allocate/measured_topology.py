@@ -6,7 +6,8 @@
 |                          | a that both were measured towards, near the upper end where some a is near i or j       |
 | rate i -> j              | the least of i's best rate out, j's best rate in, and what links between peers near i   |
 |                          | and near j carry where their own ends could do more: a line between two towns; less     |
-|                          | where most links of i, or towards j, are slower than these say                          |
+|                          | where most links of i, or towards j, are slower than these say, or most links towards i |
+|                          | where few of its own are known                                                          |
 | a peer without figures   | what it claims; else the swarm's median; else `DEFAULT_LATENCY_S`, `DEFAULT_BYTES_PER_S`|
 | rate of a network card   | what has gone out over several links at once, or its best link with another machine; as |
 |                          | much comes in, or what its best link brings                                             |
@@ -64,7 +65,9 @@ def topology_of(snapshot: Snapshot) -> Topology:
     down = np.maximum(_or(_of_card(_best(known.T), card), np.full(n, np.nan)), up)
     ends = np.minimum(up[:, None], down[None, :])
     between = np.minimum(ends, _between(known, up, down, latency))
-    between *= np.fmin(_slower(known / between)[:, None], _slower((known / between).T)[None, :])
+    slower_out, slower_in = _slower(known / between), _slower((known / between).T)
+    slower_out = np.where((~np.isnan(known)).sum(axis=1) < SLOW_LINKS_MIN, slower_in, slower_out)
+    between *= np.fmin(slower_out[:, None], slower_in[None, :])
     within = network.bytes_per_s[inside & ~np.isnan(network.bytes_per_s)]
     loopback = float(np.median(within)) if len(within) else 0.0
     estimate = np.where(inside, np.maximum(ends, loopback), np.minimum(ends, between))

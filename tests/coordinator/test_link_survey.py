@@ -6,10 +6,12 @@ import pytest
 
 from shoal.coordinator.link_survey import (
     APART_HEARTBEATS,
+    CONFIRM_HEARTBEATS,
     DOUBT_HEARTBEATS,
     IN_USE_STALE_S,
     PARTNERS_FIRST,
     STALE_S,
+    SUSPECT_PER_HEARTBEAT,
     UNANSWERED_HEARTBEATS,
     LinkSurvey,
 )
@@ -151,3 +153,23 @@ def test_links_in_use_are_measured_far_more_often_while_the_run_is_slower_than_t
     assert len(usual) == 60 / APART_HEARTBEATS
     assert len(in_doubt) == 60 / DOUBT_HEARTBEATS
     assert set(in_doubt) == {*GROUPS[0][1:], *GROUPS[1]}
+
+
+def test_everybody_measures_the_link_towards_a_peer_whose_line_seems_to_have_become_slow(book, survey, make_plan):
+    plan = make_plan(GROUPS, coordinator=PEERS[0]).plan
+    slow, *others = PEERS[:6]
+    for peer in plan.members:
+        answer(book, peer, [other for other in plan.members if other != peer])
+    for other in others[:2]:
+        assert not survey.is_confirming(plan.members, 1000.0)
+        book.note(other, [LinkReport(slow, 0.02, 1e6, num_probes=2, has_fallen=True)])
+    now_s, askers = 1000.0, []
+    assert survey.is_confirming(plan.members, now_s)
+    for _ in range(2 * SUSPECT_PER_HEARTBEAT):
+        asked = [peer for peer in others if survey.choose_one(peer, plan, now_s) == (slow,)]
+        assert len(asked) <= 1, "its line answers one after the other"
+        askers += asked
+        now_s += 1.0 / SUSPECT_PER_HEARTBEAT
+    assert sorted(askers) == sorted(others), "each once"
+    assert survey.is_confirming(plan.members, now_s), "the last answer is on its way"
+    assert not survey.is_confirming(plan.members, now_s + CONFIRM_HEARTBEATS)

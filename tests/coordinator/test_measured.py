@@ -24,8 +24,15 @@ from shoal.protocol.messages import LinkReport
 A, B, C, D = (PeerID(name) for name in "abcd")
 
 
-def report(peer, *, round_trip_s=0.1, sends=1e6, receives=0.0):
-    return LinkReport(peer=peer, round_trip_s=round_trip_s, bytes_per_s=sends, received_bytes_per_s=receives)
+def report(peer, *, round_trip_s=0.1, sends=1e6, receives=0.0, has_fallen=False):
+    return LinkReport(
+        peer=peer,
+        round_trip_s=round_trip_s,
+        bytes_per_s=sends,
+        received_bytes_per_s=receives,
+        num_probes=1,
+        has_fallen=has_fallen,
+    )
 
 
 @pytest.fixture
@@ -127,6 +134,39 @@ def test_a_link_is_falling_until_its_new_figure_is_believed(book):
     book.note(A, [report(B, sends=1e6)])
     assert book.is_falling(peers)
     assert not book.is_falling([A]), "the other end is none of them"
+
+
+def test_a_fall_that_its_reporter_has_measured_twice_is_believed_at_once(book):
+    book.note(A, [report(B, sends=1e7)])
+    book.note(A, [report(B, sends=1e6, has_fallen=True)])
+    network = book.network((A, B))
+    assert network.bytes_per_s[0, 1] == pytest.approx(1e6)
+    assert network.is_certain[0, 1], "it is no lower bound"
+
+
+def test_a_line_is_suspected_once_several_of_its_links_have_fallen(book):
+    book.note(A, [report(other, sends=1e7) for other in (B, C, D)])
+    book.note(A, [report(B, sends=1e6, has_fallen=True)])
+    assert not book.suspects(), "it may as well be the line of the other end"
+    book.note(A, [report(C, sends=1e6, has_fallen=True)])
+    assert book.suspects() == {A: 2}
+    book.note(A, [report(C, sends=1e7)])
+    assert not book.suspects(), "it carries as much as before"
+
+
+def test_what_is_known_of_a_slow_line_from_before_is_out_of_date(book):
+    others = tuple(PeerID(f"p{number}") for number in range(7))
+    for other in others:
+        book.note(other, [report(A, sends=1e7), report(others[other == others[0]], sends=1e7)])
+        book.note(A, [report(other, sends=1e7)])
+    for number, other in enumerate(others[:4]):
+        assert not np.isnan(book.network((A, *others)).bytes_per_s[1:, 0]).any(), f"{number} links have fallen"
+        book.note(other, [report(A, sends=1e6, has_fallen=True)])
+    rates = book.network((A, *others)).bytes_per_s
+    assert rates[1:5, 0] == pytest.approx(1e6)
+    assert np.isnan(rates[5:, 0]).all(), "they were not measured since"
+    assert np.isnan(rates[0]).all(), "nor was what A sends"
+    assert not np.isnan(rates[2, 1]), "the lines of others are as they were"
 
 
 def test_who_is_not_measured_uploads_as_it_claims_but_no_faster_than_others_do(book):

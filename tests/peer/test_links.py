@@ -200,6 +200,18 @@ def test_a_probe_beside_other_traffic_counts_only_if_it_is_faster(clock: Hands, 
     assert [probe(rate, is_alone=True) for rate in (1e5, 4e5)] == [1e6, 1e6], "two that do not say the same"
 
 
+def test_two_probes_that_agree_that_a_link_has_become_slow_are_said_to(meter: LinkMeter) -> None:
+    def probed(bytes_per_s: float) -> bool:
+        return meter.probed(LinkReport(peer=PeerID("b"), round_trip_s=0.1, bytes_per_s=bytes_per_s))
+
+    assert not probed(1e7)
+    assert probed(1e6), "another one will tell"
+    assert not only(meter).has_fallen
+    assert not probed(1.1e6)
+    assert only(meter).has_fallen
+    assert only(meter).bytes_per_s == 1.1e6
+
+
 def test_a_peer_keeps_so_many_links_and_no_more(meter: LinkMeter) -> None:
     busy = PeerID("busy")
     meter.received(busy, 10_000)
