@@ -3,7 +3,7 @@
 A report may come twice (the reply to a heartbeat was lost, or the role moved on meanwhile), late, or for a step of
 which the coordinator before us got the other half. Each (stage, step) counts once. A step is told once: when the last
 stage's report is here, which alone knows the loss, and either all stages have reported or `PATIENCE_HEARTBEATS` are
-over.
+over since all have committed it.
 
 A report is one peer's word, so it is kept until enough others confirm it. A step is told, its loss shown and the rate
 reckoned with it, once the last stage's version, as most of its members report it (`confirmations`), has passed it.
@@ -265,6 +265,8 @@ class Ledger:
             complete = len(by_stage) == self._stages_of(step)
             if step == self._steps - 1:
                 complete = self.done  # the run's last record carries its last validation
+            if step >= self.step:
+                self._untold[step] = now_s  # some stage is still at it, and cannot have reported
             if flush or complete or now_s >= self._untold[step] + self._patience_s:
                 del self._untold[step]
                 self._told.append(step)
@@ -303,12 +305,11 @@ class Ledger:
         return before if step < begun else self._num_stages
 
     def has_reported(self, version: int) -> bool:
-        """Whether every stage has reported the step that made `version`, or the step has been told without; and every
-        group of placed experts has."""
+        """Whether every stage, and every group of placed experts, has reported the step that made `version`."""
         step = version - 1
         if step < 0:
             return True
-        stages_have = step in self._told or len(self._reports.get(step, {})) == self._stages_of(step)
+        stages_have = len(self._reports.get(step, {})) == self._stages_of(step)
         return stages_have and len(self._expert_groups.get(step, ())) == self._stages_of(step) * self._num_experts
 
     def _gradient_norm(self, step: int) -> float | None:

@@ -6,9 +6,9 @@ heartbeat until a few are known, so that a search can find a place for it. Every
 one towards a spare of which nobody has told, else one that the plan uses and that was measured half a minute ago, else
 one that is not known, else one that was measured long ago; and the links in use far more often while the run is slower
 than what is known can explain. If several links of one peer have become slow by then, everybody measures the link
-towards it: a search that knew of those alone would move its traffic to the others. Before all that it tries the peers that say they cannot reach it, and now and then those
-that it cannot reach (`reachability.py`). Of several candidates a peer measures the link towards the
-network card that has rested longest, so that no line answers many probes at once.
+towards it: a search that knew of those alone would move its traffic to the others. Before all that a peer tries those
+that say they cannot reach it, and now and then those that it cannot reach (`reachability.py`). Of several candidates a
+peer measures the link towards the network card that has rested longest, so that no line answers many probes at once.
 
 Peers that name one machine share a network card (`Advert.machine`), and two of them that probe at once see half of it
 each. So before the first plan they take turns with what leaves their machine, and what one of them knows of another
@@ -69,7 +69,7 @@ class LinkSurvey:
         self._leaving: dict[str, tuple[PeerID, float]] = {}
         """Network card -> who was asked last to measure what leaves it, and when."""
         self._suspected_s: dict[PeerID, float] = {}
-        """Since when a peer's line may have become slow."""
+        """Peer -> when its line was first suspected to have become slow."""
         self._rests_s: dict[PeerID, float] = {}
         """When the next one may measure its link towards such a peer."""
 

@@ -6,8 +6,8 @@ does the training. This file is long because what a peer is made of is wired tog
 
 import asyncio
 import heapq
-import math
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 

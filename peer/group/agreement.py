@@ -20,6 +20,8 @@ UNCOMPARED_MAX = 16
 MUTE_S = 5.0
 """A member that has not spoken of a version for so long after we stepped has no vote, if most others have spoken. One
 whose part of a round was empty is not missed by the round itself, only by those who wait for its word."""
+MUTE_AT_THE_END_S = 0.3
+"""The same where the layout has ended: when the next one begins nobody counts a commit of this one any more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,18 +102,26 @@ class Agreement:
         return [Report(report) for peer, report in self._unreported if peer == reporter]
 
     def settle(
-        self, rounds: Mapping[int, RoundStart], version: int, gone: Container[PeerID], *, now_s: float
+        self,
+        rounds: Mapping[int, RoundStart],
+        version: int,
+        gone: Container[PeerID],
+        *,
+        now_s: float,
+        has_ended: bool = False,
     ) -> list[RoundStart]:
         """Rounds up to `version` of which every member has spoken, or is gone: the dead do not vote, nor do the mute.
 
         A member that has only spoken of a later version has skipped one, by fetching that later state.
+
+        Args: has_ended: the layout commits no step more.
         """
         settled, self.next_s = [], math.inf
         for step, start in sorted(rounds.items()):
             if step >= version:
                 break
             spoken = [m.peer for m in start.members if self._spoken.get(m.peer, -1) > step]
-            mute_s = self._since_s.setdefault(step, now_s) + MUTE_S
+            mute_s = self._since_s.setdefault(step, now_s) + (MUTE_AT_THE_END_S if has_ended else MUTE_S)
             overdue = now_s >= mute_s or step < version - UNCOMPARED_MAX
             if all(m.peer in gone or m.peer in spoken for m in start.members) or (
                 overdue and 2 * len(spoken) > len(start.members)

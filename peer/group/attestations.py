@@ -31,16 +31,21 @@ def voters(
 ) -> tuple[PeerID, ...]:
     """More than half of whom must have signed what `newcomer` fetches: who had a place in the group before it did.
 
-    If nobody had, those who came with it. Who says itself that it has no state yet is not waited for. If none of the
-    plan's has, those who drain from the group hold all there is.
+    If nobody had, those who came with it. Who says itself that it has no state yet is not waited for. If none of these
+    has, those who drain from the group; and if there are none, those who came after it: a member that has begun anew at
+    its old place has no state, and theirs is all there is.
     """
     since = {member.peer: member.since for member in members}
     mine = since.pop(newcomer, None)
     older = [peer for peer, at in since.items() if mine is None or at < mine]
-    asked = older or [peer for peer, at in since.items() if at == mine]
-    return tuple(peer for peer in asked if peer not in without_state) or tuple(
-        peer for peer in departing if peer != newcomer
+    same = [peer for peer, at in since.items() if at == mine]
+    younger = [peer for peer, at in since.items() if mine is not None and at > mine]
+    ranked = (
+        [peer for peer in older or same if peer not in without_state],
+        [peer for peer in departing if peer != newcomer],
+        [peer for peer in younger if peer not in without_state],
     )
+    return tuple(next(filter(None, ranked), []))
 
 
 def is_majority(num: int, of: Sequence[PeerID]) -> bool:

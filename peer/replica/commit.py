@@ -168,10 +168,12 @@ class Commit:
         match event:
             case TimerFired():
                 return self._timer(now_s)
-            case WorkGranted(step, index):
+            case WorkGranted(step, index, again):
                 self._tallies.claim(step, index)
-                # Another leader knows what it has granted. If we lead, the mates must know it should we die.
-                return [Tell(self._progress(step), can_wait=True, can_rest=self._members.lead != self.me)]
+                # Another leader knows what it has granted. If we lead, the mates must know it should we die; and if we
+                # led until just now, whoever leads does not know what we have found to run again.
+                is_known = self._members.lead != self.me and not again
+                return [Tell(self._progress(step), can_wait=True, can_rest=is_known)]
             case MemberGranted(peer, microbatch):
                 if peer != self.me:
                     self._losses.claimed(peer, microbatch.step, 1 << microbatch.index)
@@ -509,7 +511,9 @@ class Commit:
         """Compare the states of all committed versions of which every member of the round has spoken."""
         gone = {peer for peer in self._rounds.named if self._members.is_gone(peer)}
         commands: list[CommitCommand] = []
-        for start in self._agreement.settle(self._rounds.open, self.version, gone, now_s=now_s):
+        for start in self._agreement.settle(
+            self._rounds.open, self.version, gone, now_s=now_s, has_ended=self._has_ended
+        ):
             del self._rounds.open[start.step]
             commands += self._agreement.conclude(start, gone, in_plan=self._members.in_plan)
         return commands

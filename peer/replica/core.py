@@ -174,7 +174,7 @@ class ReplicaCore(MemberCore):
     def _make(self, microbatch: Microbatch, again: bool, now_s: float) -> list[Command]:
         commands: list[Command] = []
         if not microbatch.validates and microbatch.step >= self._pipeline.version:
-            commands = self._commit(WorkGranted(microbatch.step, microbatch.index), now_s)
+            commands = self._commit(WorkGranted(microbatch.step, microbatch.index, again), now_s)
         return commands + self._flow(Arrived(microbatch, None, again), now_s)
 
     # --- the life of a replica ---

@@ -477,10 +477,12 @@ class MemberSilent:
 
 @dataclass(frozen=True, slots=True)
 class WorkGranted:
-    """Stage 0: microbatch (step, index) has been granted to us."""
+    """Stage 0: microbatch (step, index) has been granted to us; `again`: it runs again, which whoever leads now may not
+    know."""
 
     step: int
     index: int
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

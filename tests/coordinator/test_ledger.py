@@ -60,8 +60,19 @@ def test_a_step_is_told_when_all_stages_have_reported(ledger):
 
 def test_a_step_is_told_after_a_while_though_a_stage_is_missing(ledger):
     ledger.note_commits([commit(2, 0, loss=5.5)], 0.0)
+    for stage in (0, 1):
+        ledger.note_version(stage, 1)
     assert tell(ledger, PATIENCE_HEARTBEATS - 0.01) == []
     assert [record.step for record in tell(ledger, PATIENCE_HEARTBEATS)] == [0]
+    assert not ledger.has_reported(1), "it may still come"
+
+
+def test_a_stage_that_has_not_committed_a_step_yet_is_waited_for(ledger):
+    ledger.note_commits([commit(2, 0, loss=5.5), commit(1, 0)], 0.0)
+    assert tell(ledger, 100.0) == [], "stage 0 commits last, after a step of minutes where those are slow"
+    ledger.note_commits([commit(0, 0, given_up=2)], 100.0)
+    (record,) = tell(ledger, 100.0)
+    assert record.given_up == 2
 
 
 def test_a_step_whose_loss_somebody_else_got_is_not_told_here(ledger):

@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 
-from shoal.peer.group.agreement import MUTE_S, UNCOMPARED_MAX, Agreement
+from shoal.peer.group.agreement import MUTE_AT_THE_END_S, MUTE_S, UNCOMPARED_MAX, Agreement
 from shoal.peer.pipeline.microbatch import bitmap_of
 from shoal.peer.replica.commands import CommitCommand, Report, Resync, Witness
 from shoal.protocol.identity import PeerID
@@ -30,8 +30,10 @@ def round_of(step: int, members: Sequence[PeerID] = (A, B, C)) -> RoundStart:
     )
 
 
-def conclude(made: Agreement, version: int, now_s: float, rounds: dict[int, RoundStart]) -> list[CommitCommand]:
-    settled = made.settle(rounds, version, (), now_s=now_s)
+def conclude(
+    made: Agreement, version: int, now_s: float, rounds: dict[int, RoundStart], *, has_ended: bool = False
+) -> list[CommitCommand]:
+    settled = made.settle(rounds, version, (), now_s=now_s, has_ended=has_ended)
     return [command for start in settled for command in made.conclude(start, (), in_plan=True)]
 
 
@@ -54,6 +56,16 @@ def test_a_member_that_does_not_speak_holds_the_report_up_for_a_while_only() -> 
     assert made.next_s == 10.0 + MUTE_S
     assert conclude(made, 1, 10.0 + MUTE_S - 0.1, rounds) == []
     (report,) = conclude(made, 1, 10.0 + MUTE_S, rounds)
+    assert isinstance(report, Report)
+
+
+def test_a_member_that_does_not_speak_is_not_waited_for_once_the_layout_has_ended() -> None:
+    made, rounds = agreement(), {0: round_of(0)}
+    for peer in (A, B):
+        made.heard(peer, 1, "d")
+    assert conclude(made, 1, 10.0, rounds, has_ended=True) == []
+    assert made.next_s == 10.0 + MUTE_AT_THE_END_S
+    (report,) = conclude(made, 1, 10.0 + MUTE_AT_THE_END_S, rounds, has_ended=True)
     assert isinstance(report, Report)
 
 

@@ -22,6 +22,14 @@ def test_who_begins_anew_in_its_old_place_is_told_by_those_of_its_time() -> None
     assert voters(members(a=1, b=1, c=2), B, without_state=(), departing=()) == (A,)
 
 
+def test_who_begins_anew_and_is_the_eldest_is_told_by_those_who_came_later() -> None:
+    group = members(a=0, b=2, c=3)
+    assert voters(group, A, without_state=(), departing=()) == (B, C)
+    assert voters(group, A, without_state=(B,), departing=()) == (C,)
+    assert voters(group, A, without_state=(), departing=(D,)) == (D,), "who drains held the layers before"
+    assert voters(group, C, without_state=(A, B), departing=()) == ()
+
+
 def test_who_says_that_it_has_no_state_is_not_waited_for() -> None:
     assert voters(members(a=1, b=1, c=2), C, without_state=(B,), departing=()) == (A,)
 

@@ -1,6 +1,6 @@
 """The life of one replica, and how its parts work together, event by event."""
 
-from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.microbatch import Microbatch, bitmap_of
 from shoal.peer.replica.commands import (
     AskRepair,
     Count,
@@ -31,6 +31,7 @@ from shoal.peer.replica.events import (
     PeerSaid,
     PlanFollowed,
     ProgressArrived,
+    RepairDeclined,
     Resumed,
     RoundArrived,
     Stepped,
@@ -201,6 +202,15 @@ def test_at_the_only_stage_a_granted_microbatch_is_told_run_counted_and_reduced(
     assert feed(made, StepReady(0)) == [Job("step", None, 0)]
     feed(made, JobDone(Job("step", None, 0)), Stepped(1, "digest", by=reduce.round, remembers=True))
     assert made.group.version == made.pipeline.version == 1
+
+
+def test_who_led_until_just_now_tells_the_new_leader_at_once_what_it_runs_again():
+    made = joined(replica(plan([MATE, ME])))
+    feed(made, PeerSaid(MATE, hello(0)))
+    assert made.group.lead == MATE
+    (told,) = of(Tell, feed(made, RepairDeclined(MATE, (Microbatch(0, 1),))))
+    assert not told.can_rest, "nobody else knows of it, so it would be granted once more"
+    assert told.message.claimed == bitmap_of(0b10)
 
 
 def test_in_the_middle_an_activation_goes_on_and_its_gradient_comes_back_the_same_way():
