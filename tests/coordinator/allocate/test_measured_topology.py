@@ -132,3 +132,13 @@ def test_the_links_of_a_peer_whose_others_are_slow_are_slow_however_much_its_car
     found = believed(latency_s, bytes_per_s, card_bytes_per_s=1e9)
     assert found.bytes_per_s[0, 6:] == pytest.approx(1e7, rel=0.01)
     assert found.bytes_per_s[1:, 0] == pytest.approx(1e8)
+
+
+def test_a_peer_of_whose_links_outwards_little_is_known_is_as_slow_as_those_towards_it() -> None:
+    latency_s, bytes_per_s = np.full((12, 12), 0.001), np.full((12, 12), 1e8)
+    np.fill_diagonal(bytes_per_s, np.nan)
+    bytes_per_s[1:, 0] = 1e7
+    bytes_per_s[0] = np.nan
+    found = believed(latency_s, bytes_per_s, card_bytes_per_s=1e9)
+    assert found.bytes_per_s[0, 1:] == pytest.approx(1e7, rel=0.05)
+    assert found.bytes_per_s[1, 2:] == pytest.approx(1e8)
