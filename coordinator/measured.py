@@ -151,7 +151,7 @@ class LinkBook:
         """Forget what all other peers have said."""
         self._links = {peer: links for peer, links in self._links.items() if peer in peers}
         self.targets = {t for links in self._links.values() for t, link in links.items() if link.num_probes}
-        self._fallen = {pair: rate for pair, rate in self._fallen.items() if set(pair) <= set(peers)}
+        self._fallen = {pair: rate for pair, rate in self._fallen.items() if pair[0] in peers and pair[1] in peers}
 
     def seen_by_others(self) -> frozenset[PeerID]:
         """The peers from which another peer has received anything."""
