@@ -99,8 +99,8 @@ class LinkSurvey:
         return self._links.is_falling(peers)
 
     def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:
-        """Whether some of these have not measured their link yet towards one of them whose line may have become slow,
-        or just now."""
+        """Whether one of these may have a slow line, and another of them has not measured its link towards it since, or
+        was asked to less than `CONFIRM_HEARTBEATS` ago, so that its figure is not here yet."""
         suspects = self._suspects(now_s).intersection(peers)
         lately_s = now_s - CONFIRM_HEARTBEATS * self._heartbeat_s
         return any(

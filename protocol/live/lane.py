@@ -67,7 +67,7 @@ class Lane(asyncio.BufferedProtocol):
 
     @classmethod
     async def over(cls, connected: socket.socket, throttle: Throttle, *, accepted: bool) -> "Lane":
-        """Make a lane of a connected socket. The lane owns the socket from then on, and closes it.
+        """Turn a connected socket into a lane, which owns the socket from then on and closes it.
 
         Args: accepted: whether the other end has dialled.
         Raises: OSError: the connection broke; the socket is closed then.
