@@ -35,7 +35,7 @@ class Losses:
     is_first: bool = False
     """Of stage 0: what it lacks is mostly on its way, and it would run all of that again."""
     begins_at: int = 0
-    """The version with which the era begins. Before its first step nothing can have died that we do not know of."""
+    """The version with which the era begins. Stage 0's lead grants all of that step itself, and knows what died."""
     _claims: dict[int, dict[PeerID, Indices]] = field(default_factory=dict)
     _lost: dict[int, Indices] = field(default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
@@ -80,7 +80,8 @@ class Losses:
         if by_a_step and self._version_since_s > 0:
             self._steps_s.append(now_s - self._version_since_s)
         self._version_since_s = self._grown_at_s = now_s
-        self._may_lack, self._num_asked = not by_a_step and version > self.begins_at, 0
+        # At the beginning of an era, too, another stage's lead may be one that has just been restarted.
+        self._may_lack, self._num_asked = not by_a_step and (not self.is_first or version > self.begins_at), 0
         self._look_again()
         for table in (self._claims, self._lost):
             for step in [s for s in table if s < version]:

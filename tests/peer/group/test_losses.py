@@ -26,7 +26,7 @@ def after_steps(*seconds: float, is_first: bool = False) -> tuple[Losses, float]
 
 
 def test_before_a_step_has_shown_how_long_it_takes_patience_is_long_but_not_without_end() -> None:
-    losses, now_s = after_steps()
+    losses, now_s = after_steps(is_first=True)
     assert losses.suspect_at_s == now_s + STALL_S_FIRST
 
 
@@ -65,11 +65,13 @@ def test_who_comes_to_a_run_that_is_under_way_does_not_know_what_died_before() -
     assert losses.suspect_at_s == now_s + STALL_S_DEATH
 
 
-def test_before_the_first_step_of_an_era_nothing_can_have_died_before() -> None:
-    losses, now_s = after_steps()
+@pytest.mark.parametrize(("is_first", "patience_s"), [(True, STALL_S_FIRST), (False, STALL_S_DEATH)])
+def test_at_the_beginning_of_an_era_only_stage_0_runs_nothing_again(is_first: bool, patience_s: float) -> None:
+    """Another stage's lead may be one that has been restarted since, and what it had contributed died with it."""
+    losses, now_s = after_steps(is_first=is_first)
     losses.begins_at = 7
     losses.stepped(7, by_a_step=False, now_s=now_s)
-    assert losses.suspect_at_s == now_s + STALL_S_FIRST
+    assert losses.suspect_at_s == now_s + patience_s
 
 
 @pytest.mark.parametrize(("steps_s", "patience_s"), [([0.1], STALL_S_MIN), ([3.0, 3.0], STALL_STEPS * 3.0)])
