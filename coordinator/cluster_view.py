@@ -391,7 +391,8 @@ class ClusterView:
         """The version of which every stage of `live` is to write a snapshot; 0: none is due."""
         if self._snapshots.is_due_to_look(now_s):
             beats = (self.roster.presences[peer].heartbeat for peer in self.roster.alive(now_s))
-            self._snapshots.look((beat for beat in beats if beat is not None and beat.era == live.era), now_s)
+            of_era = (beat for beat in beats if beat is not None and beat.era == live.era)
+            self._snapshots.look(of_era, now_s, elapsed_s=self._elapsed_s(now_s))
         return self._snapshots.save_at
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:

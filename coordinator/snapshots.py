@@ -5,6 +5,8 @@ long ago for any peer, the coordinator names a version that no stage has come to
 (`HeartbeatReply.save_at`). A stage that hears of it too late has no snapshot of that version; it goes on saying that it
 is unsaved, and the coordinator names another one. Nothing of this is handed over: what a new coordinator needs is in
 the next heartbeats.
+
+A young run writes sooner, each time it is twice as old: a run that goes back loses half of its time at most.
 """
 
 import math
@@ -17,6 +19,8 @@ _NOTICE_HEARTBEATS = 2.5
 """Every peer hears of a version so long ahead: a heartbeat of each peer until the version is named in the replies, with
 room for a heartbeat that is late."""
 _PACE_SAMPLES = 16
+_FIRST_S = 30.0
+"""No run writes sooner. By then it may have one peer that alone holds layers, of which there is no copy anywhere."""
 
 
 class SnapshotSchedule:
@@ -45,8 +49,13 @@ class SnapshotSchedule:
         """Whether to call `look` now: it reads every peer's heartbeat, and each heartbeat asks."""
         return self._interval_s > 0 and now_s >= self._look_at_s
 
-    def look(self, beats: Iterable[Heartbeat], now_s: float) -> None:
-        """Name a version if a snapshot is due. Args: beats: the newest of every peer that is alive, of the live era."""
+    def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float) -> None:
+        """Name a version if a snapshot is due.
+
+        Args:
+            beats: the newest of every peer that is alive, of the live era.
+            elapsed_s: since the run began.
+        """
         self._look_at_s = now_s + self._heartbeat_s / 2
         members = [beat for beat in beats if beat.synced and beat.stage is not None]
         if not members:
@@ -56,7 +65,7 @@ class SnapshotSchedule:
         if self._save_at > min(beat.version for beat in members):
             return  # somebody has not come to it yet
         self._save_at = 0
-        if max(beat.unsaved_s for beat in members) >= self._interval_s:
+        if max(beat.unsaved_s for beat in members) >= min(self._interval_s, max(_FIRST_S, elapsed_s / 2.0)):
             ahead = math.ceil(self._steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)
             self._save_at = newest + self._lead_steps + ahead
 

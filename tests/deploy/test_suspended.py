@@ -5,6 +5,7 @@ import itertools
 import re
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import torch
 
@@ -44,6 +45,7 @@ def stopped_run(*, replicas, seed=0):
             eras.add(event.report.era)
 
     spec = tiny_spec(steps=400, peers=3, stages=2, s_max=1, snapshot_interval_steps=1000)
+    spec = msgspec.structs.replace(spec, swarm=msgspec.structs.replace(spec.swarm, snapshot_interval_s=0.0))
     told: list[str] = []
 
     async def main():
