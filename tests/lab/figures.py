@@ -8,6 +8,8 @@ import numpy as np
 
 from scenario import Scenario, World, spans
 
+_PARTS_SHOWN_MAX = 12
+
 
 class Step(NamedTuple):
     """A step that every stage has committed."""
@@ -124,7 +126,7 @@ def table(sides: Sides) -> str:
     row("steps", lambda f: f.steps)
     row("steps/s", lambda f: f.steps_per_s, compares=True)
     count = max(len(figures.parts) for figures in (real, virtual) if figures is not None)
-    for part in range(count if count > 1 else 0):
+    for part in range(count if 1 < count <= _PARTS_SHOWN_MAX else 0):
         row(f"  part {part + 1}", lambda f, part=part: f.parts[part], compares=True)
     row("longest gap", lambda f: f.gap_s_max, " s", compares=True)
     row("false deaths", lambda f: len(f.false_deaths))

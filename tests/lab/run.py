@@ -19,6 +19,7 @@ import real
 import virtual
 from figures import Figures, Sides, table
 from internet.emulator import why_not
+from random_events import with_random_events
 from scenario import Scenario, find_scenario, shipped
 from shoal.protocol.errors import LocalError
 
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--real-only", action="store_true")
     only.add_argument("--virtual-only", action="store_true")
+    parser.add_argument("--random-events", type=int, metavar="SEED", help="in place of the scenario's own events")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="how long then; default: an hour")
     parser.add_argument("--json", type=Path, help="append a line for each scenario to this file")
     parser.add_argument("--logs", type=Path, help="keep the real peers' logs in this folder")
     options = parser.parse_args(argv)
@@ -56,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         scenarios = [find_scenario(what) for what in options.scenarios or shipped()]
     except LocalError as error:
         parser.error(str(error))
+    if (seed := options.random_events) is not None:
+        scenarios = [with_random_events(scenario, seed=seed, seconds=options.seconds) for scenario in scenarios]
     if not options.virtual_only and (why := why_not()):
         parser.error(f"{why}: only --virtual-only works here")
     has_failed = False

@@ -8,7 +8,8 @@ import pytest
 
 from carried import CarriedTransport
 from figures import Figures, Sides, Step, kept, paces, rate, table
-from scenario import find_scenario, load_scenario, shipped
+from random_events import QUIET_S, with_random_events
+from scenario import WORDS, find_scenario, load_scenario, shipped
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
@@ -207,3 +208,17 @@ def test_what_a_third_host_carries_takes_both_ways_and_its_uplink():
         assert at_s - sent_s == pytest.approx(2.1, abs=0.05), "a second on each uplink"
 
     run(scenario())
+
+
+def test_random_events_are_those_of_their_seed_and_each_is_over_before_the_end():
+    scenario = find_scenario("six-homes")
+    events = with_random_events(scenario, seed=3, seconds=3600.0).file.events
+    assert events == with_random_events(scenario, seed=3, seconds=3600.0).file.events
+    assert events != with_random_events(scenario, seed=4, seconds=3600.0).file.events
+    assert len(events) > 60
+    assert max(event.at_s for event in events) <= 3600.0 - QUIET_S
+    assert {event.word for event in events} == {*WORDS} - {"sever", "join"}
+    ends = {"cut": "heal", "suspend": "resume", "kill": "start", "leave": "start"}
+    for name in {event.host for event in events}:
+        words = [event.word for event in events if event.host == name and event.word not in ("set", "address")]
+        assert words[1::2] == [ends[word] for word in words[::2]], "one thing at a time, and all of it ends"
