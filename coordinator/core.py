@@ -556,7 +556,7 @@ class CoordinationCore:
         """Whether nobody that obeys our plan answers us, so that all of them may have gone on without us."""
         if self.is_coordinator:
             return not is_quorum({self.me, *self.view.roster.alive(now_s)}, plan.electors, self.owner)
-        return now_s >= self._watch.suspect_at_s
+        return now_s >= self._watch.suspect_at_s or self._watch.has_gone_on(now_s)
 
     def _adopt(
         self, plan: SignedPlan, now_s: float, source: PeerID, *, after: SignedPlan | None = None

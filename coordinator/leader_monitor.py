@@ -25,6 +25,8 @@ FLOOR_HEARTBEATS = 3.0
 BACKING_HEARTBEATS = 1.15
 """Heartbeats vary by a twentieth: a peer that waits for longer than this has missed one."""
 ALARM_HEARTBEATS = 2.0
+GONE_ON_HEARTBEATS = 3.0
+"""Whoever has handed the role over says so at once, and the plan that says it to us comes well within this time."""
 MEMORY_HEARTBEATS = 60.0
 HINT_HEARTBEATS = 5.0
 """A peer that is said to coordinate a plan above ours answers with that plan. We believe that it does, and ask it, for
@@ -52,6 +54,8 @@ class LeaderMonitor:
         self._alarm_until_s = now_s
         self._refused_s: float | None = None
         self._gone_s: float | None = None
+        self._gave_up_s: float | None = None
+        """The time since which the coordinator of our plan has said that it coordinates no longer; None: it has not."""
         self._replaced: tuple[PeerID, float] | None = None
         """A coordinator that lost the role by its silence, and since when it had been silent."""
         self._hint: tuple[Order, PeerID] | None = None
@@ -105,6 +109,11 @@ class LeaderMonitor:
             return False
         usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
         return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
+
+    def has_gone_on(self, now_s: float) -> bool:
+        """Whether the coordinator of our plan answers, but has obeyed a later plan for a while, which has not reached
+        us: it is there, and no sign that anybody obeys ours."""
+        return self._gave_up_s is not None and now_s >= self._gave_up_s + GONE_ON_HEARTBEATS * self._heartbeat_s
 
     def keep_close(self, close: bool, now_s: float) -> None:
         """Say whether we are among the first in turn, and therefore ping the coordinator."""
@@ -172,7 +181,7 @@ class LeaderMonitor:
             self._replaced = (replaced, self._sign_s) if replaced is not None else None
             self._beats.excuse(now_s)
             self._pings.excuse(now_s)
-            self._refused_s = self._gone_s = None
+            self._refused_s = self._gone_s = self._gave_up_s = None
             self._alarm_until_s = now_s
             self._close = False
         if self._hint is not None and self._hint[0] <= plan.order:
@@ -205,8 +214,12 @@ class LeaderMonitor:
         if reply.is_coordinator and (live is None or peer == live.coordinator):
             self._beats.arrived(now_s)
             self._alive(took_s)
+            self._gave_up_s = None
         elif not reply.is_coordinator and reply.coordinator not in (me, peer):
             self._hear_of((reply.term, 0), reply.coordinator, live, now_s)
+            is_ours = live is not None and peer == live.coordinator and reply.term > live.term
+            if is_ours and self._gave_up_s is None:
+                self._gave_up_s = now_s
         if live is not None and peer != live.coordinator:
             self._was_wronged(peer, now_s)
 

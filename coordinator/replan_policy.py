@@ -187,7 +187,7 @@ class ReplanPolicy:
         if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
             return None, awaited  # a plan without who is silent would count it out, and its state with it
         layout, reason = self._repaired(peers, live, disks, now_s, sequence=sequence)
-        too_few = layout is None and bool(lost) and len(peers) >= view.spec.swarm.min_peers
+        too_few = layout is None and bool(lost)  # `min_peers` is about how a run begins
         self._too_few_s = min(now_s, self._too_few_s) if too_few else math.inf
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now everybody has said what it saved when the last holder said good-bye.

@@ -6,6 +6,7 @@ from shoal.coordinator.leader_monitor import (
     DOUBT_HEARTBEATS,
     DOUBTED_MAX,
     FLOOR_HEARTBEATS,
+    GONE_ON_HEARTBEATS,
     HINT_HEARTBEATS,
     PING_HEARTBEATS,
     LeaderMonitor,
@@ -51,6 +52,27 @@ def test_an_older_head_is_no_news(watch, plan):
 def test_who_is_not_the_coordinator_names_who_is(watch, plan):
     watch.replied("owner", reply("c", leads=False, term=2), plan, me="b", took_s=0.04, now_s=1.0)
     assert watch.target(plan) == "c"
+
+
+def test_a_coordinator_that_answers_and_has_long_obeyed_a_later_plan_is_no_sign_of_ours(watch, plan):
+    for second in range(1, 2 + int(GONE_ON_HEARTBEATS)):
+        assert not watch.has_gone_on(float(second))
+        watch.replied("c", reply("c", leads=True, term=2), plan, me="b", took_s=0.04, now_s=float(second))
+        watch.replied("owner", reply("c", leads=False, term=1), plan, me="b", took_s=0.04, now_s=float(second))
+        if second > 1:
+            watch.replied("owner", reply("c", leads=False, term=2), plan, me="b", took_s=0.04, now_s=float(second))
+    assert watch.has_gone_on(2.0 + GONE_ON_HEARTBEATS)
+    watch.answered("owner", plan, took_s=0.04, now_s=6.0)
+    assert watch.has_gone_on(6.0), "its process answers, and says nothing of our plan"
+    watch.replied("owner", reply("owner", leads=True), plan, me="b", took_s=0.04, now_s=6.0)
+    assert not watch.has_gone_on(6.0)
+
+
+def test_the_plan_that_follows_ends_the_doubt_of_ours(watch, plan, make_plan):
+    watch.replied("owner", reply("c", leads=False, term=2), plan, me="b", took_s=0.04, now_s=1.0)
+    newer = make_plan([["owner"], ["b"], ["c"]], coordinator="c", order=(2, 2)).plan
+    watch.obeys(newer, new_term=True, replaced=None, now_s=1.1)
+    assert not watch.has_gone_on(100.0)
 
 
 def test_a_plan_ends_the_hint(watch, plan, make_plan):

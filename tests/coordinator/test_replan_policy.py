@@ -167,10 +167,11 @@ def test_too_few_peers_is_said_and_waited_for(policy, make_live, hear):
     assert "back to version 50" in reason
 
 
-@pytest.fixture
-def two_left(make_live, make_heartbeat):
-    """(who has copies of which stages, now) -> what comes next, where a and c are left and a run may begin with two."""
-    few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=2))
+@pytest.fixture(params=[2, 6])
+def two_left(make_live, make_heartbeat, request):
+    """(who has copies of which stages, now) -> what comes next, where a and c are left of a run that begins with
+    `min_peers` peers, two or all six."""
+    few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=request.param))
     policy, live = ReplanPolicy(ClusterView("run", few), GreedyAllocator()), make_live(fresh=False)
     begin(policy, live)
 
@@ -183,7 +184,7 @@ def two_left(make_live, make_heartbeat):
     return next_plan
 
 
-def test_a_run_that_may_begin_with_fewer_peers_goes_back_with_fewer_stages(two_left):
+def test_a_run_with_fewer_peers_than_stages_goes_back_with_fewer_stages(two_left):
     copies = {"a": (0, 1), "c": (1, 2)}
     assert two_left(copies, 30.0) == (None, "no new plan: 2 peers cannot hold 3 stages"), "a disk may not be known yet"
     draft, reason = two_left(copies, 30.0 + TOLD_HEARTBEATS)
