@@ -377,15 +377,17 @@ class MeteredTransport:
         self._meter.called(peer, self._clock.now_s() - asked_s)
         return reply
 
-    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
+    async def send(
+        self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
+    ) -> None:
         left, nbytes = False, _size(payload)
         if nbytes < _LITTLE_BYTES:
-            await self._transport.send(peer, meta, payload, priority=priority)
+            await self._transport.send(peer, meta, payload, priority=priority, again=again)
             self._meter.sent_little(peer, nbytes)
             return
         self._meter.send_begins(peer)
         try:
-            await self._transport.send(peer, meta, payload, priority=priority)
+            await self._transport.send(peer, meta, payload, priority=priority, again=again)
             left = True
         except Unreachable:
             self._meter.failed(peer)

@@ -164,15 +164,24 @@ class Endpoint:
         self._knows_us.add(peer)
         return reply
 
-    async def send(self, peer: PeerID, meta: msgspec.Struct, payload: Payload, *, priority: Priority) -> None:
-        """Put one tensor frame on the stream to `peer`. Raises: Unreachable."""
+    async def send(
+        self,
+        peer: PeerID,
+        meta: msgspec.Struct,
+        payload: Payload,
+        *,
+        priority: Priority,
+        again: msgspec.Struct | None = None,
+    ) -> None:
+        """Put one tensor frame on the stream to `peer`. Args: again: as of `Transport.send`. Raises: Unreachable."""
         meta = self._stamped(meta)
         if peer == self.peer_id:
             handler = _handler(self._on_frame, meta)
             if handler is not None:
                 await handler(peer, meta, payload)
             return
-        await self.transport.send(peer, _ENCODER.encode(meta), payload, priority=priority)
+        repeated = None if again is None else _ENCODER.encode(self._stamped(again))
+        await self.transport.send(peer, _ENCODER.encode(meta), payload, priority=priority, again=repeated)
 
     def seal_record(self, record: msgspec.Struct) -> bytes:
         """Sign `record` for the directory, with the certificate of whoever stands behind it."""

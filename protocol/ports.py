@@ -59,12 +59,16 @@ class Transport(Protocol):
         """Raises: Unreachable."""
         ...
 
-    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
+    async def send(
+        self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
+    ) -> None:
         """Put one frame on the long-lived stream to `peer`; returns when it has left or is credited.
 
         Frames of one priority to one peer arrive in order, whole and checked, or the stream breaks and every waiting
         sender gets Unreachable. At most once: a broken stream says nothing about what arrived before.
 
+        Args: again: the frame's meta if it may be sent once more, on the next stream, where its own breaks after it has
+            left and before it is known to be handled. It may then come twice, and must not change.
         Raises: Unreachable.
         """
         ...

@@ -280,8 +280,10 @@ class RoundTap:
                 self._on_round(start)
         return await self._transport.call(peer, request, timeout_s=timeout_s)
 
-    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
-        await self._transport.send(peer, meta, payload, priority=priority)
+    async def send(
+        self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
+    ) -> None:
+        await self._transport.send(peer, meta, payload, priority=priority, again=again)
 
     async def close(self) -> None:
         await self._transport.close()

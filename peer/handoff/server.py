@@ -482,7 +482,7 @@ class StateServer:
         make = self._gradient_payload_of if message.tensor == GRADIENT else self._payload_of
         payload = await self._compute.run_on_host(functools.partial(make, part_C))
         try:
-            await self._endpoint.send(source, meta, payload, priority=priority)
+            await self._endpoint.send(source, meta, payload, priority=priority, again=meta)
         except Unreachable as error:
             raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
 

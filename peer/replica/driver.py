@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from shoal.peer.experts.call import JobInParts
@@ -193,9 +194,10 @@ class Replica(Tenure):
         if cargo is None or (payload := cargo.output) is None:
             return  # Forgotten before the task began.
         meta = Activation(stage=self.stage + 1, step=microbatch.step, index=microbatch.index, again=again)
+        once_more = msgspec.structs.replace(meta, again=True)
         began_s = self._clock.now_s()
         try:
-            await self._endpoint.send(target, meta, payload, priority=Priority.ACTIVATION)
+            await self._endpoint.send(target, meta, payload, priority=Priority.ACTIVATION, again=once_more)
             waited_s = self._activation_queues.sent(target, self._clock.now_s() - began_s)
             if self.hold.get(microbatch) is cargo:
                 cargo.waited_s = waited_s
@@ -240,7 +242,7 @@ class Replica(Tenure):
         for wait_s in _GRADIENT_RETRIES_S:
             began_s = self._clock.now_s()
             try:
-                await self._endpoint.send(target, meta, payload, priority=Priority.GRADIENT)
+                await self._endpoint.send(target, meta, payload, priority=Priority.GRADIENT, again=meta)
                 if payload:
                     self._gradient_queues.sent(target, self._clock.now_s() - began_s)
             except Unreachable as error:

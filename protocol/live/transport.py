@@ -238,13 +238,15 @@ class LiveTransport:
         except (TransportError, P2PHandlerError, OSError, EOFError, ValueError) as error:
             raise Unreachable(peer, _reason(error)) from error
 
-    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
-        """Raises: Unreachable. ValueError: the frame is larger than any peer accepts."""
+    async def send(
+        self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
+    ) -> None:
+        """Args: again: as of the port. Raises: Unreachable. ValueError: the frame is larger than any peer accepts."""
         self._refuse_if_pointless(peer)
         queue = self._send_queues.get(peer)
         if queue is None:
             queue = self._send_queues[peer] = SendQueue(peer, partial(self._open_link, peer))
-        await queue.send(meta, payload, priority)
+        await queue.send(meta, payload, priority, again=again)
 
     async def close(self) -> None:
         """Give frames that have left two seconds to be handled, then leave nothing running. Again does nothing."""
@@ -342,6 +344,7 @@ class LiveTransport:
     # Frames
 
     async def _open_link(self, peer: PeerID, queue: SendQueue) -> Link:
+        self._refuse_if_pointless(peer)
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 via, (reader, writer) = await self._go(

@@ -266,9 +266,18 @@ class SimTransport:
 
     # Frames -------------------------------------------------------------------------------------------------------
 
-    async def send(self, peer: PeerID, meta: bytes, payload: Payload | Phantom, *, priority: Priority) -> None:
+    async def send(
+        self,
+        peer: PeerID,
+        meta: bytes,
+        payload: Payload | Phantom,
+        *,
+        priority: Priority,
+        again: bytes | None = None,
+    ) -> None:
         """Returns when the frame's last byte has left. `payload` may change as soon as this first waits: it is copied.
 
+        Args: again: as of the port; no frame is sent twice here, which is the worse for who waits.
         Raises: Unreachable. ValueError: the frame is larger than any peer accepts.
         """
         nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)

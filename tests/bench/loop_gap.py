@@ -105,7 +105,9 @@ class Loopback:
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
         return await self._others[peer]._on_call(self.peer_id, request)
 
-    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
+    async def send(
+        self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
+    ) -> None:
         await self._others[peer]._queue_of(self.peer_id).put((meta, bytearray(payload)))
 
     def _queue_of(self, source: PeerID) -> "asyncio.Queue[tuple[bytes, Payload]]":

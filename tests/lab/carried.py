@@ -61,10 +61,12 @@ class CarriedTransport:
         label = _Label(self.peer_id, peer, request, timeout_s=timeout_s)
         return await self._transport.call(carrier, _packed(label), timeout_s=timeout_s)
 
-    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
+    async def send(
+        self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
+    ) -> None:
         carrier = self._carriers.get(peer)
         if carrier is None:
-            await self._transport.send(peer, meta, payload, priority=priority)
+            await self._transport.send(peer, meta, payload, priority=priority, again=again)
         else:
             label = _Label(self.peer_id, peer, meta, priority=int(priority))
             await self._transport.send(carrier, _packed(label), payload, priority=priority)

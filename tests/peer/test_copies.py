@@ -192,9 +192,9 @@ def test_only_a_copy_that_somebody_waits_for_leaves_before_other_bulk(tiny_spec:
         one, seen = peers["a"], set()
         send = one.endpoint.send
 
-        async def noting(*args: Any, priority: Priority) -> None:
+        async def noting(*args: Any, priority: Priority, **others: Any) -> None:
             seen.add(priority)
-            await send(*args, priority=priority)
+            await send(*args, priority=priority, **others)
 
         one.endpoint.send = noting  # type: ignore[method-assign]
         assert one.state is not None

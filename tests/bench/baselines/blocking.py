@@ -167,10 +167,12 @@ class _Transport:
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
         return await self._transport.call(peer, request, timeout_s=timeout_s)
 
-    async def send(self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority) -> None:
+    async def send(
+        self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
+    ) -> None:
         async with self._in_use:
             began_s = self._clock.now_s()
-            await self._transport.send(peer, meta, payload, priority=priority)
+            await self._transport.send(peer, meta, payload, priority=priority, again=again)
             if self._until == "arrived" and priority != Priority.BULK:
                 await asyncio.sleep(self._latency_s(peer))
             self._sent(began_s, self._clock.now_s())
