@@ -26,7 +26,7 @@ BACKING_HEARTBEATS = 1.15
 """Heartbeats vary by a twentieth: a peer that waits for longer than this has missed one."""
 ALARM_HEARTBEATS = 2.0
 GONE_ON_HEARTBEATS = 3.0
-"""Whoever has handed the role over says so at once, and the plan that says it to us comes well within this time."""
+"""Whoever obeys another plan than ours names it in each reply, and the plans in between come well within this time."""
 MEMORY_HEARTBEATS = 60.0
 HINT_HEARTBEATS = 5.0
 """A peer that is said to coordinate a plan above ours answers with that plan. We believe that it does, and ask it, for
@@ -54,8 +54,8 @@ class LeaderMonitor:
         self._alarm_until_s = now_s
         self._refused_s: float | None = None
         self._gone_s: float | None = None
-        self._gave_up_s: float | None = None
-        """The time since which the coordinator of our plan has said that it coordinates no longer; None: it has not."""
+        self._behind_since_s: float | None = None
+        """The time since which the coordinator of our plan has named another one; None: it names ours."""
         self._replaced: tuple[PeerID, float] | None = None
         """A coordinator that lost the role by its silence, and since when it had been silent."""
         self._hint: tuple[Order, PeerID] | None = None
@@ -111,9 +111,10 @@ class LeaderMonitor:
         return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
 
     def has_gone_on(self, now_s: float) -> bool:
-        """Whether the coordinator of our plan answers, but has obeyed a later plan for a while, which has not reached
-        us: it is there, and no sign that anybody obeys ours."""
-        return self._gave_up_s is not None and now_s >= self._gave_up_s + GONE_ON_HEARTBEATS * self._heartbeat_s
+        """Whether the coordinator of our plan answers, but has obeyed another plan for a while, which we cannot follow:
+        it is there, and no sign that anybody obeys ours."""
+        since_s = self._behind_since_s
+        return since_s is not None and now_s >= since_s + GONE_ON_HEARTBEATS * self._heartbeat_s
 
     def keep_close(self, close: bool, now_s: float) -> None:
         """Say whether we are among the first in turn, and therefore ping the coordinator."""
@@ -177,11 +178,12 @@ class LeaderMonitor:
 
         Args: replaced: the coordinator whose silence brought the new term.
         """
+        self._behind_since_s = None
         if new_term:
             self._replaced = (replaced, self._sign_s) if replaced is not None else None
             self._beats.excuse(now_s)
             self._pings.excuse(now_s)
-            self._refused_s = self._gone_s = self._gave_up_s = None
+            self._refused_s = self._gone_s = None
             self._alarm_until_s = now_s
             self._close = False
         if self._hint is not None and self._hint[0] <= plan.order:
@@ -214,12 +216,13 @@ class LeaderMonitor:
         if reply.is_coordinator and (live is None or peer == live.coordinator):
             self._beats.arrived(now_s)
             self._alive(took_s)
-            self._gave_up_s = None
         elif not reply.is_coordinator and reply.coordinator not in (me, peer):
             self._hear_of((reply.term, 0), reply.coordinator, live, now_s)
-            is_ours = live is not None and peer == live.coordinator and reply.term > live.term
-            if is_ours and self._gave_up_s is None:
-                self._gave_up_s = now_s
+        if live is not None and peer == live.coordinator:
+            if not reply.plan and reply.term <= live.term:
+                self._behind_since_s = None
+            elif self._behind_since_s is None:
+                self._behind_since_s = now_s
         if live is not None and peer != live.coordinator:
             self._was_wronged(peer, now_s)
 

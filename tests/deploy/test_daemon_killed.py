@@ -37,7 +37,7 @@ def test_a_run_whose_peers_lose_their_network_daemons_learns_what_one_process_le
 
     steps, _, summary = world.report()
     assert summary["finished"]
-    assert [line["step"] for line in steps] == list(range(STEPS))
+    assert [line["step"] for line in steps] == list(range(STEPS)), demo.output + world.logs()
     spec = load_spec(spec_path)
     single = train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)
     assert max(abs(line["loss"] - step.loss) for line, step in zip(steps, single, strict=True)) < 1e-4
