@@ -166,13 +166,19 @@ class FailureDetector:
         roster.lose(peer, dead=True)
         return [Note(text=f"{peer[-8:]} is gone: its connections are refused")]
 
-    def look(self, roster: Roster, plan: Plan, now_s: float) -> list[Command]:
-        """Ping the members that are doubted, and count out those that neither two neighbours nor we can reach."""
+    def look(self, roster: Roster, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
+        """Ping the members that are doubted, and count out those that neither two neighbours nor we can reach.
+
+        Args: awaited: members that are silent and may come back with what nobody else has; once they refuse us nobody
+            need wait for them.
+        """
         commands: list[Command] = []
         for peer in plan.members:
             if peer == self._me:
                 continue
-            if roster.is_gone(peer, now_s):
+            if peer in awaited:
+                self._suspect(peer, now_s)
+            elif roster.is_gone(peer, now_s):
                 self._end_unless_refused(peer)
             elif roster.overdue_at_s(peer) <= now_s:
                 self._suspect(peer, now_s)

@@ -120,7 +120,7 @@ class Leader:
                 event.peer,
                 self._policy.view.roster,
                 plan,
-                irreplaceable=self._policy.view.is_irreplaceable(event.peer, plan, now_s),
+                irreplaceable=self._policy.is_irreplaceable(event.peer, plan, now_s),
                 took_s=event.took_s,
                 now_s=now_s,
             )
@@ -143,7 +143,7 @@ class Leader:
         members = frozenset(live.plan.members)
         self._lost_s = now_s if members < self._members else self._lost_s
         self._members = members
-        commands = self._detector.look(roster, live.plan, now_s)
+        commands = self._detector.look(roster, live.plan, now_s, awaited=self._policy.awaited)
         alive = roster.alive(now_s)
         hears = is_quorum({self._me, *alive}, live.plan.electors, self._owner)
         alone = outranked or not hears

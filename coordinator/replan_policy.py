@@ -82,6 +82,8 @@ class ReplanPolicy:
         """The time at which the live layout was first seen to be finished: every stage had committed its last version,
         and every layer of that version had a holder. None: it is not finished."""
         self._too_few_s = math.inf
+        self.awaited: frozenset[PeerID] = frozenset()
+        """Silent members without whom the run would go back, and for whom it waits."""
         """When it was first seen that a stage is lost and that too few peers are left for so many stages."""
         self._places: Places | None = None
         self._placed_s = 0.0
@@ -102,6 +104,7 @@ class ReplanPolicy:
             self._following, self._follows_s, self._change = plan.following, now_s, None
         if plan.era != self._era:
             self._era, self._holders, self._too_few_s = plan.era, HolderWatch(self._heartbeat_s, now_s), math.inf
+            self.awaited = frozenset()
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
         """We coordinate now, or still (`continuing`). Args: silent: as in `ClusterView.begin_term`."""
@@ -184,8 +187,9 @@ class ReplanPolicy:
             return self._prepared(live, peers, disks, now_s)
         if not lost and not under_way and swarm == self._settled_for:
             return self._better(live, peers, disks, now_s, sequence=sequence)
-        if lost and (awaited := self._may_return(live, lost[0], disks, now_s)):
-            return None, awaited  # a plan without who is silent would count it out, and its state with it
+        self.awaited, waits_for = self._may_return(live, lost[0], disks, now_s) if lost else (frozenset(), "")
+        if waits_for:
+            return None, waits_for  # a plan without who is silent would count it out, and its state with it
         layout, reason = self._repaired(peers, live, disks, now_s, sequence=sequence)
         too_few = layout is None and bool(lost)  # `min_peers` is about how a run begins
         self._too_few_s = min(now_s, self._too_few_s) if too_few else math.inf
@@ -496,9 +500,13 @@ class ReplanPolicy:
 
     # --- when state is lost ---
 
-    def _may_return(self, live: Plan, group: int, disks: Disks, now_s: float) -> str:
-        """Name the peers to wait for before the run goes back, in a sentence; empty: there is none to wait for (any
-        more).
+    def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
+        """Whether the state of a group of `live` would be lost with `peer`, or comes back with it."""
+        return peer in self.awaited or self.view.is_irreplaceable(peer, live, now_s)
+
+    def _may_return(self, live: Plan, group: int, disks: Disks, now_s: float) -> tuple[frozenset[PeerID], str]:
+        """Find the peers to wait for before the run goes back, and say so in a sentence; none, and empty: there is none
+        to wait for (any more).
 
         A peer that holds the last state of `group` and falls silent may only have been stopped. The run waits for as
         long as it would take to go back and to train again what would be lost, so that waiting in vain costs no more
@@ -507,7 +515,7 @@ class ReplanPolicy:
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
         if idle_s is None:
-            return ""
+            return frozenset(), ""
         beginning = self._beginning(live, disks)
         steps = view.version_max - beginning.version
         wait_s = min(RETURN_HEARTBEATS * self._heartbeat_s + steps * step_s, RETURN_S_MAX)
@@ -517,10 +525,11 @@ class ReplanPolicy:
             if view.roster.may_return(member.peer, group, live.era, now_s)
         ]
         if not silent or idle_s >= wait_s:
-            return ""
+            return frozenset(), ""
         names = " or ".join(name_of(peer, view.roster) for peer in silent)
         back = f"to step {beginning.version}" if beginning.version else "to the beginning"
-        return f"{group_name(live, group)} waits for {names}; the run goes back {back} in {wait_s - idle_s:.0f} s"
+        sentence = f"{group_name(live, group)} waits for {names}; the run goes back {back} in {wait_s - idle_s:.0f} s"
+        return frozenset(silent), sentence
 
     def _awaited(self, disks: Disks, beginning: Beginning, now_s: float) -> str:
         """Say what to wait for before the run goes back to `beginning`, in a sentence; empty: for nothing (any more).

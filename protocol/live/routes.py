@@ -178,7 +178,7 @@ class Routes:
         times, _ = self._refused.get(peer, (0, 0.0))
         wait_s = _ASK_AGAIN_S[min(times, len(_ASK_AGAIN_S) - 1)]
         self._refused[peer] = (times + 1, self._loop.time() + wait_s)
-        raise Unreachable(peer, f"none of its addresses answers, and {why}")
+        raise Unreachable(peer, f"none of its addresses answers, and {why}", is_silence=True)
 
     async def close(self) -> None:
         self._is_closed = True

@@ -112,6 +112,23 @@ def test_whose_silence_ends_before_its_time_to_come_back_is_known_to_be_dead_all
     assert not asked(suspects.look(roster, plan, BEGIN_S + RETURN_HEARTBEATS + 1.0)).count("f"), sent
 
 
+def test_who_is_out_and_waited_for_is_asked_until_it_refuses_us(suspects, roster, plan):
+    """Its neighbours could not reach it sooner than we had asked twice."""
+    roster.lose("f")
+    now_s, sent = BEGIN_S, 0
+    while now_s < BEGIN_S + 5.0:
+        assert not roster.presences["f"].dead
+        sent += "f" in asked(suspects.look(roster, plan, now_s, awaited={"f"}))
+        now_s += 1 / 16
+    assert sent > 15, "nothing but silence"
+    while now_s < BEGIN_S + 6.0 + RETURN_HEARTBEATS:
+        if "f" in asked(suspects.look(roster, plan, now_s, awaited={"f"})):
+            suspects.refused("f", roster, plan, irreplaceable=True, took_s=0.04, now_s=now_s + 0.04)
+        now_s += 1 / 16
+    assert roster.presences["f"].dead
+    assert "f" not in asked(suspects.look(roster, plan, now_s)), "and nobody waits any more"
+
+
 def test_an_answer_between_two_refusals_clears_it(suspects, roster, plan):
     suspects.begin(("f",), BEGIN_S)
     suspects.look(roster, plan, BEGIN_S)

@@ -203,8 +203,9 @@ def test_when_all_refuse_the_reason_is_said_and_they_are_left_alone_for_a_while(
         for carrier in network.answers:
             network.answers[carrier] = "it has no connection with the other end"
         assert not await routes.is_direct(PEER)
-        with pytest.raises(Unreachable, match="does not carry: it has no connection with the other end"):
+        with pytest.raises(Unreachable, match="does not carry: it has no connection with the other end") as found:
             await routes.carry(PEER, "calls")
+        assert found.value.is_silence, "what carriers say is nothing that its process has said"
         assert len(network.asked) == CARRIERS_ASKED_MAX
         assert await routes.is_direct(PEER), "the daemon says what it says"
         await routes.introduced(PEER)
