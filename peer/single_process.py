@@ -19,6 +19,8 @@ from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, lay
 from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Mixture
 from shoal.peer.model.schedule import rate_of
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.spec import OptimizerSpec, RunSpec
 
 
@@ -37,10 +39,14 @@ class StepLoss:
 OnStep = Callable[[StepLoss, Mapping[str, Params]], None]
 """(what the step was, parameters after it by layer key and tensor name). They change in place at the next step."""
 
+Between = Callable[[Tensor, Microbatch, int], Tensor]
+"""(what one decoder layer gives to the next, of a microbatch; the next one's number) -> what comes to it."""
 
-def train(spec: RunSpec, corpus: Corpus, *, steps: int, on_step: OnStep | None = None) -> Iterator[StepLoss]:
+
+def train(
+    spec: RunSpec, corpus: Corpus, *, steps: int, on_step: OnStep | None = None, between: Between | None = None
+) -> Iterator[StepLoss]:
     """Train from the run's initial weights for `steps` steps of its schedule."""
-    keys = all_layer_keys(spec.model)
     params_by_key = _initial(spec)
     optimizers = _optimizers(spec, params_by_key)
     rotary = rotary_tables(spec.model)
@@ -53,7 +59,11 @@ def train(spec: RunSpec, corpus: Corpus, *, steps: int, on_step: OnStep | None =
         for index in range(M):
             tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
             balances: list[Tensor] = []
-            logits = run_layers(spec.model, keys, params_by_key, tokens_BT, rotary, mixture=Mixture(balances=balances))
+            mixture, logits = Mixture(balances=balances), tokens_BT
+            for layer, part in enumerate(_parts(spec)):
+                if layer and between is not None:
+                    logits = between(logits, Microbatch(step, index), layer)
+                logits = run_layers(spec.model, part, params_by_key, logits, rotary, mixture=mixture)
             value = loss(logits, targets_BT)
             entire = value + spec.model.router_aux_loss * torch.stack(balances).sum() if balances else value
             torch.autograd.backward(entire / M)
@@ -83,6 +93,11 @@ def validate(spec: RunSpec, corpus: Corpus, params_by_key: Mapping[str, Params])
         tokens_BT, targets_BT = validation_microbatch(corpus, spec, index)
         total += loss(run_layers(spec.model, keys, params_by_key, tokens_BT, rotary), targets_BT).item()
     return total / spec.training.validation_microbatches
+
+
+def _parts(spec: RunSpec) -> list[tuple[str, ...]]:
+    """The model as stages of one decoder layer each."""
+    return [stage_layer_keys(spec.model, layer, layer + 1) for layer in range(spec.model.num_layers)]
 
 
 def _initial(spec: RunSpec) -> dict[str, dict[str, Tensor]]:

@@ -33,6 +33,7 @@ from shoal.protocol.limits import (
 )
 from shoal.protocol.staleness import synchronous_steps
 from shoal.protocol.toml.complaint import complaint
+from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
@@ -333,13 +334,27 @@ _SWARM = SwarmSpec()
 
 
 class WireSpec(_Section, frozen=True):
-    """Says how tensors travel."""
+    """Says how tensors travel. "int8" and "hadamard6", 4 and 3 are those of `kernels/codec`."""
 
-    activations: Literal["fp32", "bf16"] = "bf16"
-    """Activations and their gradients. State always travels in fp32."""
+    activations: WireFormat = "bf16"
+    """Activations, from one stage to the next. State always travels in fp32."""
+    activation_gradients: WireFormat | None = None
+    """Their gradients, on the way back. None: as the activations, but in 6 bits at least, as gradients mind it more."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Parameter gradients in a reduction: each member's sum on its way to whoever adds, and the mean on its way back.
     They are added in fp32 either way."""
+
+    @property
+    def backward(self) -> WireFormat:
+        """How the gradients of activations travel."""
+        if self.activation_gradients is not None:
+            return self.activation_gradients
+        return "hadamard6" if self.activations in ("hadamard4", "hadamard3") else self.activations
+
+    @property
+    def tokens(self) -> Literal["fp32", "bf16"]:
+        """How tokens travel to experts that are placed, and back: row by row."""
+        return "fp32" if self.activations == "fp32" else "bf16"
 
 
 class InitialSpec(_Section, frozen=True):
@@ -421,11 +436,11 @@ class RunSpec(_Section, frozen=True):
             "swarm.expert_slots means nothing in a dense model: model.num_experts is 0 or missing",
         )
         tokens = self.training.microbatch_size * self.model.context
-        row_bytes = (4 if self.wire.activations == "fp32" else 2) * self.model.dim
-        frame_bytes = tokens * (row_bytes + _TARGET_BYTES)
+        frame_bytes = tensor_bytes(self.wire.activations, tokens * self.model.dim) + tokens * _TARGET_BYTES
         if self.swarm.expert_slots:
             # All of a microbatch's tokens may go to one holder, and back with their gradients.
-            frame_bytes = max(frame_bytes, 2 * tokens * row_bytes * self.model.experts_per_token)
+            rows = 2 * tokens * self.model.experts_per_token
+            frame_bytes = max(frame_bytes, tensor_bytes(self.wire.tokens, rows * self.model.dim))
         _require(
             frame_bytes <= FRAME_PAYLOAD_BYTES_MAX,
             f"training.microbatch_size {self.training.microbatch_size} makes activations of {frame_bytes >> 20} MiB, "
@@ -493,6 +508,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         del tables["swarm"]["open"]
     if not spec.initial.digests:
         del tables["initial"]
+    if spec.wire.activation_gradients is None:
+        del tables["wire"]["activation_gradients"]
     return tables
 
 

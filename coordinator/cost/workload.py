@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.staleness import Price, price_of
+from shoal.protocol.wire_format import tensor_bytes
 
 FP32_BYTES = 4.0
 _WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
@@ -51,7 +52,8 @@ class Workload:
     layer_held_bytes: tuple[float, ...]
     """[L], kept from a microbatch's forward to its backward."""
     cut_bytes: float
-    """A microbatch's activation between two stages on the wire; its gradient on the way back is as large."""
+    """A microbatch's activation between two stages on the wire, or its gradient on the way back: the mean of the two. A
+    stage in the middle sends one of each."""
     microbatches: int
     """M, a step."""
     tokens_per_microbatch: int
@@ -107,14 +109,14 @@ class Workload:
         training, model = spec.training, spec.model
         tokens = training.microbatch_size * model.context
         recompute = training.recomputes
-        width = _WIDTHS[spec.wire.activations]
+        both_ways = (spec.wire.activations, spec.wire.backward)
         return cls(
             layer_flop=tuple(flop * tokens for flop in layer_costs(model)),
             backward_per_forward=BACKWARD_PER_FORWARD + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(model, experts_held=_experts_held(spec)),
             gradient_bytes_per_parameter=_WIDTHS[spec.wire.gradients],
             layer_held_bytes=_held_bytes(model, tokens, recompute=recompute),
-            cut_bytes=width * tokens * model.dim,
+            cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
             s_max=training.s_max,

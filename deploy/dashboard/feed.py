@@ -50,6 +50,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import PeerStatus, PlanNote, SwarmStatus
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.wire_format import tensor_bytes
 
 CHANGES_MAX = 200
 CHANGES_SHOWN = 60
@@ -60,8 +61,6 @@ SAME_S = 30.0
 """How far apart a plan and the coordinator's table may speak of one arrival."""
 CONTRIBUTION_S = 20.0
 """How long a peer's report about itself counts."""
-_WIRE_BYTES = 2
-"""The bytes of an element of an activation or its gradient, in the wire's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ class RunFacts:
             num_layers=spec.model.num_layers,
             tokens_per_step=spec.tokens_per_step,
             tokens_per_microbatch=spec.training.microbatch_size * spec.model.context,
-            activation_bytes_per_token=spec.model.dim * _WIRE_BYTES,
+            activation_bytes_per_token=tensor_bytes(spec.wire.activations, spec.model.dim),
         )
 
     @classmethod

@@ -125,8 +125,8 @@ class ModelledTrunk(ModelledShard):
 def _outputs(spec: RunSpec, first_layer: int) -> tuple[Payload, Payload | None]:
     """Returns: (the activation, the gradient for the stage before; None: there is none) of a modelled microbatch."""
     wire = ActivationWire(spec)
-    gradient = phantom(wire.tensor_bytes) if first_layer > 0 else None
-    return phantom(wire.tensor_bytes + wire.targets_bytes), gradient
+    gradient = phantom(wire.gradient_bytes) if first_layer > 0 else None
+    return phantom(wire.activation_bytes + wire.targets_bytes), gradient
 
 
 class ModelledArithmetic:

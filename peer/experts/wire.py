@@ -27,7 +27,7 @@ class TokenWire:
 
     def __init__(self, spec: RunSpec) -> None:
         self._width = spec.model.dim
-        self._dtype = _DTYPES[spec.wire.activations]
+        self._dtype = _DTYPES[spec.wire.tokens]
         self._training = spec.training
         self._num_experts = spec.model.num_experts
         self.tokens = spec.training.microbatch_size * spec.model.context

@@ -22,11 +22,13 @@ class Boundary:
     """The ends of one stage.
 
     Args:
+        first_layer: the stage's.
         corpus: the run's text, at stage 0 only.
     """
 
-    def __init__(self, spec: RunSpec, *, corpus: Corpus | None, device: torch.device) -> None:
+    def __init__(self, spec: RunSpec, *, first_layer: int, corpus: Corpus | None, device: torch.device) -> None:
         self._spec = spec
+        self._first_layer = first_layer
         self._corpus = corpus
         self._device = device
         self._wire = ActivationWire(spec)
@@ -58,9 +60,10 @@ class Boundary:
         """The gradient of our output, float32 [B, T, D]."""
         return self._wire.decode_gradient(payload, self._device)
 
-    def send_gradient(self, x: Tensor) -> bytearray | None:
+    def send_gradient(self, x: Tensor, microbatch: Microbatch) -> bytearray | None:
         """The gradient of our input `x`, as the stage before gets it: zero if nothing came back to it. None: `x` are
         tokens, which have none."""
         if not x.is_floating_point():
             return None
-        return self._wire.encode_gradient(torch.zeros_like(x) if x.grad is None else x.grad)
+        gradient = torch.zeros_like(x) if x.grad is None else x.grad
+        return self._wire.encode_gradient(gradient, microbatch, self._first_layer)

@@ -56,7 +56,7 @@ class StageRuntime(Shard):
     ) -> None:
         super().__init__(spec, stage_layer_keys(spec.model, first_layer, last_layer), device=device)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
-        self._boundary = Boundary(spec, corpus=corpus, device=device)
+        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
         self._contexts: dict[Microbatch, _Context] = {}
         tokens = spec.training.microbatch_size * spec.model.context
@@ -95,7 +95,7 @@ class StageRuntime(Shard):
             self._contributions.zero_if_not_finite(microbatch)
         else:
             logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
-        return value, self._boundary.send_gradient(x)
+        return value, self._boundary.send_gradient(x, microbatch)
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
         """Gradient of our output -> gradient of our input (None at stage 0); `contribute` takes that of the weights."""
@@ -111,7 +111,7 @@ class StageRuntime(Shard):
             self._contributions.zero_if_not_finite(microbatch)
         else:
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
-        return self._boundary.send_gradient(context.x)
+        return self._boundary.send_gradient(context.x, microbatch)
 
     @torch.no_grad()
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float:

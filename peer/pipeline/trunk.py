@@ -88,7 +88,7 @@ class StageTrunk(Shard):
     ) -> None:
         super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer), device=device)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
-        self._boundary = Boundary(spec, corpus=corpus, device=device)
+        self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
         self._wire = TokenWire(spec)
         self._contexts: dict[Microbatch, _Context] = {}
@@ -125,7 +125,7 @@ class StageTrunk(Shard):
             self._contributions.zero_if_not_finite(microbatch)
         else:
             logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
-        return value, self._boundary.send_gradient(x)
+        return value, self._boundary.send_gradient(x, microbatch)
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> Calling[bytearray | None]:
         """As `StageRuntime.backward`."""
@@ -141,7 +141,7 @@ class StageTrunk(Shard):
             self._contributions.zero_if_not_finite(microbatch)
         else:
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
-        return self._boundary.send_gradient(context.x)
+        return self._boundary.send_gradient(context.x, microbatch)
 
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Calling[bytearray | float]:
         """As `StageRuntime.validate`."""

@@ -1,4 +1,7 @@
-"""Activations and their gradients as bytes. Shape and dtype follow from the run spec, never from the sender.
+"""Activations and their gradients as bytes. Shape and format follow from the run spec, never from the sender.
+
+In few bits (`kernels/codec`) activations are rounded to the nearest and their gradients by chance, so that they are
+right in the mean: by numbers of the microbatch and the layer, so that whoever computes them again gets the same bytes.
 
 B samples   T tokens   D width
 """
@@ -6,12 +9,16 @@ B samples   T tokens   D width
 from typing import Final
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
+from shoal.kernels import codec
+from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -22,41 +29,64 @@ class ActivationWire:
     def __init__(self, spec: RunSpec) -> None:
         self._shape_BTD = (spec.training.microbatch_size, spec.model.context, spec.model.dim)
         self._shape_BT = self._shape_BTD[:2]
-        self._dtype = _DTYPES[spec.wire.activations]
-        self.tensor_bytes = self._dtype.itemsize * spec.training.microbatch_size * spec.model.context * spec.model.dim
+        self._numel = spec.training.microbatch_size * spec.model.context * spec.model.dim
+        self._seed = spec.seed
+        self._forward, self._backward = spec.wire.activations, spec.wire.backward
+        self.activation_bytes = tensor_bytes(self._forward, self._numel)
+        """Without the targets."""
+        self.gradient_bytes = tensor_bytes(self._backward, self._numel)
         self.targets_bytes = 4 * spec.training.microbatch_size * spec.model.context
 
     def check_activation(self, payload: Payload, source: PeerID) -> None:
         """Raises: RemoteError: `source` sent another number of bytes than this run's activations have."""
-        self._check(payload, self.tensor_bytes + self.targets_bytes, source)
+        self._check(payload, self.activation_bytes + self.targets_bytes, source)
 
     def check_gradient(self, payload: Payload, source: PeerID) -> None:
         """Raises: RemoteError."""
-        self._check(payload, self.tensor_bytes, source)
+        self._check(payload, self.gradient_bytes, source)
 
     def encode_activation(self, x_BTD: Tensor, targets_BT: Tensor) -> bytearray:
-        payload = bytearray(self.tensor_bytes + self.targets_bytes)
-        torch.frombuffer(payload, dtype=self._dtype, count=x_BTD.numel()).view(self._shape_BTD).copy_(x_BTD)
-        at = self.tensor_bytes
+        payload = bytearray(self.activation_bytes + self.targets_bytes)
+        self._write(x_BTD, payload, self._forward)
+        at = self.activation_bytes
         torch.frombuffer(payload, dtype=torch.int32, offset=at).view(self._shape_BT).copy_(targets_BT)
         return payload
 
     def decode_activation(self, payload: Payload, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns: (float32 [B, T, D] on `device`, int64 targets [B, T] there)."""
-        count = self.tensor_bytes // self._dtype.itemsize
-        x_BTD = torch.frombuffer(payload, dtype=self._dtype, count=count).view(self._shape_BTD)
-        targets_BT = torch.frombuffer(payload, dtype=torch.int32, offset=self.tensor_bytes).view(self._shape_BT)
-        return x_BTD.to(device, torch.float32, copy=True), targets_BT.to(device, torch.int64)
+        """Returns: (float32 [B, T, D] on `device`, nobody else's; int64 targets [B, T] there)."""
+        x_BTD = self._read(payload, self.activation_bytes, self._forward, device)
+        targets_BT = torch.frombuffer(payload, dtype=torch.int32, offset=self.activation_bytes).view(self._shape_BT)
+        return x_BTD, targets_BT.to(device, torch.int64)
 
-    def encode_gradient(self, grad_BTD: Tensor) -> bytearray:
-        payload = bytearray(self.tensor_bytes)
-        torch.frombuffer(payload, dtype=self._dtype).view(self._shape_BTD).copy_(grad_BTD)
+    def encode_gradient(self, grad_BTD: Tensor, microbatch: Microbatch, layer: int) -> bytearray:
+        """Args: layer: whose input it is the gradient of."""
+        payload = bytearray(self.gradient_bytes)
+        self._write(grad_BTD, payload, self._backward, key=self._key(microbatch, layer))
         return payload
 
     def decode_gradient(self, payload: Payload, device: torch.device) -> Tensor:
-        """Returns: float32 [B, T, D] on `device`."""
-        grad_BTD = torch.frombuffer(payload, dtype=self._dtype).view(self._shape_BTD)
-        return grad_BTD.to(device, torch.float32)
+        """Returns: float32 [B, T, D] on `device`, nobody else's."""
+        return self._read(payload, self.gradient_bytes, self._backward, device)
+
+    def _write(self, x_BTD: Tensor, into: bytearray, form: WireFormat, *, key: tuple[int, int] | None = None) -> None:
+        """At its beginning."""
+        if form in _DTYPES:
+            torch.frombuffer(into, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTD).copy_(x_BTD)
+        else:
+            payload_B = codec.encode(x_BTD.to(torch.float32), codec.FORMATS[form], key=key)
+            torch.frombuffer(into, dtype=torch.uint8, count=payload_B.numel()).copy_(payload_B)
+
+    def _read(self, payload: Payload, nbytes: int, form: WireFormat, device: torch.device) -> Tensor:
+        if form in _DTYPES:
+            x_BTD = torch.frombuffer(payload, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTD)
+            return x_BTD.to(device, torch.float32, copy=True)
+        payload_B = torch.frombuffer(payload, dtype=torch.uint8, count=nbytes).to(device)
+        return codec.decode(payload_B, self._numel, codec.FORMATS[form]).view(self._shape_BTD)
+
+    def _key(self, microbatch: Microbatch, layer: int) -> tuple[int, int]:
+        words = f"{self._seed} {microbatch.step} {microbatch.index} {layer}"
+        digest = blake3(words.encode()).digest(length=8)
+        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
     def _check(self, payload: Payload, wanted: int, source: PeerID) -> None:
         if len(payload) != wanted:

@@ -68,10 +68,13 @@ def forward(runtime: StageRuntime, microbatch: Microbatch) -> bytearray:
     return runtime.forward(microbatch, payload)
 
 
+def gradient_payload(runtime: StageRuntime, microbatch: Microbatch, *, seed: int = 9) -> bytearray:
+    return ActivationWire(runtime.spec).encode_gradient(numbers(runtime.spec, seed), microbatch, 1)
+
+
 def backward(runtime: StageRuntime, microbatch: Microbatch) -> None:
     """And tell the others. The gradient and the weights that it was taken at are let go of as the next job begins."""
-    payload = ActivationWire(runtime.spec).encode_gradient(numbers(runtime.spec, -1 - microbatch.index))
-    runtime.backward(microbatch, payload)
+    runtime.backward(microbatch, gradient_payload(runtime, microbatch, seed=-1 - microbatch.index))
     runtime.contribute(microbatch)
     runtime._contributions.settle()
 
@@ -351,7 +354,7 @@ def test_a_part_of_the_way_back_to_the_last_weights_is_kept_in_the_next(make: Ma
         forward(runtime, Microbatch(3, index))
         backward(runtime, Microbatch(3, index))
     forward(runtime, Microbatch(3, 2))
-    runtime.backward(Microbatch(3, 2), ActivationWire(runtime.spec).encode_gradient(numbers(runtime.spec, 9)))
+    runtime.backward(Microbatch(3, 2), gradient_payload(runtime, Microbatch(3, 2)))
     runtime.contribute(Microbatch(3, 2), apart=True)
     runtime.step(gradient(runtime, 2))
     forward(runtime, Microbatch(3, 3))
@@ -365,7 +368,7 @@ def test_a_part_of_the_way_back_to_the_last_weights_is_kept_in_the_next(make: Ma
 def test_what_is_finished_but_told_nobody_is_not_seen(make: Make) -> None:
     runtime = make("eager")
     forward(runtime, Microbatch(2, 0))
-    runtime.backward(Microbatch(2, 0), ActivationWire(runtime.spec).encode_gradient(numbers(runtime.spec, 9)))
+    runtime.backward(Microbatch(2, 0), gradient_payload(runtime, Microbatch(2, 0)))
     assert torch.equal(used(runtime, 3), wanted(make("pipeoptim"), 1))
 
 
@@ -416,7 +419,7 @@ def test_a_sum_is_corrected_by_its_mean_displacement_once_the_weights_are_known(
     stale_N = layer_of(runtime).param_N
     for index in (0, 1):
         forward(runtime, Microbatch(3, index))
-        runtime.backward(Microbatch(3, index), ActivationWire(runtime.spec).encode_gradient(numbers(runtime.spec, 9)))
+        runtime.backward(Microbatch(3, index), gradient_payload(runtime, Microbatch(3, index)))
         runtime.contribute(Microbatch(3, index), apart=index == 1)
     plain_N = runtime._contributions.total(3)().sum_N
     assert torch.equal(runtime.gradient_sum(3)(), plain_N), "w_3 is not known yet"

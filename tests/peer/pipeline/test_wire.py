@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
@@ -15,12 +16,13 @@ from shoal.protocol.spec import RunSpec, WireSpec
 CPU = torch.device("cpu")
 PEER = PeerID("somebody")
 SHAPE_BTD = (2, 32, 32)
+MICROBATCH = Microbatch(7, 3)
 
 
 @pytest.fixture
 def wire(tiny_spec: RunSpec) -> Callable[[str], ActivationWire]:
-    def make(dtype: str) -> ActivationWire:
-        spec = msgspec.structs.replace(tiny_spec, wire=WireSpec(activations=dtype))  # type: ignore[arg-type]
+    def make(form: str) -> ActivationWire:
+        spec = msgspec.structs.replace(tiny_spec, wire=WireSpec(activations=form))  # type: ignore[arg-type]
         return ActivationWire(spec)
 
     return make
@@ -39,10 +41,10 @@ def test_a_payload_is_the_tensor_then_its_targets(
     wire: Callable[[str], ActivationWire], dtype: str, element_bytes: int
 ) -> None:
     made = wire(dtype)
-    assert made.tensor_bytes == 2 * 32 * 32 * element_bytes
+    assert made.activation_bytes == made.gradient_bytes == 2 * 32 * 32 * element_bytes
     assert made.targets_bytes == 2 * 32 * 4
-    assert len(made.encode_activation(random_BTD(), targets_BT())) == made.tensor_bytes + made.targets_bytes
-    assert len(made.encode_gradient(random_BTD())) == made.tensor_bytes
+    assert len(made.encode_activation(random_BTD(), targets_BT())) == made.activation_bytes + made.targets_bytes
+    assert len(made.encode_gradient(random_BTD(), MICROBATCH, 1)) == made.gradient_bytes
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
@@ -51,7 +53,7 @@ def test_fp32_arrives_bit_for_bit(wire: Callable[[str], ActivationWire], scale: 
     x_BTD, y_BT = made.decode_activation(made.encode_activation(sent, targets_BT()), CPU)
     assert torch.equal(x_BTD, sent)
     assert torch.equal(y_BT, targets_BT())
-    assert torch.equal(made.decode_gradient(made.encode_gradient(sent), CPU), sent)
+    assert torch.equal(made.decode_gradient(made.encode_gradient(sent, MICROBATCH, 1), CPU), sent)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
@@ -65,7 +67,7 @@ def test_bf16_arrives_rounded_to_the_nearest_and_its_targets_exactly(
     assert ((x_BTD - sent).abs() <= sent.abs() * 2**-8).all()
     assert y_BT.dtype == torch.int64
     assert torch.equal(y_BT, targets_BT())
-    assert torch.equal(made.decode_gradient(made.encode_gradient(sent), CPU), x_BTD)
+    assert torch.equal(made.decode_gradient(made.encode_gradient(sent, MICROBATCH, 1), CPU), x_BTD)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -73,7 +75,7 @@ def test_what_is_not_finite_stays_so(wire: Callable[[str], ActivationWire], dtyp
     """The stage that gets it must be able to see that something went wrong."""
     made, sent = wire(dtype), random_BTD()
     sent[0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    got = made.decode_gradient(made.encode_gradient(sent), CPU)[0, 0, :3]
+    got = made.decode_gradient(made.encode_gradient(sent, MICROBATCH, 1), CPU)[0, 0, :3]
     assert got.isnan().tolist() == [True, False, False]
     assert got.isinf().tolist() == [False, True, True]
 
@@ -105,10 +107,10 @@ def test_another_size_is_refused_and_its_sender_named(
     wire: Callable[[str], ActivationWire], dtype: str, off_by: int
 ) -> None:
     made = wire(dtype)
-    activation_bytes = made.tensor_bytes + made.targets_bytes
+    activation_bytes = made.activation_bytes + made.targets_bytes
     made.check_activation(bytes(activation_bytes), PEER)
-    made.check_gradient(bytes(made.tensor_bytes), PEER)
-    for check, size in ((made.check_activation, activation_bytes), (made.check_gradient, made.tensor_bytes)):
+    made.check_gradient(bytes(made.gradient_bytes), PEER)
+    for check, size in ((made.check_activation, activation_bytes), (made.check_gradient, made.gradient_bytes)):
         with pytest.raises(RemoteError, match=f"{size + off_by} bytes") as caught:
             check(bytes(size + off_by), PEER)
         assert caught.value.peer_id == PEER
@@ -119,3 +121,27 @@ def test_an_empty_payload_is_no_activation_and_no_gradient(wire: Callable[[str],
     for check in (made.check_activation, made.check_gradient):
         with pytest.raises(RemoteError):
             check(b"", PEER)
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "bits_back", "error", "error_back"),
+    [
+        ("int8", 8.25, 8.25, 0.01, 0.02),
+        ("hadamard6", 6.25, 6.25, 0.03, 0.05),
+        ("hadamard4", 4.25, 6.25, 0.14, 0.05),
+        ("hadamard3", 3.25, 6.25, 0.3, 0.05),
+    ],
+)
+def test_in_few_bits_it_arrives_near_and_its_gradient_by_chance(
+    wire: Callable[[str], ActivationWire], form: str, bits: float, bits_back: float, error: float, error_back: float
+) -> None:
+    made, sent = wire(form), random_BTD()
+    assert (made.activation_bytes, made.gradient_bytes) == (bits * sent.numel() / 8, bits_back * sent.numel() / 8)
+    x_BTD, y_BT = made.decode_activation(made.encode_activation(sent, targets_BT()), CPU)
+    assert (x_BTD - sent).square().mean().sqrt() < error
+    assert torch.equal(y_BT, targets_BT())
+    back = made.encode_gradient(sent, MICROBATCH, 1)
+    assert (made.decode_gradient(back, CPU) - sent).square().mean().sqrt() < error_back
+    assert made.encode_gradient(sent, MICROBATCH, 1) == back, "whoever computes it again sends the same bytes"
+    for microbatch, layer in ((Microbatch(7, 4), 1), (Microbatch(8, 3), 1), (MICROBATCH, 2)):
+        assert made.encode_gradient(sent, microbatch, layer) != back

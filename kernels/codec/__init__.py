@@ -1,0 +1,47 @@
+"""Tensors in few bits, for thin wires. See `reference.py` for the arithmetic.
+
+    form = FORMATS["hadamard4"]
+    payload_B = encode(x_N, form, key=(3, 5))     # uint8, form.payload_bytes(x_N.numel()) of them
+    x_N = decode(payload_B, x_N.numel(), form)
+
+Which twin computes is decided by where the tensors are.
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.codec import reference
+from shoal.kernels.codec.formats import FORMATS, Format
+
+__all__ = ["FORMATS", "Format", "decode", "encode"]
+
+
+def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
+    """Do what `reference.encode` does, by the twin for the device of `x_N`."""
+    payload_B: Tensor = _twin(x_N).encode(x_N.contiguous(), form, key=key)
+    return payload_B
+
+
+def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
+    """Do what `reference.decode` does, by the twin for the device of `payload_B`."""
+    x_N: Tensor = _twin(payload_B).decode(payload_B, numel, form)
+    return x_N
+
+
+@cache
+def _triton() -> Any:
+    """The Triton twin, where it can run. Imported late: who has no CUDA device needs no Triton."""
+    if torch.version.cuda is None or find_spec("triton") is None:
+        return None
+    return import_module("shoal.kernels.codec.triton_codec")
+
+
+def _twin(tensor: Tensor) -> ModuleType:
+    module: ModuleType = (tensor.is_cuda and _triton()) or reference
+    return module

@@ -1,0 +1,59 @@
+"""The formats, and how many bytes each takes. Pure.
+
+A tensor is cut into tiles of `TILE` numbers in a row, the last one filled up with zeros. A payload holds, for T tiles
+of b bits a number: T scales in bfloat16, little-endian; then 8 b bytes of codes for each tile. The codes of a tile are
+whole numbers from 0 to 2 L, L = 2^(b-1) - 1, for -L to L. They are cut into parts of 4, 2 and 1 bits, the low ones
+first (8 bits are one part), and a part of w bits packs the codes e, e + 8 w, e + 16 w ... into byte e, the first one
+lowest.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+TILE: Final = 64
+SCALE_BYTES: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Args:
+    bits: of a number's code.
+    is_rotated: whether a Hadamard matrix turns each tile before it is rounded, so that no number of it stands out.
+    """
+
+    bits: int
+    is_rotated: bool
+
+    @property
+    def levels(self) -> int:
+        """L: codes stand for whole numbers from -L to L."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """(bits of the part, bits of the code below it) each."""
+        widths = (8,) if self.bits == 8 else tuple(width for width in (4, 2, 1) if self.bits & width)
+        return tuple((width, sum(widths[:index])) for index, width in enumerate(widths))
+
+    @property
+    def tile_bytes(self) -> int:
+        """Count the bytes of a tile's codes, without its scale."""
+        return TILE * self.bits // 8
+
+    def payload_bytes(self, numel: int) -> int:
+        """Count the bytes of a tensor with `numel` elements."""
+        return num_tiles(numel) * (SCALE_BYTES + self.tile_bytes)
+
+
+FORMATS: Final[Mapping[str, Format]] = {
+    "int8": Format(8, is_rotated=False),
+    "hadamard6": Format(6, is_rotated=True),
+    "hadamard4": Format(4, is_rotated=True),
+    "hadamard3": Format(3, is_rotated=True),
+}
+"""The formats by the names that a run file uses: 8.25, 6.25, 4.25 and 3.25 bits a number."""
+
+
+def num_tiles(numel: int) -> int:
+    return -(-numel // TILE)

@@ -1,0 +1,165 @@
+"""Tensors in few bits, in plain torch; the path of a CPU, and what the Triton twin gives bit for bit.
+
+Of a tile x with the largest magnitude a, rotated by the Hadamard matrix H (64 x 64, of ones and minus ones):
+
+    z = floor(x 2^17 / a + 1/2)              whole numbers
+    y = H z                                  whole numbers too, below 2^24: exact in float32 in any order of its sums
+    f = max|y| a / (L 2^23)                  rounded up to bfloat16, so that no code is out of range
+    q = floor(y a / (f 2^23) + u)            from -L to L;   x ~ (H q) f, since H H = 64
+
+Without rotation y = x, f = max|x| / L and q = floor(x / f + u). With u = 1/2 that is the nearest number; with u drawn
+evenly from (0, 1) it is the next one above or below so that the mean is right (stochastic rounding). u is a hash of the
+tensor's key and the element's place, so that whoever computes a tensor again gets the same bytes.
+
+Every operation is one that IEEE 754 defines to the last bit, and none is fused with the next, so that payloads are
+equal on all devices.
+
+Source: He et al., "TAH-Quant: Effective Activation Quantization in Pipeline Parallelism over Slow Network", 2025,
+arXiv 2506.01352, sections 4.1 to 4.3: tiles, the Hadamard transform against outliers, few bits. We differ in that all
+tiles have the same number of bits, and in whole numbers before the transform.
+
+N elements   T tiles   E elements of a tile   B bytes
+"""
+
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.codec.formats import SCALE_BYTES, TILE, Format, num_tiles
+
+FINE: Final = 2.0**17
+"""A tile's largest magnitude before the Hadamard transform: 64 times that is 2^23."""
+SMALLEST: Final = 2.0**-100
+"""A tile with no larger magnitude than this is zero: what follows would leave the range of float32."""
+_CHUNK_TILES: Final = 1024
+"""Tiles at a time, 256 KiB in float32: what is made on the way stays in a core's own cache."""
+_MASK: Final = 0xFFFF
+
+
+def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
+    """Write a tensor in few bits.
+
+    Args:
+        x_N: float32, contiguous, of any shape.
+        key: two numbers of 32 bits, of this tensor alone, by which it is rounded by chance. None: to the nearest.
+    Returns: the payload, uint8 [B]. A tile with a number that is not finite comes back as NaN.
+    """
+    flat_N, tiles = x_N.reshape(-1), num_tiles(x_N.numel())
+    payload_B = torch.empty(form.payload_bytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
+    scale_T = payload_B[: tiles * SCALE_BYTES].view(torch.int16)
+    code_TB = payload_B[tiles * SCALE_BYTES :].view(tiles, form.tile_bytes)
+    for start in range(0, tiles, _CHUNK_TILES):
+        stop = min(start + _CHUNK_TILES, tiles)
+        x_TE = _tiles(flat_N[start * TILE : stop * TILE])
+        chance_TE = None if key is None else _chance(key, start, stop, x_N.device)
+        factor_T, q_TE = _quantized(x_TE, form, chance_TE)
+        scale_T[start:stop] = (factor_T.view(torch.int32) >> 16).to(torch.int16)
+        _pack(q_TE.add_(form.levels).to(torch.uint8), form, code_TB[start:stop])
+    return payload_B
+
+
+def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
+    """Read `numel` elements. Returns: float32 [N]. Any bytes can be read."""
+    tiles = num_tiles(numel)
+    x_TE = torch.empty((tiles, TILE), device=payload_B.device)
+    scale_T = payload_B[: tiles * SCALE_BYTES].view(torch.int16)
+    code_TB = payload_B[tiles * SCALE_BYTES :].view(tiles, form.tile_bytes)
+    for start in range(0, tiles, _CHUNK_TILES):
+        stop = min(start + _CHUNK_TILES, tiles)
+        factor_T = (scale_T[start:stop].to(torch.int32) << 16).view(torch.float32)
+        q_TE = _unpacked(code_TB[start:stop], form).to(torch.float32).sub_(form.levels)
+        y_TE = torch.mm(q_TE, hadamard(q_TE.device)) if form.is_rotated else q_TE
+        torch.mul(y_TE, factor_T[:, None], out=x_TE[start:stop])
+    return x_TE.view(-1)[:numel]
+
+
+def _tiles(x_N: Tensor) -> Tensor:
+    if x_N.numel() % TILE:
+        x_N = torch.nn.functional.pad(x_N, (0, -x_N.numel() % TILE))
+    return x_N.view(-1, TILE)
+
+
+def _quantized(x_TE: Tensor, form: Format, chance_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns: (float32 [T], each a bfloat16; float32 [T, E], whole numbers from -L to L)."""
+    largest_T = x_TE.abs().amax(dim=1)
+    is_zero_T, is_finite_T = largest_T < SMALLEST, largest_T < torch.inf
+    a_T = torch.where(is_zero_T | ~is_finite_T, 1.0, largest_T)
+    if form.is_rotated:
+        z_TE = (x_TE * (FINE / a_T)[:, None]).add_(0.5).floor_()
+        y_TE = torch.mm(z_TE, hadamard(x_TE.device))
+        factor_T = y_TE.abs().amax(dim=1) / (form.levels * FINE * TILE) * a_T
+    else:
+        y_TE, factor_T = x_TE, a_T / form.levels
+    factor_T = ((factor_T.view(torch.int32) + _MASK) & ~_MASK).view(torch.float32)
+    step_T = a_T / factor_T / (FINE * TILE) if form.is_rotated else 1.0 / factor_T
+    q_TE = y_TE * step_T[:, None]
+    q_TE = q_TE.add_(0.5 if chance_TE is None else chance_TE).floor_().clamp_(-form.levels, form.levels)
+    is_used_T = is_finite_T & ~is_zero_T
+    q_TE = torch.where(is_used_T[:, None], q_TE, 0.0)
+    return torch.where(is_finite_T, torch.where(is_zero_T, 0.0, factor_T), torch.nan), q_TE
+
+
+def _pack(code_TE: Tensor, form: Format, into_TB: Tensor) -> None:
+    at = 0
+    for width, below in form.parts:
+        num_bytes = TILE * width // 8
+        part_TGB = code_TE if width == 8 else (code_TE >> below) & (2**width - 1)
+        part_TGB = part_TGB.view(-1, 8 // width, num_bytes)
+        packed_TB = into_TB[:, at : at + num_bytes]
+        packed_TB.copy_(part_TGB[:, 0])
+        for index in range(1, 8 // width):
+            packed_TB |= part_TGB[:, index] << (width * index)
+        at += num_bytes
+
+
+def _unpacked(code_TB: Tensor, form: Format) -> Tensor:
+    """Returns: uint8 [T, E]."""
+    code_TE = torch.zeros((code_TB.shape[0], TILE), dtype=torch.uint8, device=code_TB.device)
+    at = 0
+    for width, below in form.parts:
+        num_bytes = TILE * width // 8
+        for index in range(8 // width):
+            part_TB = code_TB[:, at : at + num_bytes] >> (width * index)
+            code_TE[:, index * num_bytes : (index + 1) * num_bytes] |= (part_TB & (2**width - 1)) << below
+        at += num_bytes
+    return code_TE
+
+
+@cache
+def hadamard(device: torch.device) -> Tensor:
+    """Sylvester's matrix of ones and minus ones, float32 [TILE, TILE]: element (i, j) is minus one where i and j have
+    an odd number of bits in common."""
+    index_E = torch.arange(TILE)
+    common_EE = index_E[:, None] & index_E[None, :]
+    num_common_EE = torch.stack([(common_EE >> bit) & 1 for bit in range(TILE.bit_length() - 1)]).sum(0)
+    return (1 - 2 * (num_common_EE % 2)).to(device, torch.float32)
+
+
+def _chance(key: tuple[int, int], start: int, stop: int, device: torch.device) -> Tensor:
+    """Numbers from (0, 1) for the elements of these tiles, float32 [T, E], by 16 bits each: those of element e < 32 and
+    of e + 32 come from one hash, of number 32 t + e.
+
+    Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32, with half of the key added before its
+    first round and the other half before its second.
+    """
+    first, second = (_signed(half) for half in key)
+    half = TILE // 2
+    h_N = torch.arange(start * half, stop * half, dtype=torch.int32, device=device).add_(first)
+    h_N = h_N.bitwise_xor_(_shifted(h_N, 17)).mul_(_signed(0xED5AD4BB)).add_(second)
+    h_N = h_N.bitwise_xor_(_shifted(h_N, 11)).mul_(_signed(0xAC4C1B51))
+    h_N = h_N.bitwise_xor_(_shifted(h_N, 15)).mul_(_signed(0x31848BAB))
+    h_TE = h_N.bitwise_xor_(_shifted(h_N, 14)).view(-1, half)
+    low_high_TE = torch.cat([h_TE & _MASK, _shifted(h_TE, 16)], dim=1)
+    return low_high_TE.to(torch.float32).add_(0.5).mul_(2.0**-16)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift to the right, as numbers without a sign."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The bits of a number of 32 bits, as torch's int32 has them."""
+    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
