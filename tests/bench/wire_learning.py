@@ -47,12 +47,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--wires", nargs="*", choices=list(WIRES), default=list(WIRES))
     parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--samples", type=int, default=4, help="a microbatch, of four a step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     apart: dict[str, list[float]] = {name: [] for name in options.wires}
     for seed in range(options.seeds):
         training = TrainingSpec(
-            steps=options.steps, microbatches_per_step=4, microbatch_size=4, s_max=0, validation_microbatches=64
+            steps=options.steps,
+            microbatches_per_step=4,
+            microbatch_size=options.samples,
+            s_max=0,
+            validation_microbatches=64,
         )
         optimizer = OptimizerSpec(learning_rate=options.rate, warmup_steps=min(40, options.steps // 4))
         spec = RunSpec(seed=seed, model=GPT, training=training, optimizer=optimizer)
