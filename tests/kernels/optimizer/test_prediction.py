@@ -121,7 +121,9 @@ def test_two_steps_ahead_is_one_step_ahead_of_where_one_step_leads(name: str, ca
     after = case.steps_on(name, state, grad_N, case.steps, 1)
     far_N = case.predict(name, state, case.steps, case.staleness_steps + 1)
     near_N = case.predict(name, after, case.steps + 1, case.staleness_steps)
-    assert float((far_N - near_N).abs().max()) <= 1e-6 * float(far_N.abs().max())
+    # Rounded where the weights were largest on the way, which may be far from where they come to.
+    largest = max(float(weights_N.abs().max()) for weights_N in (far_N, state[0], after[0]))
+    assert float((far_N - near_N).abs().max()) <= 1e-6 * largest
 
 
 @each_name
