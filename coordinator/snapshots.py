@@ -6,7 +6,8 @@ long ago for any peer, the coordinator names a version that no stage has come to
 is unsaved, and the coordinator names another one. Nothing of this is handed over: what a new coordinator needs is in
 the next heartbeats.
 
-A young run writes sooner, each time it is twice as old: a run that goes back loses half of its time at most.
+A young run writes sooner: after `_FIRST_S`, and each time that it is twice as old. So a run that goes back loses half
+of its time at most, once its first snapshot and the copies of it are written.
 """
 
 import math
@@ -20,7 +21,7 @@ _NOTICE_HEARTBEATS = 2.5
 room for a heartbeat that is late."""
 _PACE_SAMPLES = 16
 _FIRST_S = 30.0
-"""No run writes sooner. By then it may have one peer that alone holds layers, of which there is no copy anywhere."""
+"""Seconds until the first snapshot. Until then layers that one peer alone holds have no copy anywhere."""
 
 
 class SnapshotSchedule:

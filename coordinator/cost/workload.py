@@ -52,8 +52,8 @@ class Workload:
     layer_held_bytes: tuple[float, ...]
     """[L], kept from a microbatch's forward to its backward."""
     cut_bytes: float
-    """A microbatch's activation between two stages on the wire, or its gradient on the way back: the mean of the two. A
-    stage in the middle sends one of each."""
+    """Bytes on the wire between two stages for a microbatch, one way: the mean of its activation's and its gradient's.
+    A stage in the middle sends one of each."""
     microbatches: int
     """M, a step."""
     tokens_per_microbatch: int

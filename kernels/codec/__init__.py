@@ -36,7 +36,8 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
 
 @cache
 def _triton() -> Any:
-    """The Triton twin, where it can run. Imported late: who has no CUDA device needs no Triton."""
+    """The Triton twin; None where torch has no CUDA or Triton is missing. It is imported when it is first needed, since
+    a machine without a CUDA device needs no Triton."""
     if torch.version.cuda is None or find_spec("triton") is None:
         return None
     return import_module("shoal.kernels.codec.triton_codec")

@@ -61,7 +61,13 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Read `numel` elements. Returns: float32 [N]. Any bytes can be read."""
+    """Read a tensor back.
+
+    Args:
+        payload_B: uint8 [B], `form.payload_bytes(numel)` of them. Any bytes can be read.
+        numel: N.
+    Returns: float32 [N].
+    """
     tiles = num_tiles(numel)
     x_TE = torch.empty((tiles, TILE), device=payload_B.device)
     scale_T = payload_B[: tiles * SCALE_BYTES].view(torch.int16)
@@ -82,7 +88,10 @@ def _tiles(x_N: Tensor) -> Tensor:
 
 
 def _quantized(x_TE: Tensor, form: Format, chance_TE: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns: (float32 [T], each a bfloat16; float32 [T, E], whole numbers from -L to L)."""
+    """Round each tile. Args: chance_TE: u of the module's docstring, float32 [T, E]; None: 1/2.
+
+    Returns: (f, float32 [T], whose values bfloat16 holds exactly; q, float32 [T, E], whole numbers from -L to L).
+    """
     largest_T = x_TE.abs().amax(dim=1)
     is_zero_T, is_finite_T = largest_T < SMALLEST, largest_T < torch.inf
     a_T = torch.where(is_zero_T | ~is_finite_T, 1.0, largest_T)

@@ -61,7 +61,7 @@ def encode_kernel(
     LEVELS: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, BY_CHANCE: tl.constexpr,
     SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """`TILES` tiles: scales as int16, codes as uint8."""
+    """Write `TILES` tiles: each one's scale as the bits of a bfloat16, and its packed codes."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     element = tl.arange(0, SIZE)
     at = tile.to(tl.int64)[:, None] * SIZE + element[None, :]
@@ -132,7 +132,7 @@ def decode_kernel(
     scale_T, code_B, x_N, numel, tiles,
     LEVELS: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """`TILES` tiles, from scales as int16 and codes as uint8."""
+    """Read `TILES` tiles from their scales, which are the bits of bfloat16 numbers, and their packed codes."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     element = tl.arange(0, SIZE)
     is_there = tile < tiles

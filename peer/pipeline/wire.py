@@ -59,7 +59,7 @@ class ActivationWire:
         return x_BTD, targets_BT.to(device, torch.int64)
 
     def encode_gradient(self, grad_BTD: Tensor, microbatch: Microbatch, layer: int) -> bytearray:
-        """Args: layer: whose input it is the gradient of."""
+        """Args: grad_BTD: of the input of decoder layer `layer`, float32 [B, T, D]."""
         payload = bytearray(self.gradient_bytes)
         self._write(grad_BTD, payload, self._backward, key=self._key(microbatch, layer))
         return payload
@@ -69,7 +69,7 @@ class ActivationWire:
         return self._read(payload, self.gradient_bytes, self._backward, device)
 
     def _write(self, x_BTD: Tensor, into: bytearray, form: WireFormat, *, key: tuple[int, int] | None = None) -> None:
-        """At its beginning."""
+        """Write the tensor's bytes to the beginning of `into`."""
         if form in _DTYPES:
             torch.frombuffer(into, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTD).copy_(x_BTD)
         else:

@@ -67,7 +67,7 @@ class Lane(asyncio.BufferedProtocol):
 
     @classmethod
     async def over(cls, connected: socket.socket, throttle: Throttle, *, accepted: bool) -> "Lane":
-        """Turn a connected socket into a lane, which owns the socket from then on and closes it.
+        """Turn a connected socket into a lane. From then on the lane owns the socket, and closes it.
 
         Args: accepted: whether the other end has dialled.
         Raises: OSError: the connection broke; the socket is closed then.
