@@ -322,8 +322,8 @@ class ReplanPolicy:
         return None, ""
 
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
-        """Whether the next search must wait for newer figures: links are being measured again, or the run is slower than
-        the known figures explain. It waits for `FIGURES_HEARTBEATS` at most."""
+        """Whether the next search must wait for newer figures: links are being measured again, or the run is slower
+        than the known figures explain. It waits for `FIGURES_HEARTBEATS` at most."""
         patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
         links = self.view.survey.links
         return now_s < self._due_s + patience_s and (

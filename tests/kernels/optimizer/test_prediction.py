@@ -109,21 +109,25 @@ def test_no_staleness_or_no_history_is_the_very_same_tensor(name: str, case: Cas
     assert torch.equal(state[0], before_N)
 
 
-@each_name
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [(name, torch.float64, 1e-11) for name in OPTIMIZERS if name != "muon"] + [("muon", torch.float32, 1e-6)],
+)
 @given(case=cases())
-def test_two_steps_ahead_is_one_step_ahead_of_where_one_step_leads(name: str, case: Case) -> None:
-    """Staleness is a number of steps and nothing else: predictions of s = 1, 2, ... lie on one path."""
-    grad_N = case.randn(1, torch.float32)
-    state = case.start(name, torch.float32)
+def test_two_steps_ahead_is_one_step_ahead_of_where_one_step_leads(
+    name: str, dtype: torch.dtype, tolerance: float, case: Case
+) -> None:
+    """Staleness is a number of steps and nothing else: predictions of s = 1, 2, ... lie on one path. In float64, as
+    weights that nearly vanish on their way are those of float32 only up to what they were before."""
+    grad_N = case.randn(1, dtype)
+    state = case.start(name, dtype)
     if name == "sgd":
         state = (state[0], grad_N / (1 - case.settings["beta1"]), state[2])
     state = case.steps_on(name, state, grad_N, 0, case.steps)
     after = case.steps_on(name, state, grad_N, case.steps, 1)
     far_N = case.predict(name, state, case.steps, case.staleness_steps + 1)
     near_N = case.predict(name, after, case.steps + 1, case.staleness_steps)
-    # Rounded where the weights were largest on the way, which may be far from where they come to.
-    largest = max(float(weights_N.abs().max()) for weights_N in (far_N, state[0], after[0]))
-    assert float((far_N - near_N).abs().max()) <= 1e-6 * largest
+    assert float((far_N - near_N).abs().max()) <= tolerance * float(far_N.abs().max())
 
 
 @each_name
