@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
+from kills import killed
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
 from shoal.protocol.errors import Refused
@@ -15,31 +16,6 @@ from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
 STEPS = 16
-
-
-def killed(make_swarm, spec, kills, *, seed=0):
-    """3 x 3 peers; `kills` is {step: name}. The plan drops a killed peer four seconds later."""
-    stages = [[f"{k}.{r}" for r in range(3)] for k in range(3)]
-
-    async def main():
-        swarm = make_swarm(spec, seed=seed, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7, jitter_s=0.01))
-        for names in stages:
-            for name in names:
-                await swarm.add(name, device_flop_per_s=1e8)
-        swarm.obey(stages, fresh=True)
-        for step, name in sorted(kills.items()):
-            await swarm.until_step(step)
-            await asyncio.sleep(swarm.world.rng(f"moment {step}").random() * 1.5)
-            swarm.world.crash(swarm.peer(name))
-            del swarm.drivers[name]
-            await asyncio.sleep(4.0)
-            stages[int(name[0])].remove(name)
-            swarm.obey(stages, fresh=False)
-        await swarm.until_step(STEPS)
-        await swarm.close()
-        return swarm
-
-    return run(main())
 
 
 def with_training(spec, **training):

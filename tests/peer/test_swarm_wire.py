@@ -1,42 +1,15 @@
 """Activations in few bits: a swarm whose members die learns what one process with the same cuts learns."""
 
-import asyncio
-
 import msgspec
 import pytest
 
 from cuts import cuts
+from kills import killed
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
-from shoal.protocol.sim.loop import run
-from shoal.protocol.sim.network import uniform
 
 STEPS = 12
 KILLS = {2: "1.0", 4: "0.1", 7: "2.2"}
-
-
-def played(make_swarm, spec):
-    """3 x 3 peers, of whom three die. The plan drops each four seconds later."""
-    stages = [[f"{k}.{r}" for r in range(3)] for k in range(3)]
-
-    async def main():
-        swarm = make_swarm(spec, seed=1, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
-        for name in (name for names in stages for name in names):
-            await swarm.add(name, device_flop_per_s=1e8)
-        swarm.obey(stages, fresh=True)
-        for step, name in KILLS.items():
-            await swarm.until_step(step)
-            await asyncio.sleep(0.4)
-            swarm.world.crash(swarm.peer(name))
-            del swarm.drivers[name]
-            await asyncio.sleep(4.0)
-            stages[int(name[0])].remove(name)
-            swarm.obey(stages, fresh=False)
-        await swarm.until_step(STEPS)
-        await swarm.close()
-        return swarm
-
-    return run(main())
 
 
 @pytest.mark.sim
@@ -48,7 +21,7 @@ def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(
     builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 8, "validation_interval_steps": 0, "s_max": 0}
     builtins["wire"] = {"activations": wire[0], "activation_gradients": wire[1]}
     spec = msgspec.convert(builtins, type(tiny_spec))
-    swarm = played(make_swarm, spec)
+    swarm = killed(make_swarm, spec, KILLS, seed=1)
     corpus = load_corpus(spec.data, context=spec.model.context)
     single = [step.loss for step in train(spec, corpus, steps=STEPS, between=cuts(spec))]
     plain = [step.loss for step in train(spec, corpus, steps=STEPS)]
