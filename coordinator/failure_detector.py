@@ -32,9 +32,10 @@ from shoal.protocol.plan import Plan
 PING_HEARTBEATS = 0.25
 AGAIN_HEARTBEATS = 0.06
 """The second try follows a refusal after so long."""
-RETURN_HEARTBEATS = 3.0
+RETURN_S = 5.0
 """A member that alone holds a group's state is asked again for so long before its refusals count. A peer's network
-daemon that died is back after 0.5 to 0.9 s on an idle machine; going back to a snapshot costs everybody more than this.
+daemon that died is back after 0.5 to 0.9 s on an idle machine and after more than 1.5 s on a busy one, however often
+members say that they live; going back to a snapshot costs everybody more than this.
 """
 UNANSWERED_PATIENCE = 0.5
 """Our own pings must go unanswered for this share of a member's timeout before two reports count: it may be busy."""
@@ -159,7 +160,7 @@ class FailureDetector:
         if now_s - took_s <= inquiry.refused_s:
             return []  # under way when the first was refused: the same piece of news
         if irreplaceable or inquiry.returns_by_s > -math.inf:  # silent by now, it is nobody's holder any more
-            inquiry.returns_by_s = inquiry.refused_s + RETURN_HEARTBEATS * self._heartbeat_s
+            inquiry.returns_by_s = inquiry.refused_s + RETURN_S
             if now_s < inquiry.returns_by_s:
                 return []
         del self._inquiries[peer]
