@@ -433,4 +433,4 @@ class FetchingAhead:
     def _gradients_bytes(self, keys: Iterable[str]) -> int:
         """Of one step of these layers."""
         numel = sum(layer_layout(self._spec.model, key).numel for key in keys)
-        return self._arithmetic.vectors.gradient_bytes * numel
+        return self._arithmetic.vectors.mean_bytes * numel

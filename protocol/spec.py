@@ -340,9 +340,9 @@ class WireSpec(_Section, frozen=True):
     """Activations, from one stage to the next. State always travels in fp32."""
     activation_gradients: WireFormat | None = None
     """Their gradients, on the way back. None: as the activations, but in 6 bits at least, as gradients mind it more."""
-    gradients: Literal["fp32", "bf16"] = "fp32"
+    gradients: WireFormat = "fp32"
     """Parameter gradients in a reduction: each member's sum on its way to whoever adds, and the mean on its way back.
-    They are added in fp32 either way."""
+    They are added in fp32 in any case."""
 
     @property
     def backward(self) -> WireFormat:

@@ -8,7 +8,8 @@ from shoal.protocol.staleness import Price, price_of
 from shoal.protocol.wire_format import tensor_bytes
 
 FP32_BYTES = 4.0
-_WIDTHS = {"fp32": FP32_BYTES, "bf16": 2.0}
+_MANY = 2**20
+"""Numbers of a tensor whose last tile, if it is not full, weighs nothing."""
 BACKWARD_PER_FORWARD = 2.0
 STATE_BYTES_PER_PARAMETER = 12.0
 """Resident bytes: the parameter and two moments, each fp32."""
@@ -48,7 +49,7 @@ class Workload:
     """[L], the parameters of one replica. Of placed experts those count that its slots hold: what it reduces is in
     proportion, too."""
     gradient_bytes_per_parameter: float
-    """The bytes of a gradient on the wire, one way."""
+    """The bytes of a gradient on the wire in a reduction, one way."""
     layer_held_bytes: tuple[float, ...]
     """[L], kept from a microbatch's forward to its backward."""
     cut_bytes: float
@@ -61,6 +62,8 @@ class Workload:
     control: Price | None = None
     """The price of staleness by which the pipeline chooses how much runs ahead of what is allowed (`foresight.py`).
     None: it runs ahead as far as is allowed."""
+    mean_bytes_per_parameter: float = FP32_BYTES
+    """The bytes of a reduced gradient for a peer that follows a stage's steps without being its member."""
     experts: PlacedExperts | None = None
     """None: each member holds all of its layers."""
 
@@ -114,7 +117,8 @@ class Workload:
             layer_flop=tuple(flop * tokens for flop in layer_costs(model)),
             backward_per_forward=BACKWARD_PER_FORWARD + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(model, experts_held=_experts_held(spec)),
-            gradient_bytes_per_parameter=_WIDTHS[spec.wire.gradients],
+            gradient_bytes_per_parameter=tensor_bytes(spec.wire.gradients, _MANY) / _MANY,
+            mean_bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
             layer_held_bytes=_held_bytes(model, tokens, recompute=recompute),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
             microbatches=training.microbatches_per_step,

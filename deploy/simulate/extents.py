@@ -1,7 +1,7 @@
 """Stands for tensors and bytes where only their size matters, and for the states and vectors made of them."""
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from shoal.peer.pipeline.state import LayerState
 from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.phantom import Phantom
+from shoal.protocol.wire_format import WireFormat
 
 NOWHERE: Final = torch.device("meta")
 
@@ -60,7 +61,7 @@ class ModelledLayerState(LayerState):
 class ModelledVectors(Vectors):
     """Vectors that have only a size."""
 
-    def __init__(self, *, chunk_bytes: int, gradients: Literal["fp32", "bf16"] = "fp32") -> None:
+    def __init__(self, *, chunk_bytes: int, gradients: WireFormat = "fp32") -> None:
         super().__init__(NOWHERE, chunk_bytes=chunk_bytes, gradients=gradients)
 
     def empty(self, size: int) -> Tensor:
@@ -78,14 +79,20 @@ class ModelledVectors(Vectors):
     def values_of(self, payload: Payload) -> Tensor:
         return self.empty(len(payload) // 4)
 
-    def gradient_payload(self, values_C: Tensor) -> Payload:
-        return phantom(self.gradient_bytes * values_C.numel())
+    def piece_payload(self, values_C: Tensor, key: tuple[int, int]) -> Payload:
+        return phantom(self.piece_bytes(values_C.numel()))
 
-    def gradient_of(self, payload: Payload) -> Tensor:
-        return self.empty(len(payload) // self.gradient_bytes)
+    def piece_of(self, payload: Payload, size: int) -> Tensor:
+        return self.empty(size)
 
-    def round_gradient(self, values_C: Tensor) -> None:
+    def round_mean(self, mean_C: Tensor, key: tuple[int, int]) -> Payload | None:
         """Do nothing, since there is nothing to round."""
+
+    def mean_payload(self, mean_C: Tensor) -> Payload:
+        return phantom(self.mean_bytes * mean_C.numel())
+
+    def mean_of(self, payload: Payload) -> Tensor:
+        return self.empty(len(payload) // self.mean_bytes)
 
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
         return ModelledLayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)

@@ -162,11 +162,11 @@ class CatchingUp:
         if fetch is None or fetch.mate != source or meta.start not in fetch.missing:
             return
         size = min(self._vectors.chunk, fetch.mean_N.numel() - meta.start)
-        if len(payload) != self._vectors.gradient_bytes * size:
+        if len(payload) != self._vectors.mean_bytes * size:
             raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {meta.start}")
 
         def take() -> None:
-            fetch.mean_N[meta.start : meta.start + size] = self._vectors.gradient_of(payload)
+            fetch.mean_N[meta.start : meta.start + size] = self._vectors.mean_of(payload)
 
         await self._compute.run_on_host(take)
         fetch.missing.discard(meta.start)

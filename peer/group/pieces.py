@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from torch import Tensor
@@ -80,7 +80,7 @@ class Pieces:
         is_lost = False
         for piece in pieces:
             if not is_lost:
-                payload = await encoded.of(piece)
+                payload = piece.payload if piece.payload is not None else await encoded.of(piece)
                 meta = kind(stage=start.stage, step=start.step, attempt=start.attempt, start=piece.start)
                 began_s = self._clock.now_s()
                 try:
@@ -103,7 +103,7 @@ class Pieces:
         chunk = self._vectors.chunk
         for start in range(0, mean_N.numel(), chunk):
             meta = ReducedChunk(stage=stage, step=step, start=start)
-            payload = await self._encoder.payload_of(mean_N[start : start + chunk])
+            payload = await self._encoder.mean(mean_N[start : start + chunk])
             try:
                 await self._endpoint.send(target, meta, payload, priority=Priority.REDUCTION)
             except Unreachable as error:
@@ -118,10 +118,14 @@ class Encoder:
         self._vectors = vectors
         self._compute = compute
 
-    async def payload_of(self, values_C: Tensor) -> Payload:
-        if not self._vectors.narrows:
-            return self._vectors.gradient_payload(values_C)
-        return await self._compute.run_on_host(lambda: self._vectors.gradient_payload(values_C))
+    async def piece(self, piece: Outgoing) -> Payload:
+        return await self._made(lambda: self._vectors.piece_payload(piece.values_C, piece.key))
+
+    async def mean(self, mean_C: Tensor) -> Payload:
+        return await self._made(lambda: self._vectors.mean_payload(mean_C))
+
+    async def _made(self, make: Callable[[], Payload]) -> Payload:
+        return await self._compute.run_on_host(make) if self._vectors.narrows else make()
 
 
 class _Encoded:
@@ -136,7 +140,7 @@ class _Encoded:
     async def of(self, piece: Outgoing) -> Payload:
         async with self._making:
             if piece.start not in self._payloads:
-                self._payloads[piece.start] = await self._encoder.payload_of(piece.values_C)
+                self._payloads[piece.start] = await self._encoder.piece(piece)
         return self._payloads[piece.start]
 
     def done_with(self, piece: Outgoing) -> None:

@@ -5,7 +5,8 @@ owner; the owner adds them **in rank order** (so that nobody's arrival time chan
 microbatches and sends the same bytes to all. So all members end with equal bits, each has sent and received about 2 N
 numbers whatever the group's size, and a chunk is on its way back before the next one has arrived. On the wire numbers
 are as the run's spec says (`WireSpec.gradients`); narrower than fp32, the owner rounds the mean before it sends it, and
-steps with that itself.
+steps with that itself. In few bits (`kernels/codec`) sums and means are rounded by chance, so that they are right in
+the mean: nobody keeps what rounding has left over, and nothing is lost with a member.
 
 A `Reduction` is used by two threads. The event loop keeps the books: it takes what arrives and says what to send. What
 it gets back as a function touches tensors, and runs elsewhere; then the loop books that it is done.
@@ -14,6 +15,7 @@ it gets back as a function touches tensors, and runs elsewhere; then the loop bo
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from blake3 import blake3
 from torch import Tensor
 
 from shoal.peer.pipeline.microbatch import indices_from
@@ -31,6 +33,10 @@ class Outgoing:
     target: PeerID
     start: int
     values_C: Tensor
+    key: tuple[int, int] = (0, 0)
+    """By which they are rounded by chance (`Vectors.piece_payload`)."""
+    payload: Payload | None = None
+    """Their bytes, where they are made already."""
 
 
 def part_bounds(bandwidths: list[float], size: int) -> list[int]:
@@ -68,6 +74,8 @@ class Reduction:
         self._arrived: dict[int, dict[PeerID, Payload]] = {}
         self._under_way: set[int] = set()
         """Chunks whose numbers are being added up or copied on another thread."""
+        self._rounded: dict[int, Payload] = {}
+        """Finished chunks of our part as bytes, where they cannot be made again from the mean."""
         self.num_taken = 0
         """Pieces of others that were new."""
         self._missing = {c for rank in range(len(self._peers)) for c in self._chunks(rank)}
@@ -104,7 +112,7 @@ class Reduction:
             return
         rank = self._peers.index(peer)
         for chunk in self._chunks(rank):
-            yield Outgoing(peer, chunk, self._sum_N[chunk : self._end(rank, chunk)])
+            yield Outgoing(peer, chunk, self._sum_N[chunk : self._end(rank, chunk)], self._key(chunk, self._me))
 
     def finished(self) -> list[Outgoing]:
         """What others have of us so far, unless it was lost on the way: the finished chunks of our part."""
@@ -154,7 +162,7 @@ class Reduction:
         self._under_way.add(start)
 
         def take() -> None:
-            self.mean_N[start:end] = self._vectors.gradient_of(payload)
+            self.mean_N[start:end] = self._vectors.piece_of(payload, end - start)
 
         return take
 
@@ -175,16 +183,29 @@ class Reduction:
 
     def _for_all(self, chunks: Iterable[int]) -> list[Outgoing]:
         ready = [(chunk, self.mean_N[chunk : self._end(self._rank, chunk)]) for chunk in chunks]
-        return [Outgoing(peer, chunk, mean_C) for peer in self.others for chunk, mean_C in ready]
+        return [
+            Outgoing(peer, chunk, mean_C, self._key(chunk), self._rounded.get(chunk))
+            for peer in self.others
+            for chunk, mean_C in ready
+        ]
 
     def _add_up(self, chunk: int, arrived: dict[PeerID, Payload]) -> None:
         assert self._sum_N is not None, "a chunk is added up before our own sum is made"
         end = self._end(self._rank, chunk)
         mean_C = self.mean_N[chunk:end].zero_()
         for peer in self._contributors:
-            mean_C += self._sum_N[chunk:end] if peer == self._me else self._vectors.gradient_of(arrived[peer])
+            ours = peer == self._me
+            mean_C += self._sum_N[chunk:end] if ours else self._vectors.piece_of(arrived[peer], end - chunk)
         mean_C *= self._scale
-        self._vectors.round_gradient(mean_C)  # we step with what the others get
+        rounded = self._vectors.round_mean(mean_C, self._key(chunk))  # we step with what the others get
+        if rounded is not None and self.others:
+            self._rounded[chunk] = rounded
+
+    def _key(self, chunk: int, contributor: PeerID | None = None) -> tuple[int, int]:
+        """Of a contribution, or of the mean: no two pieces of a run are rounded by the same numbers."""
+        words = f"{self.start.stage} {self.start.step} {chunk} {contributor or 'mean'}"
+        digest = blake3(words.encode()).digest(length=8)
+        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
     def _chunks(self, rank: int) -> range:
         return range(self._bounds[rank], self._bounds[rank + 1], self._vectors.chunk)
@@ -196,5 +217,5 @@ class Reduction:
         return next(rank for rank in range(len(self._peers)) if start in self._chunks(rank))
 
     def _check(self, payload: Payload, size: int, source: PeerID) -> None:
-        if len(payload) != self._vectors.gradient_bytes * size:
+        if len(payload) != self._vectors.piece_bytes(size):
             raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers")

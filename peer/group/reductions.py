@@ -31,11 +31,11 @@ class Reductions:
         self._runtime = runtime
         self._retained_from = retained_from
         vectors, size = runtime.vectors, runtime.num_parameters
-        mean_bytes = vectors.gradient_bytes * size
+        mean_bytes = vectors.mean_bytes * size
         self._replayed_steps = max(REPLAYED_STEPS_MIN, REPLAYED_BYTES_MAX // max(1, mean_bytes))
         self._rounds: dict[int, Reduction] = {}
         # Two parts of the gradient go from one mate to another: one's own, and what it has of the other's.
-        self.early = Early(vectors.chunk * vectors.gradient_bytes, size // vectors.chunk + 2)
+        self.early = Early(vectors.piece_bytes(vectors.chunk), size // vectors.chunk + 2)
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient, until we have stepped with it, and for those behind us."""
         self._stepping = -1

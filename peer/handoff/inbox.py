@@ -82,7 +82,7 @@ class ChunkInbox:
         if not expected:
             return  # late, or never asked for
         is_gradient = meta.tensor == GRADIENT
-        values_C = self._vectors.gradient_of(payload) if is_gradient else self._vectors.values_of(payload)
+        values_C = self._vectors.mean_of(payload) if is_gradient else self._vectors.values_of(payload)
         if any(values_C.numel() != min(self._vectors.chunk, each.left(meta.start)) for each in expected):
             raise RemoteError(source, f"sent {values_C.numel()} numbers at {meta.start} of {meta.layer}")
 

@@ -487,7 +487,7 @@ class StateServer:
             raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
 
     def _gradient_payload_of(self, values_C: Tensor) -> Payload:
-        return self._vectors.gradient_payload(self._vectors.on_host(values_C))
+        return self._vectors.mean_payload(self._vectors.on_host(values_C))
 
     def _payload_of(self, values_C: Tensor) -> Payload:
         return self._vectors.payload_of(self._vectors.on_host(values_C))

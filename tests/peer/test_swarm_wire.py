@@ -30,4 +30,23 @@ def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(
     assert max(abs(a - b) for a, b in zip(plain, single, strict=True)) > 2 * apart, "the cuts make a difference"
     for stage in range(3):
         commits = [swarm.commits[stage][step] for step in range(STEPS)]
-        assert {(c.microbatches, c.given_up, c.duplicates) for c in commits} == {(8, 0, 0)}
+        assert {(c.microbatches, c.given_up, c.duplicates, c.dissenting) for c in commits} == {(8, 0, 0, 0)}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(("gradients", "apart_max"), [("int8", 0.02), ("hadamard4", 0.1)])
+def test_with_gradients_in_few_bits_mates_stay_equal_through_kills_and_learn_much_the_same(
+    make_swarm, tiny_spec, gradients, apart_max
+):
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 8, "validation_interval_steps": 0, "s_max": 0}
+    builtins["wire"] = {"activations": "fp32", "gradients": gradients}
+    spec = msgspec.convert(builtins, type(tiny_spec))
+    swarm = killed(make_swarm, spec, KILLS, seed=1)
+    corpus = load_corpus(spec.data, context=spec.model.context)
+    plain = [step.loss for step in train(spec, corpus, steps=STEPS)]
+    apart = [abs(a - b) for a, b in zip(swarm.losses, plain, strict=True)]
+    assert 1e-5 < max(apart) < apart_max, "the wire makes a difference, and a small one"
+    for stage in range(3):
+        commits = [swarm.commits[stage][step] for step in range(STEPS)]
+        assert {(c.microbatches, c.given_up, c.duplicates, c.dissenting) for c in commits} == {(8, 0, 0, 0)}

@@ -44,9 +44,9 @@ class Wire:
 class CountingVectors(Vectors):
     encoded = 0
 
-    def gradient_payload(self, values_C):
+    def piece_payload(self, values_C, key):
         self.encoded += 1
-        return super().gradient_payload(values_C)
+        return super().piece_payload(values_C, key)
 
 
 class Clock:
@@ -60,7 +60,7 @@ class Host:
         return work()
 
 
-@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+@pytest.mark.parametrize("gradients", ["fp32", "bf16", "hadamard4"])
 def test_a_mate_that_stalls_holds_up_no_other_and_each_piece_is_encoded_once(gradients):
     async def main():
         failures = []
@@ -72,7 +72,7 @@ def test_a_mate_that_stalls_holds_up_no_other_and_each_piece_is_encoded_once(gra
         for _ in range(40):
             await asyncio.sleep(0)
         plain = Vectors(torch.device("cpu"), gradients=gradients)
-        assert wire.sent == [("takes", start, bytes(plain.gradient_payload(chunks[start]))) for start in (0, 4)]
+        assert wire.sent == [("takes", start, bytes(plain.piece_payload(chunks[start], (0, 0)))) for start in (0, 4)]
         assert vectors.encoded == 2
         assert [pieces.is_sending_to(mate) for mate in MATES] == [True, False, False]
         wire.never.set()

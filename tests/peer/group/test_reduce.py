@@ -19,6 +19,7 @@ from shoal.peer.vectors import Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
+from shoal.protocol.wire_format import WireFormat
 
 M = 16
 CHUNK = 8
@@ -27,6 +28,7 @@ CHUNK = 8
 
 VECTORS = Vectors(torch.device("cpu"), chunk_bytes=4 * CHUNK)
 payload_of = VECTORS.payload_of
+KEY = (3, 5)
 
 
 def round_of(counts: list[int], bandwidths: list[float] | None = None) -> RoundStart:
@@ -86,7 +88,7 @@ class Round:
         at = self.rng.randrange(len(self.air))
         source, kind, out = self.air[at] if twice else self.air.pop(at)
         to = self.members[out.target]
-        payload = bytearray(self.vectors.gradient_payload(out.values_C))
+        payload = bytearray(self.vectors.piece_payload(out.values_C, out.key) if out.payload is None else out.payload)
         if kind == "part":
             if to.part_arrived(source, out.start, payload):
                 self.add_up(out.target, [out.start])
@@ -155,6 +157,25 @@ def test_on_a_narrow_wire_all_members_end_with_the_same_bits_near_the_mean(
     total = sum(count for count, _ in members)
     largest_N = sum((s.abs() for s, (count, _) in zip(made.sums, members, strict=True) if count), torch.zeros(size))
     assert ((means[0] - made.mean()).abs() <= 2.0**-7 * largest_N / max(1, total) + 1e-30).all()
+
+
+@settings(max_examples=50)
+@given(**ROUNDS)
+@pytest.mark.parametrize(("gradients", "of_the_largest"), [("int8", 0.02), ("hadamard4", 0.6)])
+def test_in_few_bits_all_members_end_with_the_same_bits_whatever_came_twice(
+    gradients: WireFormat, of_the_largest: float, members: list[tuple[int, float]], size: int, seed: int
+) -> None:
+    """Each contribution and the mean are off by a part of their largest number."""
+    narrow = Vectors(torch.device("cpu"), chunk_bytes=4 * CHUNK, gradients=gradients)
+    start = round_of([count for count, _ in members], [bandwidth for _, bandwidth in members])
+    made = Round(start, sums_of(start, size), random.Random(seed), vectors=narrow)
+    made.begin()
+    made.play(repeats=True)
+    means = [reduction.mean_N for reduction in made.members.values()]
+    assert all(torch.equal(mean_N, means[0]) for mean_N in means)
+    total = sum(count for count, _ in members)
+    largest = sum(float(s.abs().max()) for s, (count, _) in zip(made.sums, members, strict=True) if count and size)
+    assert ((means[0] - made.mean()).abs() <= 2 * of_the_largest * largest / max(1, total) + 1e-30).all()
 
 
 @settings(max_examples=100)
@@ -250,13 +271,38 @@ def test_payloads_are_the_little_endian_bytes(start: int, count: int) -> None:
 def test_a_gradient_in_bf16_has_two_bytes_a_number_and_is_rounded_once() -> None:
     narrow = Vectors(torch.device("cpu"), gradients="bf16")
     values_C = torch.tensor([1.0, -3.5e38, 1.00390625, 1e-39, 0.1])
-    payload = bytes(narrow.gradient_payload(values_C))
-    assert len(payload) == narrow.gradient_bytes * 5 == 10
-    read_C = narrow.gradient_of(payload)
+    payload = bytes(narrow.piece_payload(values_C, KEY))
+    assert len(payload) == narrow.piece_bytes(5) == narrow.mean_bytes * 5 == 10
+    read_C = narrow.piece_of(payload, 5)
     assert read_C[:3].tolist() == [1.0, -torch.inf, 1.0]
-    assert bytes(narrow.gradient_payload(read_C)) == payload
-    narrow.round_gradient(values_C)
+    assert bytes(narrow.mean_payload(read_C)) == payload
+    assert narrow.round_mean(values_C, KEY) is None
     assert torch.equal(values_C, read_C)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("gradients", ["int8", "hadamard4"])
+def test_a_mean_in_few_bits_is_what_others_read_and_goes_to_who_catches_up_exactly(gradients: WireFormat) -> None:
+    narrow = Vectors(torch.device("cpu"), gradients=gradients)
+    mean_C = torch.randn(200)
+    payload = narrow.round_mean(mean_C, KEY)
+    assert payload is not None
+    assert len(payload) == narrow.piece_bytes(200)
+    assert torch.equal(mean_C, narrow.piece_of(payload, 200))
+    assert torch.equal(mean_C, narrow.mean_of(bytes(narrow.mean_payload(mean_C))))
+
+
+def test_a_contribution_has_the_same_bytes_however_often_it_is_sent_and_no_other_is_rounded_as_it_is() -> None:
+    narrow = Vectors(torch.device("cpu"), chunk_bytes=4 * 64, gradients="hadamard4")
+    start = round_of([1, 1, 1])
+    sum_N = torch.ones(6 * 64) * torch.randn(64).repeat(6)
+    sent: list[list[bytes]] = []
+    for me in ("0", "0", "1"):
+        reduction = Reduction(PeerID(me), start, len(sum_N), microbatches=M, vectors=narrow)
+        reduction.begin(sum_N)
+        sent.append([bytes(narrow.piece_payload(out.values_C, out.key)) for out in reduction.scatter_to(PeerID("2"))])
+    assert sent[0] == sent[1]
+    assert len({*sent[0], *sent[2]}) == 4, "of the same numbers, by other chances"
 
 
 # --- from peers that break the protocol ---
