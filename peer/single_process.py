@@ -42,9 +42,19 @@ OnStep = Callable[[StepLoss, Mapping[str, Params]], None]
 Between = Callable[[Tensor, Microbatch, int], Tensor]
 """(what one decoder layer gives to the next, of a microbatch; the next one's number) -> what comes to it."""
 
+OnBackward = Callable[[Microbatch, Mapping[str, Params]], None]
+"""(a microbatch, all parameters by layer key and tensor name): its gradient, divided by the number of a step's
+microbatches, has been added to theirs."""
+
 
 def train(
-    spec: RunSpec, corpus: Corpus, *, steps: int, on_step: OnStep | None = None, between: Between | None = None
+    spec: RunSpec,
+    corpus: Corpus,
+    *,
+    steps: int,
+    on_step: OnStep | None = None,
+    between: Between | None = None,
+    on_backward: OnBackward | None = None,
 ) -> Iterator[StepLoss]:
     """Train from the run's initial weights for `steps` steps of its schedule."""
     params_by_key = _initial(spec)
@@ -67,6 +77,8 @@ def train(
             value = loss(logits, targets_BT)
             entire = value + spec.model.router_aux_loss * torch.stack(balances).sum() if balances else value
             torch.autograd.backward(entire / M)
+            if on_backward is not None:
+                on_backward(Microbatch(step, index), params_by_key)
             total += value.item()
         norms = [
             _clip([params[name] for name in layer_layout(spec.model, unit).names], spec.optimizer.clip_norm)

@@ -334,7 +334,7 @@ _SWARM = SwarmSpec()
 
 
 class WireSpec(_Section, frozen=True):
-    """Says how tensors travel. "int8" and "hadamard6", 4 and 3 are those of `kernels/codec`."""
+    """Says how tensors travel. "int8" and "hadamard6" to "hadamard3" are those of `kernels/codec`."""
 
     activations: WireFormat = "bf16"
     """Activations, from one stage to the next. State always travels in fp32."""
@@ -349,7 +349,7 @@ class WireSpec(_Section, frozen=True):
         """How the gradients of activations travel."""
         if self.activation_gradients is not None:
             return self.activation_gradients
-        return "hadamard6" if self.activations in ("hadamard4", "hadamard3") else self.activations
+        return "hadamard6" if self.activations in ("hadamard5", "hadamard4", "hadamard3") else self.activations
 
     @property
     def tokens(self) -> Literal["fp32", "bf16"]:

@@ -1,16 +1,16 @@
 """How the numbers of a tensor may travel, and the bytes that they take. Pure.
 
-"int8", "hadamard6", "hadamard4" and "hadamard3" are formats of `kernels/codec`, which knows nothing of ours: tiles of
-64 numbers, each with a scale of two bytes.
+"int8" and "hadamard6" to "hadamard3" are formats of `kernels/codec`, which knows nothing of ours: tiles of 64 numbers,
+each with a scale of two bytes.
 """
 
 from typing import Final, Literal
 
-WireFormat = Literal["fp32", "bf16", "int8", "hadamard6", "hadamard4", "hadamard3"]
+WireFormat = Literal["fp32", "bf16", "int8", "hadamard6", "hadamard5", "hadamard4", "hadamard3"]
 
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
 _TILE: Final = 64
-_TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard4": 34, "hadamard3": 26}
+_TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4": 34, "hadamard3": 26}
 
 
 def tensor_bytes(form: WireFormat, numel: int) -> int:

@@ -7,17 +7,14 @@
 Which twin computes is decided by where the tensors are.
 """
 
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from types import ModuleType
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from shoal.kernels.codec import reference
 from shoal.kernels.codec.formats import FORMATS, Format
+from shoal.kernels.triton_twins import triton_twins
 
 __all__ = ["FORMATS", "Format", "decode", "encode"]
 
@@ -34,13 +31,7 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
     return x_N
 
 
-@cache
-def _triton() -> Any:
-    """The Triton twin; None where torch has no CUDA or Triton is missing. It is imported when it is first needed, since
-    a machine without a CUDA device needs no Triton."""
-    if torch.version.cuda is None or find_spec("triton") is None:
-        return None
-    return import_module("shoal.kernels.codec.triton_codec")
+_triton = partial(triton_twins, "shoal.kernels.codec.triton_codec")
 
 
 def _twin(tensor: Tensor) -> ModuleType:

@@ -49,10 +49,11 @@ class Format:
 FORMATS: Final[Mapping[str, Format]] = {
     "int8": Format(8, is_rotated=False),
     "hadamard6": Format(6, is_rotated=True),
+    "hadamard5": Format(5, is_rotated=True),
     "hadamard4": Format(4, is_rotated=True),
     "hadamard3": Format(3, is_rotated=True),
 }
-"""The formats by the names that a run file uses: 8.25, 6.25, 4.25 and 3.25 bits a number."""
+"""The formats by the names that a run file uses: 8.25, 6.25, 5.25, 4.25 and 3.25 bits a number."""
 
 
 def num_tiles(numel: int) -> int:

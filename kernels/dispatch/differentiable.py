@@ -4,9 +4,7 @@ Letters as in `reference.py`.
 """
 
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.kernels.dispatch import reference
 from shoal.kernels.dispatch.groups import Groups
+from shoal.kernels.triton_twins import triton_twins
 
 _NARROW_ENOUGH = (torch.float32, torch.bfloat16)
 """What the Triton twins compute with."""
@@ -58,12 +57,7 @@ def _called(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return result
 
 
-@cache
-def _triton() -> ModuleType | None:
-    """The Triton twins, where they can run. Imported late: who has no CUDA device needs no Triton."""
-    if torch.version.cuda is None or find_spec("triton") is None:
-        return None
-    return import_module("shoal.kernels.dispatch.triton_dispatch")
+_triton = partial(triton_twins, "shoal.kernels.dispatch.triton_dispatch")
 
 
 def _twins(tensor: Tensor) -> ModuleType:

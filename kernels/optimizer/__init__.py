@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, wraps
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -14,6 +12,7 @@ from torch import Tensor
 from shoal.kernels.optimizer import advance, muon, reference
 from shoal.kernels.optimizer.reference import clip
 from shoal.kernels.optimizer.rules import Advance, Ahead, Matrices, NextWeights, Predict, Step
+from shoal.kernels.triton_twins import triton_twins
 
 __all__ = ["OPTIMIZERS", "Advance", "Ahead", "Matrices", "NextWeights", "Optimizer", "Predict", "Step", "clip"]
 
@@ -48,12 +47,7 @@ class Optimizer:
         return param_N.new_zeros(param_N.shape), param_N.new_zeros(num_elements)
 
 
-@cache
-def _triton() -> ModuleType | None:
-    """The Triton twins, where they can run. Imported late: who has no CUDA device needs no Triton."""
-    if torch.version.cuda is None or find_spec("triton") is None:
-        return None
-    return import_module("shoal.kernels.optimizer.triton_advance")
+_triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 
 
 def _by_device(name: str, function: _F) -> _F:

@@ -1,7 +1,9 @@
-"""What a wire in few bits costs in learning: the byte GPT of the staleness study, one layer a stage, in one process.
+"""What a wire in few bits costs in learning: the byte GPT of the staleness study, in one process.
 
-Each of its seven cuts has what the swarm's wire makes of an activation and of its gradient (`peer/pipeline/wire.py`).
-Validation loss after so many steps, beside that of fp32 with the same seed, for each format and seed.
+It is cut into stages, and each cut has what the swarm's wire makes of an activation and of its gradient
+(`peer/pipeline/wire.py`); a step's gradient is added up by four members, as `peer/group/reduce.py` does it.
+Validation loss after so many steps, beside that of fp32 with the same seed, for each wire and seed. A wire is named by
+its bits: forth, back, and of the sums among members.
 """
 
 import argparse
@@ -11,32 +13,67 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 sys.path.insert(0, str(Path(__file__).parent / "staleness"))
 from tasks import GPT
 
-from cuts import cuts
+from cuts import Sums, cuts
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import Between, train, validate
+from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.single_process import train, validate
 from shoal.protocol.spec import OptimizerSpec, RunSpec, TrainingSpec, WireSpec
+from shoal.protocol.wire_format import WireFormat
 
-WIRES = {
-    "bf16": WireSpec(activations="bf16"),
-    "int8": WireSpec(activations="int8"),
-    "6, 6": WireSpec(activations="hadamard6"),
-    "4, 6": WireSpec(activations="hadamard4"),
-    "4, 8": WireSpec(activations="hadamard4", activation_gradients="int8"),
-    "4, 4": WireSpec(activations="hadamard4", activation_gradients="hadamard4"),
-    "3, 6": WireSpec(activations="hadamard3"),
+FORMATS: dict[str, WireFormat] = {
+    "32": "fp32",
+    "16": "bf16",
+    "8": "int8",
+    "6": "hadamard6",
+    "5": "hadamard5",
+    "4": "hadamard4",
+    "3": "hadamard3",
 }
+WIRES = (
+    "16,16,16",
+    "8,8,32",
+    "6,6,32",
+    "4,6,32",
+    "4,8,32",
+    "32,32,8",
+    "32,32,6",
+    "32,32,4",
+    "32,32,3",
+    "8,8,8",
+    "8,8,4",
+)
+MEMBERS = 4
 
 
-def learn(spec: RunSpec, between: Between | None) -> float:
+def wire_of(name: str) -> WireSpec:
+    forth, back, sums = (FORMATS[bits] for bits in name.split(","))
+    return WireSpec(activations=forth, activation_gradients=back, gradients=sums)
+
+
+def learn(spec: RunSpec, *, stages: int) -> float:
     """Validation loss at the end."""
     corpus, params = load_corpus(spec.data, context=spec.model.context), {}
-    steps = spec.training.steps
-    for _ in train(spec, corpus, steps=steps, on_step=lambda _, now: params.update(now), between=between):
+    wire, layers = spec.wire, spec.model.num_layers
+    firsts, cut = {layers * stage // stages for stage in range(1, stages)}, cuts(spec)
+
+    def between(x_BTD: Tensor, microbatch: Microbatch, layer: int) -> Tensor:
+        return cut(x_BTD, microbatch, layer) if layer in firsts else x_BTD
+
+    made = train(
+        spec,
+        corpus,
+        steps=spec.training.steps,
+        on_step=lambda _, now: params.update(now),
+        between=None if (wire.activations, wire.backward) == ("fp32", "fp32") else between,
+        on_backward=None if wire.gradients == "fp32" else Sums(spec, MEMBERS),
+    )
+    for _ in made:
         pass
     return validate(spec, corpus, params)
 
@@ -45,30 +82,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--wires", nargs="*", choices=list(WIRES), default=list(WIRES))
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--wires", nargs="*", metavar="FORTH,BACK,SUMS", default=WIRES)
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--optimizer", choices=["nadam", "adamw", "muon"], default="nadam")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--samples", type=int, default=4, help="a microbatch, of four a step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     apart: dict[str, list[float]] = {name: [] for name in options.wires}
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         training = TrainingSpec(
             steps=options.steps,
-            microbatches_per_step=4,
+            microbatches_per_step=MEMBERS,
             microbatch_size=options.samples,
             s_max=0,
             validation_microbatches=64,
         )
-        optimizer = OptimizerSpec(learning_rate=options.rate, warmup_steps=min(40, options.steps // 4))
+        optimizer = OptimizerSpec(
+            name=options.optimizer, learning_rate=options.rate, warmup_steps=min(40, options.steps // 4)
+        )
         spec = RunSpec(seed=seed, model=GPT, training=training, optimizer=optimizer)
-        plain = learn(spec, None)
+        plain = learn(msgspec.structs.replace(spec, wire=wire_of("32,32,32")), stages=options.stages)
         print(f"seed {seed}: fp32 {plain:.4f} nats", flush=True)
         for name in options.wires:
-            found = learn(spec, cuts(msgspec.structs.replace(spec, wire=WIRES[name])))
+            found = learn(msgspec.structs.replace(spec, wire=wire_of(name)), stages=options.stages)
             apart[name].append(found - plain)
-            print(f"seed {seed}: {name:5s} {found:.4f} nats, {found - plain:+.4f}", flush=True)
+            print(f"seed {seed}: {name:8s} {found:.4f} nats, {found - plain:+.4f}", flush=True)
     for name, differences in apart.items():
-        print(f"{name:5s} mean {statistics.fmean(differences):+.4f}, worst {max(differences):+.4f} nats")
+        print(f"{name:8s} mean {statistics.fmean(differences):+.4f}, worst {max(differences):+.4f} nats")
 
 
 if __name__ == "__main__":

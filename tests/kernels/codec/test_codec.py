@@ -52,6 +52,7 @@ def test_the_twins_give_the_same_bytes(twin, form, numel, key):
     [
         ("int8", "f3522589b809fffd"),
         ("hadamard6", "a54789776979a85b"),
+        ("hadamard5", "de7b7ec3f0d13ef0"),
         ("hadamard4", "6ac13e941a1eae0c"),
         ("hadamard3", "eddf7d9adc36b6c9"),
     ],

@@ -128,6 +128,7 @@ def test_an_empty_payload_is_no_activation_and_no_gradient(wire: Callable[[str],
     [
         ("int8", 8.25, 8.25, 0.01, 0.02),
         ("hadamard6", 6.25, 6.25, 0.03, 0.05),
+        ("hadamard5", 5.25, 6.25, 0.07, 0.05),
         ("hadamard4", 4.25, 6.25, 0.14, 0.05),
         ("hadamard3", 3.25, 6.25, 0.3, 0.05),
     ],

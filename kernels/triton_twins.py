@@ -1,0 +1,17 @@
+"""Finds the Triton twins of a folder's kernels, where they can run."""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+
+@cache
+def triton_twins(module: str) -> ModuleType | None:
+    """`module`; None without CUDA or Triton. It is imported when a tensor first needs it, since a machine without a
+    CUDA device needs no Triton."""
+    if torch.version.cuda is None or find_spec("triton") is None:
+        return None
+    return import_module(module)
