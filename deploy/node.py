@@ -113,6 +113,8 @@ class NodePorts:
     """Plans obeyed and snapshots go to a folder of the run on this disk; None: nothing is kept."""
     rng: random.Random
     device: torch.device = _CPU
+    precision: torch.dtype = torch.float32
+    """What the device multiplies in (`peer/precision.py`)."""
     memory_bytes: int | None = None
     """The memory that is claimed (`Claims`); virtual worlds must say it."""
     machine: str = ""
@@ -187,7 +189,7 @@ class Node:
             compute=ports.compute,
             clock=clock,
             spec=spec,
-            arithmetic=arithmetic or TorchArithmetic(spec, run.corpus, ports.device),
+            arithmetic=arithmetic or TorchArithmetic(spec, run.corpus, ports.device, dtype=ports.precision),
             traffic=traffic,
             disk=disk,
             claims=Claims(name=name[:PEER_NAME_CHARS_MAX], machine=ports.machine, memory_bytes=ports.memory_bytes),

@@ -16,14 +16,13 @@ from shoal.peer.experts.call import Calling
 from shoal.peer.experts.runs import Run
 from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.experts.wire import TokenWire
-from shoal.peer.model import llama
 from shoal.peer.model.flop import JobFlop
-from shoal.peer.model.layout import init_layer, layer_layout
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import LayerState, StageState, step_layer
 from shoal.peer.pipeline.trunk import StageTrunk
+from shoal.peer.precision import layer_job
 from shoal.peer.vectors import Vectors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
@@ -166,9 +165,12 @@ class TorchArithmetic:
 
     Args:
         corpus: the run's text, if this peer has it.
+        dtype: what jobs multiply in (`precision.py`).
     """
 
-    def __init__(self, spec: RunSpec, corpus: Corpus | None, device: torch.device) -> None:
+    def __init__(
+        self, spec: RunSpec, corpus: Corpus | None, device: torch.device, *, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
         self.tokens = TokenWire(spec)
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -176,6 +178,7 @@ class TorchArithmetic:
         self._spec = spec
         self._corpus = corpus
         self._device = device
+        self._dtype = dtype
 
     def free_bytes(self) -> int:
         if self._device.type == "cuda":
@@ -192,27 +195,19 @@ class TorchArithmetic:
         return self.vectors.layer_state(*(self.vectors.on_host(tensor) for tensor in stepped.tensors))
 
     def probe_job(self) -> Callable[[], None]:
-        spec, device = self._spec, self._device
-        params = layer_layout(spec.model, "layers.0").views(init_layer(spec.model, "layers.0", 0).to(device))
-        rotary = llama.rotary_tables(spec.model, device)
-        x_BTD = torch.ones(spec.training.microbatch_size, spec.model.context, spec.model.dim, device=device)
-
-        def forward() -> None:
-            with torch.no_grad():
-                llama.decoder_layer(spec.model, 0, params, x_BTD, rotary)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        return forward
+        shape_BT = self._spec.training.microbatch_size, self._spec.model.context
+        return layer_job(self._spec, self._device, self._dtype, shape_BT)
 
     def runtime(self, first_layer: int, last_layer: int) -> StageRuntime:
-        return StageRuntime(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), device=self._device)
+        corpus = self._text_of(first_layer)
+        return StageRuntime(self._spec, first_layer, last_layer, corpus=corpus, device=self._device, dtype=self._dtype)
 
     def trunk(self, first_layer: int, last_layer: int) -> StageTrunk:
-        return StageTrunk(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), device=self._device)
+        corpus = self._text_of(first_layer)
+        return StageTrunk(self._spec, first_layer, last_layer, corpus=corpus, device=self._device, dtype=self._dtype)
 
     def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:
-        return ExpertShard(self._spec, first_layer, last_layer, expert, device=self._device)
+        return ExpertShard(self._spec, first_layer, last_layer, expert, device=self._device, dtype=self._dtype)
 
     def _text_of(self, first_layer: int) -> Corpus | None:
         return self._corpus if first_layer == 0 else None

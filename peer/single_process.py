@@ -56,7 +56,8 @@ def train(
     between: Between | None = None,
     on_backward: OnBackward | None = None,
 ) -> Iterator[StepLoss]:
-    """Train from the run's initial weights for `steps` steps of its schedule."""
+    """Train from the run's initial weights for `steps` steps of its schedule. With `compute = "bf16"` as swarms do it:
+    with bfloat16 copies of the weights, a microbatch's gradient in it, and float32 for everything else."""
     params_by_key = _initial(spec)
     optimizers = _optimizers(spec, params_by_key)
     rotary = rotary_tables(spec.model)
@@ -68,15 +69,20 @@ def train(
         total = 0.0
         for index in range(M):
             tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
+            used = _narrowed(params_by_key) if spec.training.compute == "bf16" else params_by_key
             balances: list[Tensor] = []
             mixture, logits = Mixture(balances=balances), tokens_BT
             for layer, part in enumerate(_parts(spec)):
                 if layer and between is not None:
                     logits = between(logits, Microbatch(step, index), layer)
-                logits = run_layers(spec.model, part, params_by_key, logits, rotary, mixture=mixture)
+                logits = run_layers(spec.model, part, used, logits, rotary, mixture=mixture)
             value = loss(logits, targets_BT)
             entire = value + spec.model.router_aux_loss * torch.stack(balances).sum() if balances else value
-            torch.autograd.backward(entire / M)
+            if used is params_by_key:
+                torch.autograd.backward(entire / M)
+            else:
+                torch.autograd.backward(entire)
+                _add_gradients(used, params_by_key, M)
             if on_backward is not None:
                 on_backward(Microbatch(step, index), params_by_key)
             total += value.item()
@@ -93,6 +99,24 @@ def train(
         if on_step is not None:
             on_step(record, params_by_key)
         yield record
+
+
+def _narrowed(params_by_key: Mapping[str, Params]) -> dict[str, dict[str, Tensor]]:
+    """Leaves in bfloat16."""
+    return {
+        key: {name: param.detach().to(torch.bfloat16).requires_grad_() for name, param in params.items()}
+        for key, params in params_by_key.items()
+    }
+
+
+def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num: int) -> None:
+    """Add a `num`-th of the gradients of the first to those of the second."""
+    for key, params in wide.items():
+        for name, param in params.items():
+            gradient = narrow[key][name].grad
+            if gradient is not None:
+                part = gradient.float() / num
+                param.grad = part if param.grad is None else param.grad + part
 
 
 @torch.no_grad()

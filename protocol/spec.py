@@ -242,6 +242,9 @@ class TrainingSpec(_Section, frozen=True):
     falls fastest (`tests/bench/staleness`). None: twice as many as the optimizer warms up; 0 with muon."""
     compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"] = "eager"
     """What is done about staleness: a strategy of `shoal.peer.pipeline.prediction`."""
+    compute: Literal["auto", "bf16", "fp32"] = "auto"
+    """What a forward and a backward multiply in. Parameters, moments, sums of gradients, norms, softmaxes and the loss
+    are float32 in any case. "auto": each peer takes bf16 if its device is quicker in it; members may differ."""
     keep: Literal["stash", "recompute"] = "stash"
     """Between forward and backward a microbatch keeps its activations and weights, or only its input. Its backward then
     runs the forward again, with the weights that its step has by then."""
@@ -508,6 +511,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         del tables["swarm"]["open"]
     if not spec.initial.digests:
         del tables["initial"]
+    if spec.training.compute == "auto":
+        del tables["training"]["compute"]
     if spec.wire.activation_gradients is None:
         del tables["wire"]["activation_gradients"]
     return tables

@@ -62,6 +62,7 @@ from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
 from shoal.peer.model.schedule import rate_of
+from shoal.peer.precision import precision_of
 from shoal.protocol.errors import InviteError, RunNotFound, ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey, worth_telling
@@ -311,7 +312,9 @@ def _machine(run: str) -> str:
     return blake3(f"{run}/{uuid.getnode():012x}".encode()).hexdigest(length=8)
 
 
-def _make_node(network: Network, run: _Run, options: Options, compute: Compute, output: Output) -> Node:
+def _make_node(
+    network: Network, run: _Run, options: Options, compute: Compute, output: Output, precision: torch.dtype
+) -> Node:
     ports = NodePorts(
         transport=network.transport,
         directory=network.directory,
@@ -320,6 +323,7 @@ def _make_node(network: Network, run: _Run, options: Options, compute: Compute, 
         disk=LiveDisk(options.folder),
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
         device=options.device,
+        precision=precision,
         memory_bytes=memory_claim(options.limits, options.device),
         machine=_machine(run.id),
         run_blocking=asyncio.to_thread,
@@ -357,7 +361,8 @@ async def _train(
     recorder: Recorder | None,
 ) -> Found | None:
     compute = _make_compute(options)
-    node = _make_node(network, run, options, compute, output)
+    precision = await asyncio.to_thread(precision_of, run.spec, options.device)
+    node = _make_node(network, run, options, compute, output, precision)
     told = worth_telling(network.transport.addresses())
     invite = run.invite(told).encode()
     control = ControlServer(options.folder)

@@ -27,8 +27,17 @@ class ExpertShard(Shard):
     """Expert `expert` of the decoder layers [first_layer, last_layer). Jobs run on the device's one thread, the rest on
     the loop's."""
 
-    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, expert: int, *, device: torch.device) -> None:
-        super().__init__(spec, expert_keys(first_layer, last_layer, expert), device=device)
+    def __init__(
+        self,
+        spec: RunSpec,
+        first_layer: int,
+        last_layer: int,
+        expert: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(spec, expert_keys(first_layer, last_layer, expert), device=device, dtype=dtype)
         self.expert = expert
         self.layers = range(first_layer, last_layer)
         self._open = OpenRuns(self._contributions)
@@ -39,7 +48,7 @@ class ExpertShard(Shard):
     def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor:
         """What the expert of decoder layer `layer` makes of the tokens, with the weights that their step wants:
         float32 [N, D] -> [N, D]."""
-        flat_N = self._wanted(microbatch).params[self._key(layer)]
+        flat_N = self._wanted(microbatch).computed_in(self.dtype, self._key(layer))
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
@@ -51,7 +60,7 @@ class ExpertShard(Shard):
         weights = self._wanted(run.microbatch)
         opened = self._open.get(run)
         if opened is None:
-            gradient_N = torch.zeros(self.num_parameters, device=self.device) if wanted else None
+            gradient_N = self._zero_gradient() if wanted else None
             staleness_steps = max(0, run.microbatch.step - self.version)
             opened = self._open.begin(run, gradient_N=gradient_N, weights=weights, staleness_steps=staleness_steps)
         if not is_finite(grad_ND):
@@ -59,10 +68,11 @@ class ExpertShard(Shard):
             return torch.zeros_like(x_ND)
         key = self._key(layer)
         layout = layer_layout(self.spec.model, key)
+        flat_N = weights.computed_in(self.dtype, key)
         if opened.gradient_N is not None and layer not in opened.layers:
-            leaves = layout.leaves(weights.params[key], opened.gradient_N[self._spans[key]])
+            leaves = layout.leaves(flat_N, opened.gradient_N[self._spans[key]])
         else:
-            leaves = layout.views(weights.params[key])
+            leaves = layout.views(flat_N)
         x_ND = x_ND.detach().requires_grad_()
         with torch.enable_grad():
             backward([self._swiglu(layer, leaves, x_ND)], [grad_ND])
@@ -95,7 +105,7 @@ class ExpertShard(Shard):
         """
         zero_N = None
         if wanted and self._open.get(run) is None:
-            zero_N = torch.zeros(self.num_parameters, device=self.device)
+            zero_N = self._zero_gradient()
         return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
 
     def drop(self, source: PeerID) -> None:
@@ -109,6 +119,9 @@ class ExpertShard(Shard):
 
     # --- inside ---
 
+    def _zero_gradient(self) -> Tensor:
+        return torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)
+
     def _wanted(self, microbatch: Microbatch) -> WeightSet:
         self._contributions.settle()
         state = self.state
@@ -120,5 +133,6 @@ class ExpertShard(Shard):
 
     def _swiglu(self, layer: int, params: dict[str, Tensor], x_ND: Tensor) -> Tensor:
         w1_FD, w2_DF, w3_FD = (params[expert_name(layer, self.expert, matrix)] for matrix in EXPERT_MATRICES)
-        hidden_NF = functional.silu(functional.linear(x_ND, w1_FD)) * functional.linear(x_ND, w3_FD)
-        return functional.linear(hidden_NF, w2_DF)
+        rows_ND = x_ND.to(self.dtype)
+        hidden_NF = functional.silu(functional.linear(rows_ND, w1_FD)) * functional.linear(rows_ND, w3_FD)
+        return functional.linear(hidden_NF, w2_DF).to(x_ND.dtype)

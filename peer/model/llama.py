@@ -39,7 +39,11 @@ def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: t
 
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
     """int64 [B, T] -> [B, T, D]."""
-    return functional.embedding(tokens_BT, params["model.embed_tokens.weight"])
+    weight_VD = params["model.embed_tokens.weight"]
+    if weight_VD.is_cpu and weight_VD.dtype == torch.bfloat16:
+        # On a CPU torch would add up a token's gradients in bfloat16, which loses all but the first few hundred.
+        return functional.embedding(tokens_BT, weight_VD.float()).to(weight_VD.dtype)
+    return functional.embedding(tokens_BT, weight_VD)
 
 
 def decoder_layer(
@@ -142,4 +146,4 @@ def _rotate(x_BHTK: Tensor, rotary: Rotary) -> Tensor:
     half that comes to the front is in the table: one operation for the exchange of the halves, where it was three."""
     T, K = x_BHTK.shape[2:]
     cos_TK, turned_TK = rotary[0][:T], rotary[1][:T]
-    return x_BHTK * cos_TK + x_BHTK.roll(K // 2, dims=-1) * turned_TK
+    return (x_BHTK * cos_TK + x_BHTK.roll(K // 2, dims=-1) * turned_TK).to(x_BHTK.dtype)

@@ -46,7 +46,8 @@ class Summed:
 
 
 class Contributions:
-    """Of one stage with `size` = N parameters; gradients are float32 [N], on any device.
+    """Of one stage with `size` = N parameters. Gradients are [N] in what jobs multiply in, on any device; their sums
+    are float32.
 
     Args:
         corrects: a sum is asked for with the places of its gradients.
@@ -166,11 +167,11 @@ class Contributions:
         if step in self._sums:
             self._sums[step] += gradient_N
         else:
-            self._sums[step] = gradient_N
+            self._sums[step] = gradient_N.float()
         self._nums[step] = self.num(step) + 1
         if weights is not None and weights.version < step:
             if step not in self._places:
-                self._places[step] = Places(torch.zeros_like(gradient_N))
+                self._places[step] = Places(torch.zeros_like(gradient_N, dtype=torch.float32))
             self._places[step].add(weights)
 
     def _copy(self, step: int, kept: list[_Gradient]) -> Summed:
@@ -188,7 +189,7 @@ class Contributions:
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):
             return None
-        sum_N = torch.zeros_like(kept[0][0]) if places is None else places.sum_N.clone()
+        sum_N = torch.zeros_like(kept[0][0], dtype=torch.float32) if places is None else places.sum_N.clone()
         there = Places(sum_N, places.num if places else 0)
         for weights in stale:
             there.add(weights)

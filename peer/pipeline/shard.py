@@ -27,12 +27,18 @@ class Shard:
     """The layers `keys` of one replica; what is computed with them is its subclasses' business.
 
     Jobs run on the device's one thread; `contribute` and `gradient_sum` on the loop's, which touches no tensor.
+
+    Args:
+        dtype: what jobs multiply in, float32 or bfloat16. State, steps and sums of gradients are float32.
     """
 
-    def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, device: torch.device) -> None:
+    def __init__(
+        self, spec: RunSpec, keys: tuple[str, ...], *, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.spec = spec
         self.keys = keys
         self.device = device
+        self.dtype = dtype
         self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
         self.state: StageState | None = None
         sizes = [layer_layout(spec.model, key).numel for key in keys]
@@ -134,7 +140,8 @@ class Shard:
         state = self.state
         assert state is not None
         weights = self._weights.of(state, state.version if microbatch.validates else microbatch.step)
-        leaves = {key: layer_layout(self.spec.model, key).leaves(x_N) for key, x_N in weights.params.items()}
+        model = self.spec.model
+        leaves = {key: layer_layout(model, key).leaves(weights.computed_in(self.dtype, key)) for key in self.keys}
         return weights, leaves
 
     def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
@@ -142,10 +149,10 @@ class Shard:
         self._contributions.settle()
         if not contributes or self._contributions.has(microbatch):
             return
-        if self.device == self.vectors.host:
+        if self.device == self.vectors.host and self.dtype == torch.float32:
             gradient_N = self.vectors.zeros(self.num_parameters)
         else:
-            gradient_N = torch.zeros(self.num_parameters, device=self.device)
+            gradient_N = torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)
         for key, named in leaves.items():
             layer_layout(self.spec.model, key).collect(named, gradient_N[self._spans[key]])
         self._contributions.finish(microbatch, gradient_N, weights if self._weights.keeps_places else None)

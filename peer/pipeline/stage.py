@@ -52,9 +52,16 @@ class StageRuntime(Shard):
     """
 
     def __init__(
-        self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, device: torch.device
+        self,
+        spec: RunSpec,
+        first_layer: int,
+        last_layer: int,
+        *,
+        corpus: Corpus | None,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(spec, stage_layer_keys(spec.model, first_layer, last_layer), device=device)
+        super().__init__(spec, stage_layer_keys(spec.model, first_layer, last_layer), device=device, dtype=dtype)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
@@ -106,7 +113,7 @@ class StageRuntime(Shard):
         if is_finite(grad_BTD):
             if y_BTD is None:
                 y_BTD = self._run_layers(leaves, context.x, Mixture())
-            backward([y_BTD], [grad_BTD])
+            backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
             # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
             self._contributions.zero_if_not_finite(microbatch)
         else:
@@ -129,4 +136,6 @@ class StageRuntime(Shard):
         super().forget(microbatch)
 
     def _run_layers(self, leaves: Leaves, x: Tensor, mixture: Mixture) -> Tensor:
+        if x.is_floating_point():
+            x = x.to(self.dtype)
         return llama.run_layers(self.spec.model, self.keys, leaves, x, self._rotary, mixture=mixture)

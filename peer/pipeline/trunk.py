@@ -84,9 +84,16 @@ class StageTrunk(Shard):
     """
 
     def __init__(
-        self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, device: torch.device
+        self,
+        spec: RunSpec,
+        first_layer: int,
+        last_layer: int,
+        *,
+        corpus: Corpus | None,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer), device=device)
+        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer), device=device, dtype=dtype)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
@@ -135,7 +142,7 @@ class StageTrunk(Shard):
         self._collect(microbatch, weights, leaves, context.contributes)
         if is_finite(grad_BTD):
             y_BTD, cuts = graph or (yield from self._run_layers(leaves, context.x, None, grad=True))
-            backward([y_BTD], [grad_BTD])
+            backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
             yield from self._back_through(cuts)
             # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
             self._contributions.zero_if_not_finite(microbatch)
@@ -162,6 +169,9 @@ class StageTrunk(Shard):
     def _run_layers(self, leaves: Leaves, x: Tensor, loads: ExpertLoads | None, *, grad: bool) -> Calling[_Graph]:
         """The forward, experts included. `loads` counts the run, if given."""
         model, cuts = self.spec.model, list[_Cut]()
+        if x.is_floating_point():
+            with torch.set_grad_enabled(grad):
+                x = x.to(self.dtype)
         for key, params in leaves.items():
             with torch.set_grad_enabled(grad):
                 if key == EMBED:
@@ -174,7 +184,8 @@ class StageTrunk(Shard):
             output = yield front.call
             assert output is not None
             weight_NK = front.routing.weight_NK
-            behind = (front.h_BTD.detach(), weight_NK.detach(), self._wire.decode(output, self.device))
+            rows_PD = self._wire.decode(output, self.device).to(self.dtype)
+            behind = (front.h_BTD.detach(), weight_NK.detach(), rows_PD)
             if grad:
                 for leaf in behind:
                     leaf.requires_grad_()
@@ -211,7 +222,7 @@ class StageTrunk(Shard):
             call, gradients = front.call, self._wire.encode(grad_PD)
             output = yield ExpertCall(layer=call.layer, counts=call.counts, tokens=call.tokens, gradients=gradients)
             assert output is not None
-            grad_PD = self._wire.decode(output, self.device)
+            grad_PD = self._wire.decode(output, self.device).to(self.dtype)
             # The balance is a part of the loss, whose own gradient is 1.
             ones = torch.full_like(routing.balance, self.spec.model.router_aux_loss)
             ends = [front.h_BTD, routing.weight_NK, front.x_PD, routing.balance]

@@ -4,8 +4,9 @@ N parameters of the stage, its layers one behind the other
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +20,15 @@ class WeightSet:
     """That it was made at."""
     num_seen: int = 0
     """Gradients of open steps that it was made with."""
+    _narrow: dict[str, Tensor] = field(default_factory=dict)
+
+    def computed_in(self, dtype: torch.dtype, key: str) -> Tensor:
+        """The parameters of one layer as jobs compute with them; those in another dtype than float32 are made once."""
+        if dtype == torch.float32:
+            return self.params[key]
+        if key not in self._narrow:
+            self._narrow[key] = self.params[key].to(dtype)
+        return self._narrow[key]
 
 
 @dataclass(slots=True)

@@ -61,6 +61,7 @@ class Swarm:
         disk: Disk | None = None,
         keeps: bool = False,
         traffic: Traffic | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> PeerDriver:
         """`keeps`: it has the disk that this world gives its name."""
         peer = self.world.add_peer(name, device_flop_per_s=device_flop_per_s)
@@ -77,7 +78,7 @@ class Swarm:
                 compute=peer.compute,
                 clock=peer.clock,
                 spec=self.spec,
-                arithmetic=TorchArithmetic(self.spec, self.corpus, torch.device("cpu")),
+                arithmetic=TorchArithmetic(self.spec, self.corpus, torch.device("cpu"), dtype=dtype),
                 traffic=traffic,
                 disk=disk,
                 claims=Claims(name=name),

@@ -34,6 +34,7 @@ steps = 20
 microbatches_per_step = 6
 microbatch_size = 2
 s_max = 0
+compute = "fp32"
 [swarm]
 stages = 3
 min_peers = 6
