@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shoal.peer.model.head_loss import head_loss
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
 from shoal.peer.model.mixture import LOCAL, Mixture, mixture_layer
 from shoal.protocol.spec import ModelSpec
@@ -80,8 +81,13 @@ def attend(
 
 def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
     """Final norm and output projection: [B, T, D] -> logits [B, T, V]."""
-    x_BTD = functional.rms_norm(x_BTD, (model.dim,), params["model.norm.weight"], model.norm_eps)
-    return functional.linear(x_BTD, params["lm_head.weight"])
+    return functional.linear(_final_norm(model, params, x_BTD), params["lm_head.weight"])
+
+
+def loss_of_head(model: ModelSpec, params: Params, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    """`loss` of `head`, without the logits in memory (`head_loss.py`)."""
+    x_BTD = _final_norm(model, params, x_BTD)
+    return head_loss(x_BTD.flatten(0, 1), params["lm_head.weight"], targets_BT.flatten())
 
 
 def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -114,6 +120,10 @@ def run_layers(
             remembered = remember[key] if remember else None
             x = decoder_layer(model, layer_index(key), params, x, rotary, remembered, mixture=mixture)
     return x
+
+
+def _final_norm(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
+    return functional.rms_norm(x_BTD, (model.dim,), params["model.norm.weight"], model.norm_eps)
 
 
 def _attention(

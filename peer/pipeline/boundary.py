@@ -50,11 +50,13 @@ class Boundary:
         """The activation, as the next stage gets it."""
         return self._wire.encode_activation(y_BTD.detach(), targets_BT)
 
-    def loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """NaN if a target is no token: a neighbour sent nonsense, and torch would raise, or lose its GPU's context."""
-        if int(targets_BT.min()) < 0 or int(targets_BT.max()) >= self._spec.model.vocab_size:
-            return logits_BTV.new_tensor(math.nan)
-        return llama.loss(logits_BTV, targets_BT)
+    def loss(self, params: llama.Params, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Of the head `params`, in nats a token. NaN if a target is no token: a neighbour sent nonsense, and torch
+        would raise, or lose its GPU's context."""
+        last = self._spec.model.vocab_size - 1
+        tokens_BT = targets_BT.clamp(0, last)
+        loss = llama.loss_of_head(self._spec.model, params, x_BTD, tokens_BT)
+        return torch.where((tokens_BT == targets_BT).all(), loss, math.nan)
 
     def receive_gradient(self, payload: Payload) -> Tensor:
         """The gradient of our output, float32 [B, T, D]."""

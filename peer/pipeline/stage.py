@@ -93,8 +93,8 @@ class StageRuntime(Shard):
         """
         x, targets_BT = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
-        logits_BTV = self._run_layers(leaves, x, Mixture(loads=self.expert_loads))
-        loss = self._boundary.loss(logits_BTV, targets_BT)
+        y_BTD = self._run_layers(leaves, x, Mixture(loads=self.expert_loads))
+        loss = self._boundary.loss(leaves[HEAD], y_BTD, targets_BT)
         self._collect(microbatch, weights, leaves, contributes)
         value = float(loss.detach())
         if math.isfinite(value):
@@ -127,7 +127,7 @@ class StageRuntime(Shard):
         _, leaves = self._weights_of(microbatch)
         y = self._run_layers(leaves, x, Mixture())
         if self.keys[-1] == HEAD:
-            return float(self._boundary.loss(y, targets_BT))
+            return float(self._boundary.loss(leaves[HEAD], y, targets_BT))
         return self._boundary.send(y, targets_BT)
 
     def forget(self, microbatch: Microbatch) -> None:
@@ -136,6 +136,8 @@ class StageRuntime(Shard):
         super().forget(microbatch)
 
     def _run_layers(self, leaves: Leaves, x: Tensor, mixture: Mixture) -> Tensor:
+        """All but the head, which ends in the loss."""
         if x.is_floating_point():
             x = x.to(self.dtype)
-        return llama.run_layers(self.spec.model, self.keys, leaves, x, self._rotary, mixture=mixture)
+        keys = [key for key in self.keys if key != HEAD]
+        return llama.run_layers(self.spec.model, keys, leaves, x, self._rotary, mixture=mixture)

@@ -122,8 +122,8 @@ class StageTrunk(Shard):
         """As `StageRuntime.loss`."""
         x, targets_BT = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
-        logits_BTV, cuts = yield from self._run_layers(leaves, x, self.expert_loads, grad=True)
-        loss = self._boundary.loss(logits_BTV, targets_BT)
+        y_BTD, cuts = yield from self._run_layers(leaves, x, self.expert_loads, grad=True)
+        loss = self._boundary.loss(leaves[HEAD], y_BTD, targets_BT)
         self._collect(microbatch, weights, leaves, contributes)
         value = float(loss.detach())
         if math.isfinite(value):
@@ -156,7 +156,8 @@ class StageTrunk(Shard):
         _, leaves = self._weights_of(microbatch)
         y, _ = yield from self._run_layers(leaves, x, None, grad=False)
         if self.keys[-1] == HEAD:
-            return float(self._boundary.loss(y, targets_BT))
+            with torch.no_grad():
+                return float(self._boundary.loss(leaves[HEAD], y, targets_BT))
         return self._boundary.send(y, targets_BT)
 
     def forget(self, microbatch: Microbatch) -> None:
@@ -167,7 +168,7 @@ class StageTrunk(Shard):
     # --- inside ---
 
     def _run_layers(self, leaves: Leaves, x: Tensor, loads: ExpertLoads | None, *, grad: bool) -> Calling[_Graph]:
-        """The forward, experts included. `loads` counts the run, if given."""
+        """The forward, experts included, of all but the head. `loads` counts the run, if given."""
         model, cuts = self.spec.model, list[_Cut]()
         if x.is_floating_point():
             with torch.set_grad_enabled(grad):
@@ -178,8 +179,7 @@ class StageTrunk(Shard):
                     x = llama.embed(model, params, x)
                     continue
                 if key == HEAD:
-                    x = llama.head(model, params, x)
-                    continue
+                    break
                 front = self._attend_and_route(key, params, x, loads)
             output = yield front.call
             assert output is not None

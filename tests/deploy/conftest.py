@@ -66,7 +66,9 @@ class World:
         path = self.folder / "run.toml"
         text = SPEC.format(text=self.text, steps=steps)
         if exact:
-            text = text.replace("[training]", "[training]\ns_max = 0\ncompute = \"fp32\"") + '[wire]\nactivations = "fp32"\n'
+            text = (
+                text.replace("[training]", '[training]\ns_max = 0\ncompute = "fp32"') + '[wire]\nactivations = "fp32"\n'
+            )
         path.write_text(text)
         return path
 

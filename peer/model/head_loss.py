@@ -1,0 +1,66 @@
+"""The loss at the end of the model without its logits in memory: projection, cross entropy and both gradients, some
+rows at a time.
+
+    logit = x W^T      loss = mean(log sum exp(logit) - logit[target])      dlogit = (softmax(logit) - onehot) / N
+
+4,096 tokens of a vocabulary of 128,256 have 2.1 GB of logits in float32, and as much again of their gradients.
+
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009, section 4: logits
+are made again where they are needed. Here the gradient is made at once, as every loss has its backward.
+
+N tokens   D width   V vocabulary   C rows at a time
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES: Final = 1 << 28
+"""Of logits in float32, at a time."""
+
+
+def head_loss(x_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
+    """Mean cross entropy of `x_ND @ weight_VD.T` in nats a token, a float32 scalar.
+
+    Args:
+        x_ND: in what the products are to be computed in.
+        weight_VD: of the same dtype. Its gradient is added up in it, chunk by chunk.
+        target_N: int64, from 0 to V - 1.
+    """
+    wants = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, target_N, wants)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, wants: bool) -> Tensor:
+        num_rows, vocabulary = len(target_N), len(weight_VD)
+        rows = max(1, min(num_rows, CHUNK_BYTES // (4 * vocabulary)))
+        total = torch.zeros((), device=x_ND.device)
+        grad_ND, grad_VD = (torch.empty_like(x_ND), torch.zeros_like(weight_VD)) if wants else (None, None)
+        for start in range(0, num_rows, rows):
+            x_CD, target_C1 = x_ND[start : start + rows], target_N[start : start + rows, None]
+            logit_CV = (x_CD @ weight_VD.T).float()
+            logit_CV -= logit_CV.amax(1, keepdim=True)
+            wanted_C1 = logit_CV.gather(1, target_C1)
+            exp_CV = logit_CV.exp_()
+            sum_C1 = exp_CV.sum(1, keepdim=True)
+            total += (sum_C1.log() - wanted_C1).sum()
+            if grad_ND is None or grad_VD is None:
+                continue
+            exp_CV /= sum_C1 * num_rows
+            exp_CV.scatter_add_(1, target_C1, torch.full_like(wanted_C1, -1.0 / num_rows))
+            grad_CV = exp_CV.to(x_ND.dtype)
+            torch.mm(grad_CV, weight_VD, out=grad_ND[start : start + rows])
+            torch.addmm(grad_VD, grad_CV.T, x_CD, out=grad_VD)
+        ctx.gradients = grad_ND, grad_VD
+        return total / num_rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_ND, grad_VD = ctx.gradients
+        return grad_ND.mul_(grad), grad_VD.mul_(grad), None, None
