@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal.peer.experts.runs import OpenRuns, Run
-from shoal.peer.model.backward import backward, is_finite
+from shoal.peer.model.backward import backward
+from shoal.peer.model.finite import is_finite
 from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import EXPERT_MATRICES, expert_key, expert_keys, expert_name, layer_layout
 from shoal.peer.pipeline.microbatch import Microbatch

@@ -21,12 +21,6 @@ class _Meeting(torch.autograd.Function):
         return (None, *gradients, *(None for _ in gradients))
 
 
-def is_finite(gradient: Tensor) -> bool:
-    """Whether every element is. A sum that is finite says so, and takes a tenth of the time; numbers so large that only
-    their sum is not finite are looked at one by one."""
-    return bool(gradient.sum().isfinite()) or bool(gradient.isfinite().all())
-
-
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """As `torch.autograd.backward`, the same bits; each gradient has the shape of its output.
 

@@ -12,6 +12,7 @@ from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
+from shoal.peer.model.finite import zero_unless
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.ports import Payload
@@ -62,10 +63,10 @@ class Boundary:
         """The gradient of our output, float32 [B, T, D]."""
         return self._wire.decode_gradient(payload, self._device)
 
-    def send_gradient(self, x: Tensor, microbatch: Microbatch) -> bytearray | None:
-        """The gradient of our input `x`, as the stage before gets it: zero if nothing came back to it. None: `x` are
-        tokens, which have none."""
+    def send_gradient(self, x: Tensor, microbatch: Microbatch, fine: Tensor) -> bytearray | None:
+        """The gradient of our input `x`, as the stage before gets it: zero if nothing came back to it, or what did
+        was not `fine`, bool []. None: `x` are tokens, which have none."""
         if not x.is_floating_point():
             return None
         gradient = torch.zeros_like(x) if x.grad is None else x.grad
-        return self._wire.encode_gradient(gradient, microbatch, self._first_layer)
+        return self._wire.encode_gradient(zero_unless(fine, gradient), microbatch, self._first_layer)

@@ -19,6 +19,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from shoal.peer.model.finite import zero_unless
 from shoal.peer.pipeline.microbatch import Indices, Microbatch, has_index
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.peer.vectors import Vectors
@@ -80,16 +81,22 @@ class Contributions:
         """Its backward writes into `gradient_N`. `weights` are those that it is taken at, if they will be asked for."""
         self._finished[microbatch] = (gradient_N, weights)
 
-    def zero_if_not_finite(self, microbatch: Microbatch) -> None:
+    def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
         """Its backward is done: no number in it that is not finite may enter the sum.
 
         Their sum is finite only if all are, and one pass without a copy. (Where finite numbers have one that is not,
         their norm is not either: no optimizer would take them.)
+
+        Args: fine: bool [], whether what it was made of was finite; None: it was.
+        Returns: bool [], on its device: whether it counts as what it is, and not as zero.
         """
         finished = self._finished.get(microbatch)
-        if finished is not None and not bool(finished[0].sum().isfinite()):
-            logger.warning("microbatch %s has a gradient that is not finite: it counts as zero", microbatch)
-            finished[0].zero_()
+        if finished is None:
+            return torch.tensor(True) if fine is None else fine
+        counts = finished[0].sum().isfinite()
+        counts = counts if fine is None else counts & fine
+        zero_unless(counts, finished[0])
+        return counts
 
     def forget(self, microbatch: Microbatch) -> None:
         self._finished.pop(microbatch, None)

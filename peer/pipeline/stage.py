@@ -5,6 +5,8 @@ its context holds the very tensors. Unless memory is short (`keep = "recompute"`
 otherwise: then it holds the input only, and the backward runs the forward again with the weights for its step that the
 version of that moment has.
 
+No job looks at a number of its device before its end, where it waits for what it sends anyway (`../model/finite.py`).
+
 Where the experts are elsewhere, `trunk.py` is in the place of this.
 
 B samples   T tokens   D width   N parameters of the stage, its layers' flat buffers one behind the other
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.model import llama
-from shoal.peer.model.backward import backward, is_finite
+from shoal.peer.model.backward import backward
+from shoal.peer.model.finite import finite
 from shoal.peer.model.flop import forward_flop, job_flop
 from shoal.peer.model.layout import HEAD, stage_layer_keys
 from shoal.peer.model.mixture import ExpertLoads, Mixture
@@ -96,13 +99,16 @@ class StageRuntime(Shard):
         y_BTD = self._run_layers(leaves, x, Mixture(loads=self.expert_loads))
         loss = self._boundary.loss(leaves[HEAD], y_BTD, targets_BT)
         self._collect(microbatch, weights, leaves, contributes)
+        torch.autograd.backward(loss)
+        fine = finite(loss.detach())
+        counts = self._contributions.zero_unless_finite(microbatch, fine)
+        gradient = self._boundary.send_gradient(x, microbatch, fine)
         value = float(loss.detach())
-        if math.isfinite(value):
-            torch.autograd.backward(loss)
-            self._contributions.zero_if_not_finite(microbatch)
-        else:
+        if not math.isfinite(value):
             logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
-        return value, self._boundary.send_gradient(x, microbatch)
+        elif not bool(counts):
+            logger.warning("microbatch %s has a gradient that is not finite: it counts as zero", microbatch)
+        return value, gradient
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
         """Gradient of our output -> gradient of our input (None at stage 0); `contribute` takes that of the weights."""
@@ -110,15 +116,18 @@ class StageRuntime(Shard):
         grad_BTD = self._boundary.receive_gradient(payload)
         weights, leaves, y_BTD = context.kept or (*self._weights_of(microbatch), None)
         self._collect(microbatch, weights, leaves, context.contributes)
-        if is_finite(grad_BTD):
-            if y_BTD is None:
-                y_BTD = self._run_layers(leaves, context.x, Mixture())
-            backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
-            # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
-            self._contributions.zero_if_not_finite(microbatch)
-        else:
+        fine = finite(grad_BTD)
+        if y_BTD is None:
+            y_BTD = self._run_layers(leaves, context.x, Mixture())
+        backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
+        # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
+        counts = self._contributions.zero_unless_finite(microbatch, fine)
+        gradient = self._boundary.send_gradient(context.x, microbatch, fine)
+        if not bool(fine):
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
-        return self._boundary.send_gradient(context.x, microbatch)
+        elif not bool(counts):
+            logger.warning("microbatch %s has a gradient that is not finite: it counts as zero", microbatch)
+        return gradient
 
     @torch.no_grad()
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float:

@@ -24,7 +24,8 @@ from shoal.peer.data.corpus import Corpus
 from shoal.peer.experts.call import Calling, ExpertCall
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
-from shoal.peer.model.backward import backward, is_finite
+from shoal.peer.model.backward import backward
+from shoal.peer.model.finite import finite
 from shoal.peer.model.flop import job_flop, part_flop, trunk_flop
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads, Routing, route
@@ -125,14 +126,15 @@ class StageTrunk(Shard):
         y_BTD, cuts = yield from self._run_layers(leaves, x, self.expert_loads, grad=True)
         loss = self._boundary.loss(leaves[HEAD], y_BTD, targets_BT)
         self._collect(microbatch, weights, leaves, contributes)
-        value = float(loss.detach())
+        value, fine = float(loss.detach()), finite(loss.detach())
         if math.isfinite(value):
             torch.autograd.backward(loss)
             yield from self._back_through(cuts)
-            self._contributions.zero_if_not_finite(microbatch)
+            if not bool(self._contributions.zero_unless_finite(microbatch)):
+                logger.warning("microbatch %s has a gradient that is not finite: it counts as zero", microbatch)
         else:
             logger.warning("microbatch %s has a loss of %s: nothing is learnt from it", microbatch, value)
-        return value, self._boundary.send_gradient(x, microbatch)
+        return value, self._boundary.send_gradient(x, microbatch, fine)
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> Calling[bytearray | None]:
         """As `StageRuntime.backward`."""
@@ -140,15 +142,17 @@ class StageTrunk(Shard):
         grad_BTD = self._boundary.receive_gradient(payload)
         weights, leaves, graph = context.kept or (*self._weights_of(microbatch), None)
         self._collect(microbatch, weights, leaves, context.contributes)
-        if is_finite(grad_BTD):
+        fine = finite(grad_BTD)
+        if bool(fine):
             y_BTD, cuts = graph or (yield from self._run_layers(leaves, context.x, None, grad=True))
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
             yield from self._back_through(cuts)
             # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
-            self._contributions.zero_if_not_finite(microbatch)
+            if not bool(self._contributions.zero_unless_finite(microbatch)):
+                logger.warning("microbatch %s has a gradient that is not finite: it counts as zero", microbatch)
         else:
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
-        return self._boundary.send_gradient(context.x, microbatch)
+        return self._boundary.send_gradient(context.x, microbatch, fine)
 
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Calling[bytearray | float]:
         """As `StageRuntime.validate`."""
