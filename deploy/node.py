@@ -115,6 +115,8 @@ class NodePorts:
     device: torch.device = _CPU
     precision: torch.dtype = torch.float32
     """What the device multiplies in (`peer/precision.py`)."""
+    steps_on: torch.device | None = None
+    """What makes the optimizer's steps (`peer/known_answers.py`); None: the device."""
     memory_bytes: int | None = None
     """The memory that is claimed (`Claims`); virtual worlds must say it."""
     machine: str = ""
@@ -189,7 +191,8 @@ class Node:
             compute=ports.compute,
             clock=clock,
             spec=spec,
-            arithmetic=arithmetic or TorchArithmetic(spec, run.corpus, ports.device, dtype=ports.precision),
+            arithmetic=arithmetic
+            or TorchArithmetic(spec, run.corpus, ports.device, dtype=ports.precision, steps_on=ports.steps_on),
             traffic=traffic,
             disk=disk,
             claims=Claims(name=name[:PEER_NAME_CHARS_MAX], machine=ports.machine, memory_bytes=ports.memory_bytes),

@@ -5,7 +5,7 @@ Drivers decide who does what when, and ask for it here. `TorchArithmetic` does i
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -166,10 +166,17 @@ class TorchArithmetic:
     Args:
         corpus: the run's text, if this peer has it.
         dtype: what jobs multiply in (`precision.py`).
+        steps_on: the device that makes the optimizer's steps (`known_answers.py`); None: `device`.
     """
 
     def __init__(
-        self, spec: RunSpec, corpus: Corpus | None, device: torch.device, *, dtype: torch.dtype = torch.float32
+        self,
+        spec: RunSpec,
+        corpus: Corpus | None,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        steps_on: torch.device | None = None,
     ) -> None:
         self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
         self.tokens = TokenWire(spec)
@@ -177,8 +184,8 @@ class TorchArithmetic:
         self.has_text = corpus is not None
         self._spec = spec
         self._corpus = corpus
-        self._device = device
-        self._dtype = dtype
+        self._device, self._dtype, self._steps_on = device, dtype, steps_on or device
+        self._how: dict[str, Any] = {"device": device, "dtype": dtype, "steps_on": steps_on}
 
     def free_bytes(self) -> int:
         if self._device.type == "cuda":
@@ -190,8 +197,8 @@ class TorchArithmetic:
 
     @torch.no_grad()
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        there = self.vectors.layer_state(*(tensor.to(self._device) for tensor in layer.tensors))
-        stepped = step_layer(self._spec, key, there, gradient_N.to(self._device), version) or there
+        there = self.vectors.layer_state(*(tensor.to(self._steps_on) for tensor in layer.tensors))
+        stepped = step_layer(self._spec, key, there, gradient_N.to(self._steps_on), version) or there
         return self.vectors.layer_state(*(self.vectors.on_host(tensor) for tensor in stepped.tensors))
 
     def probe_job(self) -> Callable[[], None]:
@@ -199,15 +206,13 @@ class TorchArithmetic:
         return layer_job(self._spec, self._device, self._dtype, shape_BT)
 
     def runtime(self, first_layer: int, last_layer: int) -> StageRuntime:
-        corpus = self._text_of(first_layer)
-        return StageRuntime(self._spec, first_layer, last_layer, corpus=corpus, device=self._device, dtype=self._dtype)
+        return StageRuntime(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), **self._how)
 
     def trunk(self, first_layer: int, last_layer: int) -> StageTrunk:
-        corpus = self._text_of(first_layer)
-        return StageTrunk(self._spec, first_layer, last_layer, corpus=corpus, device=self._device, dtype=self._dtype)
+        return StageTrunk(self._spec, first_layer, last_layer, corpus=self._text_of(first_layer), **self._how)
 
     def expert(self, first_layer: int, last_layer: int, expert: int) -> ExpertShard:
-        return ExpertShard(self._spec, first_layer, last_layer, expert, device=self._device, dtype=self._dtype)
+        return ExpertShard(self._spec, first_layer, last_layer, expert, **self._how)
 
     def _text_of(self, first_layer: int) -> Corpus | None:
         return self._corpus if first_layer == 0 else None

@@ -61,6 +61,7 @@ from shoal.deploy.terminal.joining import FetchWatch, JoiningView
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
+from shoal.peer.known_answers import steps_on
 from shoal.peer.model.schedule import rate_of
 from shoal.peer.precision import precision_of
 from shoal.protocol.errors import InviteError, RunNotFound, ShoalError
@@ -313,8 +314,16 @@ def _machine(run: str) -> str:
 
 
 def _make_node(
-    network: Network, run: _Run, options: Options, compute: Compute, output: Output, precision: torch.dtype
+    network: Network,
+    run: _Run,
+    options: Options,
+    compute: Compute,
+    output: Output,
+    *,
+    precision: torch.dtype,
+    where: torch.device,
 ) -> Node:
+    """Args: where: steps are made."""
     ports = NodePorts(
         transport=network.transport,
         directory=network.directory,
@@ -324,6 +333,7 @@ def _make_node(
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
         device=options.device,
         precision=precision,
+        steps_on=where,
         memory_bytes=memory_claim(options.limits, options.device),
         machine=_machine(run.id),
         run_blocking=asyncio.to_thread,
@@ -361,8 +371,9 @@ async def _train(
     recorder: Recorder | None,
 ) -> Found | None:
     compute = _make_compute(options)
+    where = await asyncio.to_thread(steps_on, run.spec.optimizer.name, options.device)
     precision = await asyncio.to_thread(precision_of, run.spec, options.device)
-    node = _make_node(network, run, options, compute, output, precision)
+    node = _make_node(network, run, options, compute, output, precision=precision, where=where)
     told = worth_telling(network.transport.addresses())
     invite = run.invite(told).encode()
     control = ControlServer(options.folder)

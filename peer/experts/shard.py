@@ -37,8 +37,10 @@ class ExpertShard(Shard):
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        steps_on: torch.device | None = None,
     ) -> None:
-        super().__init__(spec, expert_keys(first_layer, last_layer, expert), device=device, dtype=dtype)
+        keys = expert_keys(first_layer, last_layer, expert)
+        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on)
         self.expert = expert
         self.layers = range(first_layer, last_layer)
         self._open = OpenRuns(self._contributions)

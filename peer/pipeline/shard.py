@@ -30,15 +30,23 @@ class Shard:
 
     Args:
         dtype: what jobs multiply in, float32 or bfloat16. State, steps and sums of gradients are float32.
+        steps_on: the device that makes the optimizer's steps; None: `device`.
     """
 
     def __init__(
-        self, spec: RunSpec, keys: tuple[str, ...], *, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        spec: RunSpec,
+        keys: tuple[str, ...],
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        steps_on: torch.device | None = None,
     ) -> None:
         self.spec = spec
         self.keys = keys
         self.device = device
         self.dtype = dtype
+        self._steps_on = steps_on or device
         self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
         self.state: StageState | None = None
         sizes = [layer_layout(spec.model, key).numel for key in keys]
@@ -85,12 +93,11 @@ class Shard:
         layers: dict[str, LayerState] = {}
         skipped, square = 0, 0.0
         for key, layer in before.layers.items():
-            grad_N = mean_gradient_N[self._spans[key]].to(self.device)
-            gradient = clipped(self.spec, key, grad_N)
+            gradient = clipped(self.spec, key, mean_gradient_N[self._spans[key]].to(self._steps_on))
             square += gradient.square
-            stepped = step_layer_clipped(self.spec, key, layer, gradient, before.version)
+            stepped = step_layer_clipped(self.spec, key, layer.to(self._steps_on), gradient, before.version)
             skipped += stepped is None
-            layers[key] = stepped or layer
+            layers[key] = layer if stepped is None else stepped.to(self.device)
         after = StageState(version=before.version + 1, layers=layers, gradient_norm=math.sqrt(square))
         if self.state is before:  # else another one was loaded meanwhile, because this one was not the group's
             self.state = after

@@ -63,8 +63,10 @@ class StageRuntime(Shard):
         corpus: Corpus | None,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        steps_on: torch.device | None = None,
     ) -> None:
-        super().__init__(spec, stage_layer_keys(spec.model, first_layer, last_layer), device=device, dtype=dtype)
+        keys = stage_layer_keys(spec.model, first_layer, last_layer)
+        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)

@@ -34,6 +34,13 @@ class LayerState:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return (self.param_N, self.moment1_N, self.moment2_N)
 
+    def to(self, device: torch.device) -> "LayerState":
+        """On that device; itself if it is there."""
+        if self.param_N.device == device:
+            return self
+        param_N, moment1_N, moment2_N = (tensor.to(device) for tensor in self.tensors)
+        return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+
     def digest(self) -> str:
         """xxh3-128 of the three tensors' bytes: equal on two replicas exactly if their state is, bit for bit.
 
