@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-import torch
-
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.driver import Callbacks, Coordination, ignore
@@ -24,6 +22,7 @@ from shoal.coordinator.store import PLANS, PlanStore
 from shoal.deploy.record.past import Past
 from shoal.deploy.run.spec_record import Found, SpecKeeper
 from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
+from shoal.peer.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.driver import Claims, PeerDriver, Watcher
 from shoal.peer.initial import InitialWeights
@@ -58,7 +57,7 @@ EXCLUDED = (
 
 logger = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
+_CPU = ComputeDevice()
 
 RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
 
@@ -112,11 +111,7 @@ class NodePorts:
     disk: Disk | None
     """Plans obeyed and snapshots go to a folder of the run on this disk; None: nothing is kept."""
     rng: random.Random
-    device: torch.device = _CPU
-    precision: torch.dtype = torch.float32
-    """What the device multiplies in (`peer/precision.py`)."""
-    steps_on: torch.device | None = None
-    """What makes the optimizer's steps (`peer/known_answers.py`); None: the device."""
+    device: ComputeDevice = _CPU
     memory_bytes: int | None = None
     """The memory that is claimed (`Claims`); virtual worlds must say it."""
     machine: str = ""
@@ -191,8 +186,7 @@ class Node:
             compute=ports.compute,
             clock=clock,
             spec=spec,
-            arithmetic=arithmetic
-            or TorchArithmetic(spec, run.corpus, ports.device, dtype=ports.precision, steps_on=ports.steps_on),
+            arithmetic=arithmetic or TorchArithmetic.on(ports.device, spec, run.corpus),
             traffic=traffic,
             disk=disk,
             claims=Claims(name=name[:PEER_NAME_CHARS_MAX], machine=ports.machine, memory_bytes=ports.memory_bytes),

@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from shoal.peer.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.experts.call import Calling
 from shoal.peer.experts.runs import Run
@@ -186,6 +187,10 @@ class TorchArithmetic:
         self._corpus = corpus
         self._device, self._dtype, self._steps_on = device, dtype, steps_on or device
         self._how: dict[str, Any] = {"device": device, "dtype": dtype, "steps_on": steps_on}
+
+    @classmethod
+    def on(cls, use: ComputeDevice, spec: RunSpec, corpus: Corpus | None) -> "TorchArithmetic":
+        return cls(spec, corpus, use.device, dtype=use.dtype, steps_on=use.steps_on)
 
     def free_bytes(self) -> int:
         if self._device.type == "cuda":

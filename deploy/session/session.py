@@ -59,11 +59,10 @@ from shoal.deploy.state.run_folder import RunFolder
 from shoal.deploy.state.standing_note import StandingNote
 from shoal.deploy.terminal.joining import FetchWatch, JoiningView
 from shoal.deploy.terminal.peer_output import PeerOutput
+from shoal.peer.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
-from shoal.peer.known_answers import steps_on
 from shoal.peer.model.schedule import rate_of
-from shoal.peer.precision import precision_of
 from shoal.protocol.errors import InviteError, RunNotFound, ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey, worth_telling
@@ -314,16 +313,8 @@ def _machine(run: str) -> str:
 
 
 def _make_node(
-    network: Network,
-    run: _Run,
-    options: Options,
-    compute: Compute,
-    output: Output,
-    *,
-    precision: torch.dtype,
-    where: torch.device,
+    network: Network, run: _Run, options: Options, compute: Compute, output: Output, device: ComputeDevice
 ) -> Node:
-    """Args: where: steps are made."""
     ports = NodePorts(
         transport=network.transport,
         directory=network.directory,
@@ -331,9 +322,7 @@ def _make_node(
         clock=LoopClock(),
         disk=LiveDisk(options.folder),
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
-        device=options.device,
-        precision=precision,
-        steps_on=where,
+        device=device,
         memory_bytes=memory_claim(options.limits, options.device),
         machine=_machine(run.id),
         run_blocking=asyncio.to_thread,
@@ -371,9 +360,8 @@ async def _train(
     recorder: Recorder | None,
 ) -> Found | None:
     compute = _make_compute(options)
-    where = await asyncio.to_thread(steps_on, run.spec.optimizer.name, options.device)
-    precision = await asyncio.to_thread(precision_of, run.spec, options.device)
-    node = _make_node(network, run, options, compute, output, precision=precision, where=where)
+    device = await asyncio.to_thread(ComputeDevice.of, run.spec, options.device)
+    node = _make_node(network, run, options, compute, output, device)
     told = worth_telling(network.transport.addresses())
     invite = run.invite(told).encode()
     control = ControlServer(options.folder)
