@@ -198,6 +198,8 @@ class RealSwarm:
         here = {entry.peer for entry in status.peers}
         self._seen |= here
         for peer in self.peers.values():
+            if peer.peer is not None and not peer.expected:
+                self._seen.discard(peer.peer)  # who was counted out while it was away has yet to come back
             if peer.peer is None or peer.peer not in self._seen or peer.peer in here or not peer.expected:
                 if peer.peer is not None:
                     self._missing.pop(peer.peer, None)

@@ -2,9 +2,11 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from figures import Step
 from real import NoSwarm, Peer, RealSwarm, _until_first_step
 from scenario import load_scenario
 
@@ -54,3 +56,26 @@ def test_whoever_cannot_be_let_in_ends_the_wait_at_once(tmp_path):
     silent.refuses = True
     with pytest.raises(NoSwarm, match="nobody has an invite"):
         asyncio.run(asyncio.wait_for(_until_first_step(silent), 30))
+
+
+def test_who_was_counted_out_while_it_was_away_is_not_when_it_comes_back(tmp_path):
+    lab = swarm(tmp_path)
+    peer = lab.peers["b"] = Peer(host=lab.scenario.hosts[1], child=None, peer="peer b")
+    lab.steps.append(Step(0, 0.0))
+
+    def seen(at_s, *peers):
+        entries = [SimpleNamespace(peer=name, name=name, stage=None) for name in peers]
+        lab._see(SimpleNamespace(term=1, plan_sequence=1, peers=entries, stages=[]), at_s)
+
+    seen(1.0, "peer b")
+    peer.expected = False
+    seen(2.0)
+    peer.expected = True
+    seen(3.0)
+    seen(9.0)
+    assert lab.false_deaths == []
+    seen(10.0, "peer b")
+    seen(11.0)
+    assert lab.false_deaths == []
+    seen(15.0)
+    assert lab.false_deaths == ["b was counted out at 11 s"]
