@@ -1,5 +1,6 @@
 # Everything a person types. Each target sets the environment up first; the second time that costs nothing.
-PYTHON ?= python3.11
+# The first of these that runs: 3.11 is what is tested most.
+PYTHON ?= $(or $(firstword $(foreach v,3.11 3.12 3.13 3.14,$(shell python$(v) -c 'print("python$(v)")' 2>/dev/null))),python3.11)
 BIN := .venv/bin
 STAMP := .venv/.installed
 

@@ -222,7 +222,8 @@ class CarriedTransport(asyncio.Transport):
     def write(self, data: Payload) -> None:
         if not self._is_over and not self._below.is_closing():
             self._said_s = self._loop.time()
-            self._below.writelines(self._channel.seal(data))
+            for record in self._channel.seal(data):
+                self._below.write(record)  # asyncio's `writelines` of Python 3.12 and 3.13 never says that it is full
 
     def can_write_eof(self) -> bool:
         return False
