@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from shoal.peer.compute_device import ComputeDevice
+from shoal.peer.compute_device import ComputeDevice, free_bytes, name_of
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.experts.call import Calling
 from shoal.peer.experts.runs import Run
@@ -181,7 +181,7 @@ class TorchArithmetic:
     ) -> None:
         self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
         self.tokens = TokenWire(spec)
-        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self.device_name = name_of(device)
         self.has_text = corpus is not None
         self._spec = spec
         self._corpus = corpus
@@ -193,9 +193,7 @@ class TorchArithmetic:
         return cls(spec, corpus, use.device, dtype=use.dtype, steps_on=use.steps_on)
 
     def free_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self._device)[0])
-        return int(psutil.virtual_memory().available)
+        return free_bytes(self._device)
 
     def free_host_bytes(self) -> int:
         return int(psutil.virtual_memory().available)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from shoal.peer.known_answers import steps_on
@@ -9,6 +10,20 @@ from shoal.peer.precision import precision_of
 from shoal.protocol.spec import RunSpec
 
 _CPU = torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a device's memory, now."""
+    if device.type in ("cuda", "xpu"):
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)  # an Apple GPU has the processor's
+
+
+def name_of(device: torch.device) -> str:
+    """As its maker calls it, where torch knows that."""
+    if device.type in ("cuda", "xpu"):
+        return str(torch.get_device_module(device).get_device_name(device))
+    return device.type
 
 
 @dataclass(frozen=True, slots=True)

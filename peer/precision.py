@@ -49,8 +49,8 @@ def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT:
     def forward() -> None:
         with torch.no_grad():
             llama.decoder_layer(spec.model, 0, params, x_BTD, rotary)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
     return forward
 

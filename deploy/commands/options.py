@@ -20,12 +20,12 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 DEFAULT_LISTEN = "0.0.0.0:0"
 
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
+_DEVICE = re.compile(r"auto|cpu|mps|(cuda|rocm|xpu)(:\d{1,4})?")
 
 
 def _device_name(text: str) -> str:
     if not _DEVICE.fullmatch(text):
-        raise LocalError(f"--device {text}: shoal computes on cpu, cuda or cuda:N, and auto takes the best of them")
+        raise LocalError(f"--device {text}: shoal computes on cpu, cuda, rocm, xpu (each also with :N) or mps")
     return text
 
 
@@ -46,9 +46,9 @@ Threads = Annotated[
 Device = Annotated[
     str,
     typer.Option(
-        help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one.",
+        help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one. rocm, xpu and mps: untested.",
         callback=_device_name,
-        autocompletion=lambda: ["auto", "cpu", "cuda", "cuda:0", "cuda:1"],
+        autocompletion=lambda: ["auto", "cpu", "cuda", "cuda:0", "cuda:1", "rocm", "xpu", "mps"],
     ),
 ]
 Dashboard = Annotated[

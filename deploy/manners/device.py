@@ -4,21 +4,34 @@ import os
 import sys
 import threading
 
-import psutil
 import torch
 
 from shoal.deploy.manners.limits import Limits
+from shoal.peer.compute_device import free_bytes
 from shoal.protocol.errors import LocalError
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises: LocalError: torch sees no such device here."""
+    """`auto`, `cpu`, `mps`, or `cuda`, `rocm` or `xpu`, each also with `:N`. Raises: LocalError: torch sees no such
+    device here."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise LocalError(f"--device {wanted}: torch sees {torch.cuda.device_count()} CUDA devices on this machine")
+    if wanted.startswith("rocm") and torch.version.hip is None:
+        raise LocalError(f"--device {wanted}: this torch is not PyTorch's ROCm build, which sees AMD's GPUs")
+    device = torch.device(wanted.replace("rocm", "cuda"))  # what torch calls an AMD GPU
+    if device.type != "cpu":
+        found = torch.get_device_module(device).device_count()
+        if (device.index or 0) >= found:
+            raise LocalError(f"--device {wanted}: torch sees {found} devices of that kind on this machine")
     return device
+
+
+def untested(device: torch.device) -> str:
+    """What to tell the owner of a device of a kind on which nobody has run shoal yet; empty: it is none."""
+    kind = "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
+    if kind in ("cpu", "cuda"):
+        return ""
+    return f"nobody has run shoal on {kind} yet: its steps are compared with known ones, its speed and memory are not"
 
 
 def memory_claim(limits: Limits, device: torch.device) -> int | None:
@@ -32,7 +45,7 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, limits.memory_bytes / total), device)
     else:
-        free = psutil.virtual_memory().available
+        free = free_bytes(device)
     return int(min(free, limits.memory_bytes))
 
 

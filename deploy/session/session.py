@@ -27,7 +27,7 @@ from shoal.deploy.dashboard.beside import Showing, serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.split_watch import SplitWatch
-from shoal.deploy.manners.device import memory_claim, stand_back
+from shoal.deploy.manners.device import memory_claim, stand_back, untested
 from shoal.deploy.manners.keeper import Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
@@ -361,6 +361,8 @@ async def _train(
 ) -> Found | None:
     compute = _make_compute(options)
     device = await asyncio.to_thread(ComputeDevice.of, run.spec, options.device)
+    if warning := untested(options.device):
+        output.say(Note(text=f"warning: {warning}"))
     node = _make_node(network, run, options, compute, output, device)
     told = worth_telling(network.transport.addresses())
     invite = run.invite(told).encode()

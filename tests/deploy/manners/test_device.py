@@ -1,4 +1,4 @@
-"""How many threads a volunteer takes."""
+"""The device that is asked for, and how many threads a volunteer takes."""
 
 import os
 import sys
@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from shoal.deploy.manners.device import spare_threads
+from shoal.deploy.manners.device import pick_device, spare_threads, untested
+from shoal.protocol.errors import LocalError
 
 
 @pytest.mark.parametrize(
@@ -18,3 +19,30 @@ def test_a_core_of_more_than_two_is_left_free(monkeypatch, cores, own, taken):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: own)
     assert spare_threads() == taken
+
+
+def test_left_open_it_is_a_gpu_of_nvidias_or_the_processor(monkeypatch):
+    assert pick_device("auto") == torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    assert pick_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("wanted", ["cuda:63", "xpu:63", "xpu"])
+def test_what_torch_does_not_see_is_refused_in_one_line(wanted):
+    with pytest.raises(LocalError, match=rf"^--device {wanted}: torch sees \d+ devices of that kind on this machine$"):
+        pick_device(wanted)
+
+
+def test_an_amd_gpu_needs_a_torch_that_sees_it_and_is_cuda_to_it(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(LocalError, match="not PyTorch's ROCm build"):
+        pick_device("rocm:1")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("rocm:1") == torch.device("cuda:1")
+    assert "nobody has run shoal on rocm" in untested(torch.device("cuda:1"))
+
+
+def test_what_nobody_has_run_is_said_to_be_untested(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert untested(torch.device("cpu")) == untested(torch.device("cuda:0")) == ""
+    assert "on mps yet" in untested(torch.device("mps"))
