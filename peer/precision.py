@@ -13,30 +13,29 @@ import torch
 
 from shoal.peer.model import llama
 from shoal.peer.model.layout import init_layer, layer_layout
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import ModelSpec, RunSpec
 
 logger = logging.getLogger(__name__)
 
-QUICKER: Final = 1.15
+QUICKER: Final = 1.3
 """By so much bfloat16 must be quicker: it rounds, and what was timed for a moment may not last."""
-_RUNS: Final = 4
-_FLOP: Final = 2e9
-"""Of a forward that is timed, or so."""
-_TOKENS: Final = range(16, 2049)
+_RUNS: Final = 3
+_TOKENS: Final = 256
+_WIDTH: Final = 768
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:
     """What jobs of this run multiply in on this device. It takes a moment: where the run leaves it open a layer's
-    forward is timed in both."""
+    forward and backward are timed in both."""
     if spec.training.compute != "auto":
         return torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
     if device.type == "cuda":
         # Older cards emulate it, many times slower.
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    wide_s, narrow_s = _best_s(spec, device, clock)
+    wide_s, narrow_s = _best_s(_sample(spec.model), device, clock)
     is_quicker = wide_s > QUICKER * narrow_s
     times = f"{wide_s / narrow_s:.2f} times as quick in bf16"
-    logger.info("a layer's forward is %s here: this peer computes in %s", times, "bf16" if is_quicker else "fp32")
+    logger.info("a layer is %s here: this peer computes in %s", times, "bf16" if is_quicker else "fp32")
     return torch.bfloat16 if is_quicker else torch.float32
 
 
@@ -50,17 +49,14 @@ def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT:
     def forward() -> None:
         with torch.no_grad():
             llama.decoder_layer(spec.model, 0, params, x_BTD, rotary)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        _wait_for(device)
 
     return forward
 
 
-def _best_s(spec: RunSpec, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
+def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
     """The shortest times in float32 and in bfloat16, taken in turns: what else the machine does hits both."""
-    num_tokens = round(_FLOP / (2 * layer_layout(spec.model, "layers.0").numel))
-    shape_BT = 1, min(max(num_tokens, _TOKENS[0]), _TOKENS[-1], spec.model.context)
-    jobs = [layer_job(spec, device, dtype, shape_BT) for dtype in (torch.float32, torch.bfloat16)]
+    jobs = [_there_and_back(model, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     best_s = [math.inf, math.inf]
     for _ in range(_RUNS):
         for kind, job in enumerate(jobs):
@@ -68,3 +64,37 @@ def _best_s(spec: RunSpec, device: torch.device, clock: Callable[[], float]) -> 
             job()
             best_s[kind] = min(best_s[kind], clock() - began_s)
     return best_s[0], best_s[1]
+
+
+def _sample(model: ModelSpec) -> ModelSpec:
+    """A dense layer like the model's, of a width at which a device shows what it can do within a second."""
+    heads = max(1, min(model.dim, _WIDTH) // model.head_dim)
+    ffn_dim = min(model.ffn_dim, 3 * heads * model.head_dim)
+    return ModelSpec(
+        dim=heads * model.head_dim,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=heads,
+        ffn_dim=ffn_dim,
+        context=min(model.context, _TOKENS),
+    )
+
+
+def _there_and_back(model: ModelSpec, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+    """The forward and backward of one decoder layer, as training does them."""
+    layout = layer_layout(model, "layers.0")
+    flat_N = init_layer(model, "layers.0", 0).to(device, dtype)
+    gradient_N, rotary = torch.zeros_like(flat_N), llama.rotary_tables(model, device)
+    x_BTD = torch.ones(1, model.context, model.dim, device=device, dtype=dtype, requires_grad=True)
+
+    def job() -> None:
+        y_BTD = llama.decoder_layer(model, 0, layout.leaves(flat_N, gradient_N), x_BTD, rotary)
+        torch.autograd.backward(y_BTD.sum())
+        _wait_for(device)
+
+    return job
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

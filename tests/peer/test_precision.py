@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def clock(wide_s, narrow_s):
     """Of a device whose forwards take so long in float32 and in bfloat16, which are timed in turns; once they were
     held up."""
-    ticks = itertools.chain.from_iterable((0.0, took_s) for took_s in [3 * wide_s, narrow_s] + [wide_s, narrow_s] * 3)
+    ticks = itertools.chain.from_iterable((0.0, took_s) for took_s in [3 * wide_s, narrow_s] + [wide_s, narrow_s] * 2)
     return lambda: next(ticks)
 
 
