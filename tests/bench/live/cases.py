@@ -8,6 +8,7 @@ import numpy as np
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario, find_scenario
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.topology import Topology, make_topology
+from shoal.protocol.wire_format import WireFormat
 
 SHIPPED = ("data-centre", "two-universities", "mixed-cards", "eight-cities", "home-gpus", "spot-fleet")
 SIX_EQUAL = "six-equal"
@@ -88,6 +89,13 @@ def scenario_of(name: str, title: str, topology: Topology, spec: RunSpec) -> Sce
 def with_steps(scenario: Scenario, steps: int) -> Scenario:
     training = msgspec.structs.replace(scenario.spec.training, steps=steps)
     return replace(scenario, spec=msgspec.structs.replace(scenario.spec, training=training))
+
+
+def with_wire(scenario: Scenario, forth: WireFormat, back: WireFormat, sums: WireFormat) -> Scenario:
+    """The same with other formats on the wire."""
+    wire = WireSpec(activations=forth, activation_gradients=back, gradients=sums)
+    spec = msgspec.structs.replace(scenario.spec, wire=wire)
+    return replace(scenario, name=f"{scenario.name}, {forth}/{back}/{sums}", spec=spec)
 
 
 def coarser(scenario: Scenario, times: int) -> Scenario:
