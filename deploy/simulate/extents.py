@@ -47,6 +47,9 @@ class Extent:
     def to(self, *where: object, **how: object) -> "Extent":
         return self
 
+    def float(self) -> "Extent":
+        return self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledLayerState(LayerState):
