@@ -29,6 +29,12 @@ def _device_name(text: str) -> str:
     return text
 
 
+def _device_names(text: str) -> str:
+    for name in () if text == "all" else text.split(","):
+        _device_name(name)
+    return text
+
+
 Listen = Annotated[str, typer.Option(help="HOST:PORT, :PORT or a multiaddr; port 0 lets the system choose.")]
 Announce = Annotated[
     list[str] | None,
@@ -49,6 +55,14 @@ Device = Annotated[
         help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one. rocm, xpu and mps: untested.",
         callback=_device_name,
         autocompletion=lambda: ["auto", "cpu", "cuda", "cuda:0", "cuda:1", "rocm", "xpu", "mps"],
+    ),
+]
+Devices = Annotated[
+    str,
+    typer.Option(
+        help="As of `shoal host`; all is a peer for each GPU, and cuda:0,cuda:2 one for each of these.",
+        callback=_device_names,
+        autocompletion=lambda: ["auto", "all", "cpu", "cuda", "cuda:0", "cuda:1", "rocm", "xpu", "mps"],
     ),
 ]
 Dashboard = Annotated[

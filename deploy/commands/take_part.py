@@ -16,6 +16,7 @@ from shoal.deploy.commands.options import (
     Announce,
     Dashboard,
     Device,
+    Devices,
     Limit,
     Listen,
     Record,
@@ -248,6 +249,7 @@ def _where_it_was_hosted(known: RunFolder | None) -> contextlib.AbstractContextM
 @examples(
     "shoal join shoal1…  # take part, with the first GPU or the CPU",
     "shoal join shoal1… --name bob --device cuda:1  # as bob, with the second GPU",
+    "shoal join shoal1… --device all  # with all GPUs, a peer each",
     "shoal join shoal1… --limit upload_mbit_s=5 --limit only_when_idle=true  # and not everything it has",
     "shoal join shoal1… --data ~/corpus.txt  # with the text of the run: the first stage needs it",
     "shoal join - < invite.txt  # the invite from standard input",
@@ -261,7 +263,7 @@ def join(
     data: Annotated[str, typer.Option(help="Where the run's text is on this machine.")] = "",
     tokenizer: Annotated[str, typer.Option(help="Where its tokenizer.json is, if it has one.")] = "",
     threads: Threads = 0,
-    device: Device = "auto",
+    device: Devices = "auto",
     dashboard: Dashboard = None,
     limit: Limit = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not set has its default.")] = False,
@@ -283,13 +285,21 @@ def join(
     from shoal.deploy.terminal.progress import sign_of_life
 
     with sign_of_life("starting"), importing():
-        from shoal.deploy.manners.device import pick_device, spare_threads
+        from shoal.deploy.manners.device import devices_of, pick_device, spare_threads
         from shoal.deploy.session.session import Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.loop import run
 
     if found is None:  # after the imports: a parent starts us before it has the invite
         found = parse_invite(sys.stdin.readline())
     addresses, told = listen_addresses(listen), announced_addresses(announce or ())
+    if device == "all" or "," in device:
+        from shoal.deploy.session.each_device import Each, join_with_each
+
+        flags = [*_flag("--data", text), *_flag("--tokenizer", tokenizer), "--record" if records else "--no-record"]
+        flags += [*_flag("--wandb", project), *(["--verbose"] if verbose else []), *(["--reports"] if reports else [])]
+        first = [*_flag("--dashboard", dashboard or ""), *(f for way in announce or () for f in ("--announce", way))]
+        each = Each(name=name, limits=limits, listen=listen, state_dir=state_dir, threads=threads, flags=flags)
+        raise typer.Exit(run(join_with_each(devices_of(device), found.encode(), each, first=first, plain=reports)))
     parent = places.state_root() / "runs" / found.run
     folder = places.claim_folder(state_dir) if state_dir else places.claim_first_free(parent, "peer")
     chosen = Options(
@@ -312,6 +322,10 @@ def join(
             typer.echo(finished, err=reports)
             return
         explain(error, found, listen=addresses, state_dir=folder.path, device=device)
+
+
+def _flag(name: str, value: str) -> list[str]:
+    return [f"{name}={value}"] if value else []
 
 
 def _records(asked: bool | None, wandb: str, *, default: bool) -> tuple[bool, str]:

@@ -26,6 +26,19 @@ def pick_device(wanted: str) -> torch.device:
     return device
 
 
+def devices_of(wanted: str) -> list[str]:
+    """The devices that a list names, or `all` GPUs that torch sees. Raises: LocalError: they are not there."""
+    if wanted == "all":
+        found = torch.cuda.device_count()
+        if not found:
+            raise LocalError("--device all: torch sees no GPU on this machine")
+        return [f"cuda:{index}" for index in range(found)]
+    names = wanted.split(",")
+    for name in names:
+        pick_device(name)
+    return names
+
+
 def untested(device: torch.device) -> str:
     """What to tell the owner of a device of a kind on which nobody has run shoal yet; empty: it is none."""
     kind = "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type

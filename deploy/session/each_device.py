@@ -1,0 +1,114 @@
+"""Several devices of one machine in one run under one command: a peer for each, in a process of its own.
+
+Each process is that of `shoal join` with one device. What its owner lends in all is shared evenly, signals go to all of
+them, and we end with the last. The coordinator knows by `Claims.machine` that they share a network card.
+"""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import typer
+
+from shoal.deploy.demo.crew import CLI, last_line
+from shoal.deploy.demo.swarm import Child, Swarm
+from shoal.deploy.manners.limits import MBIT_S_MIN, Limits
+
+_SHARED = ("upload_mbit_s", "download_mbit_s", "relay_mbit_s")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Each:
+    """What the owner has said, for all peers together.
+
+    Args:
+        listen: as of `shoal join`; the first peer listens there, the others on ports that the system chooses.
+        threads: torch's, of each; 0: what is spare, divided.
+        flags: given on as they are.
+    """
+
+    name: str
+    limits: Limits
+    listen: str
+    state_dir: Path | None
+    threads: int
+    flags: Sequence[str]
+
+    def argv(self, index: int, device: str, *, among: int, threads: int) -> list[str]:
+        """The command line of one peer."""
+        host, _, _ = self.listen.rpartition(":")
+        listen = self.listen if index == 0 else f"{host}:0"
+        argv = [
+            *CLI,
+            "join",
+            "-",
+            f"--name={self.name}-{index + 1}",
+            f"--device={device}",
+            f"--listen={listen}",
+            "--yes",
+        ]
+        if self.state_dir is not None:
+            argv.append(f"--state-dir={self.state_dir / f'peer-{index + 1}'}")
+        for name, value in msgspec.to_builtins(share_of(self.limits, among)).items():
+            if value is not None and value != "":
+                argv.append(f"--limit={name}={str(value).lower() if isinstance(value, bool) else value}")
+        return [*argv, f"--threads={threads}", *self.flags]
+
+
+def share_of(limits: Limits, among: int) -> Limits:
+    """What each of so many peers may take: of the lines a part, of its own device what all may take of theirs."""
+    parts = {name: getattr(limits, name) / among for name in _SHARED}
+    return msgspec.structs.replace(
+        limits, **{name: max(MBIT_S_MIN, part) for name, part in parts.items() if part > 0.0}
+    )
+
+
+async def join_with_each(
+    devices: Sequence[str], invite: str, each: Each, *, first: Sequence[str] = (), plain: bool = False
+) -> int:
+    """Take part with every device until the last peer ends.
+
+    Args:
+        first: more arguments of the first peer.
+        plain: their lines as they are, without their names in front.
+    Returns: an exit status: 0 if all ended well, else the first other one.
+    """
+    statuses: list[int] = []
+
+    def say(child: Child, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        typer.echo(text if plain else f"{child.name}: {text}")
+
+    def ended(child: Child, status: int) -> None:
+        statuses.append(status)
+        if status:
+            typer.echo(f"{child.name} ended with status {status}: {last_line(child.log)}", err=True)
+
+    swarm, loop = Swarm(on_line=say, on_exit=ended), asyncio.get_running_loop()
+
+    def hand_on(number: signal.Signals) -> None:
+        for child in swarm.children:
+            child.send(number)
+
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            loop.add_signal_handler(number, hand_on, number)
+    threads = each.threads or max(1, (os.cpu_count() or 1) // len(devices))
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        try:
+            for index, device in enumerate(devices):
+                argv = each.argv(index, device, among=len(devices), threads=threads)
+                log = Path(folder, f"{index}.log")
+                child = await swarm.start(device, [*argv, *(first if index == 0 else ())], env=os.environ, log=log)
+                await swarm.tell(child, f"{invite}\n")
+            for child in swarm.children:
+                await child.reader
+        finally:
+            await swarm.close()
+    return next((status for status in statuses if status), 0)
