@@ -28,6 +28,8 @@ def name_of(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ComputeDevice:
+    """The device of one peer, and how it is used in one run."""
+
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
     """What jobs multiply in."""

@@ -1,4 +1,4 @@
-"""Chooses what a peer's device multiplies in: bfloat16 where it is quicker.
+"""Chooses the dtype of a peer's matrix products: bfloat16 where its device is quicker in it, else float32.
 
 Members of a group may choose differently: what must be equal bit for bit is made from reduced gradients, in float32.
 """

@@ -27,7 +27,8 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def devices_of(wanted: str) -> list[str]:
-    """The devices that a list names, or `all` GPUs that torch sees. Raises: LocalError: they are not there."""
+    """Find what `--device` means: the devices that it names, separated by commas, or every GPU that torch sees if it
+    is "all". Raises: LocalError: torch does not see one of them, or with "all" no GPU."""
     if wanted == "all":
         found = torch.cuda.device_count()
         if not found:

@@ -202,7 +202,8 @@ class Reduction:
             self._rounded[chunk] = rounded
 
     def _key(self, chunk: int, contributor: PeerID | None = None) -> tuple[int, int]:
-        """Of a contribution, or of the mean: no two pieces of a run are rounded by the same numbers."""
+        """The seed for the stochastic rounding of one piece: of what `contributor` sends of this chunk, or, if None, of
+        the chunk's mean. It is another one for each stage, step, chunk and sender."""
         words = f"{self.start.stage} {self.start.step} {chunk} {contributor or 'mean'}"
         digest = blake3(words.encode()).digest(length=8)
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -85,7 +85,8 @@ def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
 
 
 def loss_of_head(model: ModelSpec, params: Params, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-    """`loss` of `head`, without the logits in memory (`head_loss.py`)."""
+    """Final norm, output projection and mean cross entropy: [B, T, D] and int64 targets [B, T] -> float32 scalar, in
+    nats a token. The same as `loss(head(...), targets_BT)`, but never holds all logits (`head_loss.py`)."""
     x_BTD = _final_norm(model, params, x_BTD)
     return head_loss(x_BTD.flatten(0, 1), params["lm_head.weight"], targets_BT.flatten())
 
