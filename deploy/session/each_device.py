@@ -17,6 +17,7 @@ import typer
 
 from shoal.deploy.demo.crew import CLI, last_line
 from shoal.deploy.demo.swarm import Child, Swarm
+from shoal.deploy.manners.device import spare_threads
 from shoal.deploy.manners.limits import MBIT_S_MIN, Limits
 
 _SHARED = ("upload_mbit_s", "download_mbit_s", "relay_mbit_s")
@@ -99,7 +100,7 @@ async def join_with_each(
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             loop.add_signal_handler(number, hand_on, number)
-    threads = each.threads or max(1, (os.cpu_count() or 1) // len(devices))
+    threads = each.threads or max(1, spare_threads() // len(devices))
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         try:
             for index, device in enumerate(devices):
