@@ -2,7 +2,8 @@
 
 A card works behind the thread that gives it work, and whoever looks at a number of it (`bool`, `float`) waits until it
 has caught up; then it has nothing to do. So the answers here stay on the device, and a job of a stage that holds whole
-layers looks at them at its end, where it waits for what it sends anyway. On a CPU a look costs nothing and spares a pass over the numbers.
+layers looks at them at its end, where it waits for what it sends anyway. On a CPU a look costs nothing and spares a
+pass over the numbers.
 """
 
 from torch import Tensor
