@@ -12,7 +12,7 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, Snapshot
-from shoal.coordinator.allocate.prospect import foresee
+from shoal.coordinator.allocate.prospect import choose_sums, foresee
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.confirmations import Confirmations, Ends
 from shoal.coordinator.cost.workload import Workload
@@ -31,6 +31,7 @@ from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
 from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.wire_format import WireFormat
 
 SAFE_PEERS = 64
 """The coordinator of a swarm of more peers looks more rarely for the newest safe snapshot, because it reads every
@@ -75,6 +76,8 @@ class ClusterView:
         """When the run's first plan was made, by this peer's clock and as far as it knows."""
         self.calibration = Calibration()
         self._foresee_at_s = -math.inf
+        self.sums: WireFormat | None = None
+        """The format in which reductions of the live layout had better travel, by the figures of late."""
         self._notes = PlanNotes()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
@@ -166,6 +169,7 @@ class ClusterView:
             self._snapshots.begin()
             self.survey.begin_term(plan)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s
+            self.sums = None
         if inherited is not None:
             self.roster.take_over(inherited.arrivals)
             if not continuing:
@@ -358,21 +362,36 @@ class ClusterView:
         flop = workload.microbatches * workload.job_flop(0, workload.num_layers)
         return flop / flop_per_s if flop_per_s > 0 else 0.0
 
-    def foresee(self, stages: Sequence[Stage], now_s: float) -> Foreseen | None:
-        """How fast these stages should be, by the objective alone; None: it cannot say, or would take too long."""
+    def foresee(self, stages: Sequence[Stage], now_s: float, sums: WireFormat | None = None) -> Foreseen | None:
+        """How fast these stages should be, by the objective alone; None: it cannot say, or would take too long.
+
+        Args: sums: the format of reductions; None: the thinnest that the run allows.
+        """
+        snapshot = self._snapshot_of(stages, now_s)
+        return None if snapshot is None else foresee(snapshot, stages, sums)
+
+    def choose_sums(self, stages: Sequence[Stage], now_s: float, *, kept: WireFormat | None = None) -> WireFormat:
+        """The format in which these stages' reductions are to travel. Args: kept: the one that they have."""
+        forms = self.spec.wire.sums
+        snapshot = self._snapshot_of(stages, now_s) if len(forms) > 1 else None
+        return forms[-1] if snapshot is None else choose_sums(snapshot, stages, forms, kept=kept)
+
+    def _snapshot_of(self, stages: Sequence[Stage], now_s: float) -> Snapshot | None:
+        """The members of these stages as they are now; None: they are too many to foresee anything in time."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > FORESEEN_PEERS_MAX:
             return None
         found = self.survey.snapshot(peers, None, Disks(parts={}), knows_network=True)
-        return foresee(replace(found, unreachable=self.unreachable(peers, now_s)), stages)
+        return replace(found, unreachable=self.unreachable(peers, now_s))
 
     def compare(self, live: Plan, now_s: float) -> None:
         """Compare what was foreseen of the live plan with what comes. We coordinate, and everybody has been heard."""
         if now_s >= self._foresee_at_s:
             apart = max(1.0, len(live.members) / FORESEE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
-            self.calibration.foresee(self.foresee(live.stages, now_s))
+            self.calibration.foresee(self.foresee(live.stages, now_s, live.sums))
+            self.sums = self.choose_sums(live.stages, now_s, kept=live.sums)
         holders = (peer for stage in live.stages for peer in stage.peers)
         is_whole = all(self.roster.has_state(peer, live) for peer in holders)
         self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)

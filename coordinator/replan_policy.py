@@ -252,9 +252,11 @@ class ReplanPolicy:
         return replace(layout, reason=f"reset by the owner:{back} {layout.reason}", beginning=beginning), reason
 
     def foreseen(self, layout: Layout, now_s: float) -> Layout:
-        """`layout` with how fast its stages should be, for the plan that is made of it."""
-        foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s), len(layout.stages))
-        return replace(layout, foreseen=foreseen)
+        """`layout` with how its reductions are to travel and how fast its stages should be, for the plan that is made
+        of it."""
+        sums = layout.sums or self.view.choose_sums(layout.stages, now_s)
+        foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s, sums), len(layout.stages))
+        return replace(layout, foreseen=foreseen, sums=sums)
 
     def awaits_disks(self, now_s: float) -> bool:
         """Whether a snapshot may still become whole. A coordinator that has begun to wait for that keeps the role:
@@ -303,6 +305,11 @@ class ReplanPolicy:
             if placed != live.experts:
                 moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
                 return moved, moved.reason
+        if view.sums is not None and view.sums != live.sums:
+            changed = Layout(
+                stages=live.stages, spares=live.spares, reason=f"reductions travel in {view.sums}", sums=view.sums
+            )
+            return changed, changed.reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
             return self._preparing(live, peers, disks, layout, now_s)

@@ -179,7 +179,7 @@ class TorchArithmetic:
         dtype: torch.dtype = torch.float32,
         steps_on: torch.device | None = None,
     ) -> None:
-        self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
+        self.vectors = Vectors(torch.device("cpu"), sums=spec.wire.sums)
         self.tokens = TokenWire(spec)
         self.device_name = name_of(device)
         self.has_text = corpus is not None

@@ -103,6 +103,7 @@ def make_commit(surroundings: Surroundings, group_id: int, *, incarnation: int, 
         incarnation=incarnation,
         deadline_s=spec.training.commit_deadline_s,
         quorum=spec.training.commit_quorum,
+        sums=spec.wire.sums,
     )
 
 

@@ -5,6 +5,7 @@ One of the places where a peer without tensors differs from a real one; the othe
 on their way to experts, `experts/wire.py`.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from shoal.peer.pipeline.state import LayerState
 from shoal.peer.recycling import Recycling
 from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.ports import Payload
-from shoal.protocol.wire_format import WireFormat, tensor_bytes
+from shoal.protocol.wire_format import WireFormat
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -24,19 +25,19 @@ class Vectors:
     """Args:
     host: the device that vectors are on while they are summed and sent.
     chunk_bytes: the largest piece, as float32.
-    gradients: as `WireSpec` has it.
+    sums: the formats in which a reduction may travel (`WireSpec.sums`).
     """
 
     def __init__(
-        self, host: torch.device, *, chunk_bytes: int = BULK_CHUNK_BYTES, gradients: WireFormat = "fp32"
+        self, host: torch.device, *, chunk_bytes: int = BULK_CHUNK_BYTES, sums: Sequence[WireFormat] = ("fp32",)
     ) -> None:
         self.host = host
         self._recycling = Recycling()
-        self._gradients = gradients
-        self._mean_dtype = _DTYPES.get(gradients, torch.float32)
+        self.sums = tuple(sums)
+        self._mean_dtype = torch.bfloat16 if self.sums == ("bf16",) else torch.float32
         self.mean_bytes = self._mean_dtype.itemsize
         """Of one number of a reduced gradient, once it is rounded: no bit of it may be lost any more."""
-        self.narrows = gradients != "fp32"
+        self.narrows = self.sums != ("fp32",)
         """Whether a gradient's bytes on the wire are made, and not only looked at."""
         self.chunk = chunk_bytes // 4
         """Elements."""
@@ -58,51 +59,44 @@ class Vectors:
 
     def payload_of(self, values_C: Tensor) -> Payload:
         """The bytes of a float32 tensor, without copying."""
-        return memoryview(values_C.detach().contiguous().numpy().data).cast("B")
+        return _payload(values_C, torch.float32)
 
     def values_of(self, payload: Payload) -> Tensor:
         """float32 [bytes / 4], without copying."""
         return torch.frombuffer(payload, dtype=torch.float32)
 
-    def piece_bytes(self, size: int) -> int:
-        """The bytes of a piece of a round, of `size` numbers."""
-        return tensor_bytes(self._gradients, size)
-
-    def piece_payload(self, values_C: Tensor, key: tuple[int, int]) -> Payload:
+    def piece_payload(self, values_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload:
         """A float32 piece of a round as bytes: in bf16 rounded to the nearest, in few bits by chance, so that it is
         right in the mean. Args: key: of this piece alone, so that it has the same bytes every time."""
-        if self._gradients in _DTYPES:
-            return self.mean_payload(values_C)
-        payload_B = codec.encode(values_C.detach(), codec.FORMATS[self._gradients], key=key)
+        if form in _DTYPES:
+            return _payload(values_C, _DTYPES[form])
+        payload_B = codec.encode(values_C.detach(), codec.FORMATS[form], key=key)
         return memoryview(payload_B.numpy().data)
 
-    def piece_of(self, payload: Payload, size: int) -> Tensor:
-        """Read a piece of a round, of `piece_bytes(size)` bytes. Returns: float32 [size]."""
-        if self._gradients in _DTYPES:
-            return self.mean_of(payload)
+    def piece_of(self, payload: Payload, form: WireFormat, size: int) -> Tensor:
+        """Read a piece of a round, of `tensor_bytes(form, size)` bytes. Returns: float32 [size]."""
+        if form in _DTYPES:
+            return torch.frombuffer(payload, dtype=_DTYPES[form]).to(torch.float32)
         payload_B = torch.frombuffer(payload, dtype=torch.uint8)
-        return codec.decode(payload_B, size, codec.FORMATS[self._gradients])
+        return codec.decode(payload_B, size, codec.FORMATS[form])
 
-    def round_mean(self, mean_C: Tensor, key: tuple[int, int]) -> Payload | None:
+    def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
         """In place, to what others will read of it.
 
         Returns: its bytes as a piece of a round, if `piece_payload` would round it a second time: in few bits. In bf16
         what is rounded once goes over the wire as often as one likes.
         """
-        if self._gradients in _DTYPES:
-            if self.narrows:
-                mean_C.copy_(mean_C.to(self._mean_dtype))
+        if form in _DTYPES:
+            if form != "fp32":
+                mean_C.copy_(mean_C.to(_DTYPES[form]))
             return None
-        payload = self.piece_payload(mean_C, key)
-        mean_C.copy_(self.piece_of(payload, mean_C.numel()))
+        payload = self.piece_payload(mean_C, form, key)
+        mean_C.copy_(self.piece_of(payload, form, mean_C.numel()))
         return payload
 
     def mean_payload(self, mean_C: Tensor) -> Payload:
         """A piece of a reduced gradient as bytes, exactly."""
-        if self._mean_dtype == torch.float32:
-            return self.payload_of(mean_C)
-        narrow_C = mean_C.detach().to(self._mean_dtype)
-        return memoryview(narrow_C.view(torch.uint8).numpy().data)
+        return _payload(mean_C, self._mean_dtype)
 
     def mean_of(self, payload: Payload) -> Tensor:
         """float32 [bytes / `mean_bytes`]."""
@@ -110,6 +104,12 @@ class Vectors:
 
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
         return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+
+
+def _payload(values_C: Tensor, dtype: torch.dtype) -> Payload:
+    """The bytes of the numbers in `dtype`, without copying if that is theirs."""
+    narrow_C = values_C.detach().contiguous().to(dtype)
+    return memoryview(narrow_C.view(torch.uint8).numpy().data).cast("B")
 
 
 VECTORS = Vectors(torch.device("cpu"))

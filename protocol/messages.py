@@ -11,6 +11,7 @@ import msgspec
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.wire_format import WireFormat
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -640,6 +641,8 @@ class RoundStart(EraMessage, frozen=True):
     given_up: int
     loss_sum: float
     staleness_sum: int
+    form: WireFormat = "fp32"
+    """The format in which its pieces travel, one of the run's `WireSpec.sums`."""
 
 
 class Digest(EraMessage, frozen=True):

@@ -33,7 +33,7 @@ from shoal.protocol.limits import (
 )
 from shoal.protocol.staleness import synchronous_steps
 from shoal.protocol.toml.complaint import complaint
-from shoal.protocol.wire_format import WireFormat, tensor_bytes
+from shoal.protocol.wire_format import AUTO_SUMS, WireFormat, tensor_bytes
 
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
@@ -343,9 +343,15 @@ class WireSpec(_Section, frozen=True):
     """Activations, from one stage to the next. State always travels in fp32."""
     activation_gradients: WireFormat | None = None
     """Their gradients, on the way back. None: as the activations, but in 6 bits at least, as gradients mind it more."""
-    gradients: WireFormat = "fp32"
+    gradients: WireFormat | Literal["auto"] = "fp32"
     """Parameter gradients in a reduction: each member's sum on its way to whoever adds, and the mean on its way back.
-    They are added in fp32 in any case."""
+    They are added in fp32 in any case. "auto": each plan says whether 8 bits a number or 4 (`Plan.sums`), which is 4
+    where a step waits for reductions."""
+
+    @property
+    def sums(self) -> tuple[WireFormat, ...]:
+        """The formats in which a reduction may travel, the widest first. Of several the plan takes one."""
+        return AUTO_SUMS if self.gradients == "auto" else (self.gradients,)
 
     @property
     def backward(self) -> WireFormat:

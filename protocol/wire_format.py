@@ -8,6 +8,10 @@ from typing import Final, Literal
 
 WireFormat = Literal["fp32", "bf16", "int8", "hadamard6", "hadamard5", "hadamard4", "hadamard3"]
 
+AUTO_SUMS: Final[tuple[WireFormat, ...]] = ("int8", "hadamard4")
+"""The formats among which plans choose where a run leaves to them how reductions travel, the widest first: of what they
+cost in learning `kernels/codec/MEASURED.md` has figures."""
+
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
 _TILE: Final = 64
 _TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4": 34, "hadamard3": 26}

@@ -1,11 +1,11 @@
 """What one training step asks of the devices and the network, whatever the layout."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.staleness import Price, price_of
-from shoal.protocol.wire_format import tensor_bytes
+from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 FP32_BYTES = 4.0
 _MANY = 2**20
@@ -106,9 +106,14 @@ class Workload:
             parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])
         return RESIDENT_BYTES_PER_PARAMETER * parameters
 
+    def with_sums(self, form: WireFormat) -> "Workload":
+        """The workload where reductions travel in that format."""
+        return replace(self, gradient_bytes_per_parameter=_bytes_per_number(form))
+
     @classmethod
     def of(cls, spec: RunSpec) -> "Workload":
-        """The workload of a run."""
+        """The workload of a run. Where each plan chooses the format of reductions it is that of the thinnest: a plan
+        takes a wider one only where that costs its step next to nothing."""
         training, model = spec.training, spec.model
         tokens = training.microbatch_size * model.context
         recompute = training.recomputes
@@ -117,7 +122,7 @@ class Workload:
             layer_flop=tuple(flop * tokens for flop in layer_costs(model)),
             backward_per_forward=BACKWARD_PER_FORWARD + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(model, experts_held=_experts_held(spec)),
-            gradient_bytes_per_parameter=tensor_bytes(spec.wire.gradients, _MANY) / _MANY,
+            gradient_bytes_per_parameter=_bytes_per_number(spec.wire.sums[-1]),
             mean_bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
             layer_held_bytes=_held_bytes(model, tokens, recompute=recompute),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
@@ -127,6 +132,10 @@ class Workload:
             control=price_of(training.compensation, optimizer=spec.optimizer.name) if training.s_max else None,
             experts=_placed_experts(spec),
         )
+
+
+def _bytes_per_number(form: WireFormat) -> float:
+    return tensor_bytes(form, _MANY) / _MANY
 
 
 def _placed_experts(spec: RunSpec) -> PlacedExperts | None:

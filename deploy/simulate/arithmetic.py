@@ -138,7 +138,7 @@ class ModelledArithmetic:
     def __init__(
         self, spec: RunSpec, *, has_text: bool, memory_bytes: float, chunk_bytes: int, routing: Routing | None = None
     ) -> None:
-        self.vectors: Vectors = ModelledVectors(chunk_bytes=chunk_bytes, gradients=spec.wire.gradients)
+        self.vectors: Vectors = ModelledVectors(chunk_bytes=chunk_bytes, sums=spec.wire.sums)
         self.tokens: TokenWire = ModelledTokenWire(spec)
         self.device_name = "modelled"
         self.has_text = has_text

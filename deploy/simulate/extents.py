@@ -1,5 +1,6 @@
 """Stands for tensors and bytes where only their size matters, and for the states and vectors made of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -10,7 +11,7 @@ from shoal.peer.pipeline.state import LayerState
 from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.phantom import Phantom
-from shoal.protocol.wire_format import WireFormat
+from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 NOWHERE: Final = torch.device("meta")
 
@@ -64,8 +65,8 @@ class ModelledLayerState(LayerState):
 class ModelledVectors(Vectors):
     """Vectors that have only a size."""
 
-    def __init__(self, *, chunk_bytes: int, gradients: WireFormat = "fp32") -> None:
-        super().__init__(NOWHERE, chunk_bytes=chunk_bytes, gradients=gradients)
+    def __init__(self, *, chunk_bytes: int, sums: Sequence[WireFormat] = ("fp32",)) -> None:
+        super().__init__(NOWHERE, chunk_bytes=chunk_bytes, sums=sums)
 
     def empty(self, size: int) -> Tensor:
         return cast(Tensor, cast(Any, Extent(size)))
@@ -82,13 +83,13 @@ class ModelledVectors(Vectors):
     def values_of(self, payload: Payload) -> Tensor:
         return self.empty(len(payload) // 4)
 
-    def piece_payload(self, values_C: Tensor, key: tuple[int, int]) -> Payload:
-        return phantom(self.piece_bytes(values_C.numel()))
+    def piece_payload(self, values_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload:
+        return phantom(tensor_bytes(form, values_C.numel()))
 
-    def piece_of(self, payload: Payload, size: int) -> Tensor:
+    def piece_of(self, payload: Payload, form: WireFormat, size: int) -> Tensor:
         return self.empty(size)
 
-    def round_mean(self, mean_C: Tensor, key: tuple[int, int]) -> Payload | None:
+    def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
         """Do nothing, since there is nothing to round."""
 
     def mean_payload(self, mean_C: Tensor) -> Payload:

@@ -119,7 +119,7 @@ class Encoder:
         self._compute = compute
 
     async def piece(self, piece: Outgoing) -> Payload:
-        return await self._made(lambda: self._vectors.piece_payload(piece.values_C, piece.key))
+        return await self._made(lambda: self._vectors.piece_payload(piece.values_C, piece.form, piece.key))
 
     async def mean(self, mean_C: Tensor) -> Payload:
         return await self._made(lambda: self._vectors.mean_payload(mean_C))

@@ -4,9 +4,10 @@ The stage's gradient [N] is cut into one part a member, sized by bandwidth. Ever
 owner; the owner adds them **in rank order** (so that nobody's arrival time changes a bit), divides by the number of
 microbatches and sends the same bytes to all. So all members end with equal bits, each has sent and received about 2 N
 numbers whatever the group's size, and a chunk is on its way back before the next one has arrived. On the wire numbers
-are as the run's spec says (`WireSpec.gradients`); narrower than fp32, the owner rounds the mean before it sends it, and
-steps with that itself. In few bits (`kernels/codec`) sums and means are rounded by chance, so that they are right in
-the mean: nobody keeps what rounding has left over, and nothing is lost with a member.
+have the format that whoever opens the round says (`RoundStart.form`, by the run's spec and the plan). Narrower than
+fp32, the owner rounds the mean before it sends it, and steps with that itself. In few bits (`kernels/codec`) sums and
+means are rounded by chance, so that they are right in the mean: nobody keeps what rounding has left over, and nothing
+is lost with a member.
 
 A `Reduction` is used by two threads. The event loop keeps the books: it takes what arrives and says what to send. What
 it gets back as a function touches tensors, and runs elsewhere; then the loop books that it is done.
@@ -24,6 +25,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundStart
 from shoal.protocol.ports import Payload
+from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,10 @@ class Outgoing:
     target: PeerID
     start: int
     values_C: Tensor
+    form: WireFormat = "fp32"
+    """The format in which they travel."""
     key: tuple[int, int] = (0, 0)
-    """By which they are rounded by chance (`Vectors.piece_payload`)."""
+    """The seed of their stochastic rounding (`Vectors.piece_payload`)."""
     payload: Payload | None = None
     """Their bytes, where they are made already."""
 
@@ -112,7 +116,8 @@ class Reduction:
             return
         rank = self._peers.index(peer)
         for chunk in self._chunks(rank):
-            yield Outgoing(peer, chunk, self._sum_N[chunk : self._end(rank, chunk)], self._key(chunk, self._me))
+            values_C = self._sum_N[chunk : self._end(rank, chunk)]
+            yield Outgoing(peer, chunk, values_C, self.start.form, self._key(chunk, self._me))
 
     def finished(self) -> list[Outgoing]:
         """What others have of us so far, unless it was lost on the way: the finished chunks of our part."""
@@ -162,7 +167,7 @@ class Reduction:
         self._under_way.add(start)
 
         def take() -> None:
-            self.mean_N[start:end] = self._vectors.piece_of(payload, end - start)
+            self.mean_N[start:end] = self._vectors.piece_of(payload, self.start.form, end - start)
 
         return take
 
@@ -184,7 +189,7 @@ class Reduction:
     def _for_all(self, chunks: Iterable[int]) -> list[Outgoing]:
         ready = [(chunk, self.mean_N[chunk : self._end(self._rank, chunk)]) for chunk in chunks]
         return [
-            Outgoing(peer, chunk, mean_C, self._key(chunk), self._rounded.get(chunk))
+            Outgoing(peer, chunk, mean_C, self.start.form, self._key(chunk), self._rounded.get(chunk))
             for peer in self.others
             for chunk, mean_C in ready
         ]
@@ -194,10 +199,12 @@ class Reduction:
         end = self._end(self._rank, chunk)
         mean_C = self.mean_N[chunk:end].zero_()
         for peer in self._contributors:
-            ours = peer == self._me
-            mean_C += self._sum_N[chunk:end] if ours else self._vectors.piece_of(arrived[peer], end - chunk)
+            if peer == self._me:
+                mean_C += self._sum_N[chunk:end]
+            else:
+                mean_C += self._vectors.piece_of(arrived[peer], self.start.form, end - chunk)
         mean_C *= self._scale
-        rounded = self._vectors.round_mean(mean_C, self._key(chunk))  # we step with what the others get
+        rounded = self._vectors.round_mean(mean_C, self.start.form, self._key(chunk))  # we step with what others get
         if rounded is not None and self.others:
             self._rounded[chunk] = rounded
 
@@ -218,5 +225,5 @@ class Reduction:
         return next(rank for rank in range(len(self._peers)) if start in self._chunks(rank))
 
     def _check(self, payload: Payload, size: int, source: PeerID) -> None:
-        if len(payload) != self._vectors.piece_bytes(size):
+        if len(payload) != tensor_bytes(self.start.form, size):
             raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers")

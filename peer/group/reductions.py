@@ -16,6 +16,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import REPLAYED_BYTES_MAX, REPLAYED_STEPS_MIN
 from shoal.protocol.messages import RoundStart
 from shoal.protocol.ports import Payload
+from shoal.protocol.wire_format import tensor_bytes
 
 EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 
@@ -35,7 +36,8 @@ class Reductions:
         self._replayed_steps = max(REPLAYED_STEPS_MIN, REPLAYED_BYTES_MAX // max(1, mean_bytes))
         self._rounds: dict[int, Reduction] = {}
         # Two parts of the gradient go from one mate to another: one's own, and what it has of the other's.
-        self.early = Early(vectors.piece_bytes(vectors.chunk), size // vectors.chunk + 2)
+        piece_bytes_max = max(tensor_bytes(form, vectors.chunk) for form in vectors.sums)
+        self.early = Early(piece_bytes_max, size // vectors.chunk + 2)
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient, until we have stepped with it, and for those behind us."""
         self._stepping = -1

@@ -10,6 +10,7 @@ from typing import Final
 from shoal.peer.group.members import Members
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundStart
+from shoal.protocol.wire_format import WireFormat
 
 _ATTEMPTS_PER_PLAN: Final = 1000
 _RANKS: Final = 1000
@@ -29,9 +30,10 @@ def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) ->
 
 @dataclass(kw_only=True, slots=True)
 class Rounds:
-    """One member's, by step, until their results have been compared."""
+    """One member's, by step, until their results have been compared. Args: forms: as `Commit.sums`."""
 
     members: Members
+    forms: tuple[WireFormat, ...] = ("fp32",)
     plan_sequence: int = 0
     retries: int = 0
     """Of ours, at our version."""
@@ -45,6 +47,7 @@ class Rounds:
             0 < len(peers) == len(start.members)
             and all(0.0 < member.bandwidth < _BANDWIDTH_MAX for member in start.members)
             and start.attempt < ahead
+            and start.form in self.forms
         )
 
     def is_dead(self, start: RoundStart) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from shoal.peer.pipeline.microbatch import Indices, bitmap_of, has_index, indices_from
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Progress, RoundMember, RoundStart
+from shoal.protocol.wire_format import WireFormat
 
 
 @dataclass(slots=True)
@@ -46,12 +47,14 @@ def round_of(
     step: int,
     attempt: int,
     microbatches: int,
+    form: WireFormat,
 ) -> RoundStart:
     """Open a round: everybody brings what is firm, and of what is kept apart the first by rank that has it brings it.
 
     Args:
         ranked: its members. Who is in no plan any more has no bandwidth: it reduces no more than the one with least.
         microbatches: those that a step has.
+        form: how its pieces are to travel.
     """
     present = [(peer, tallies[peer]) for peer in ranked if peer in tallies]
     union = 0
@@ -76,6 +79,7 @@ def round_of(
         given_up=microbatches - union.bit_count(),
         loss_sum=loss_sum,
         staleness_sum=staleness_sum,
+        form=form,
     )
 
 

@@ -47,7 +47,7 @@ class Shard:
         self.device = device
         self.dtype = dtype
         self._steps_on = steps_on or device
-        self.vectors = Vectors(torch.device("cpu"), gradients=spec.wire.gradients)
+        self.vectors = Vectors(torch.device("cpu"), sums=spec.wire.sums)
         self.state: StageState | None = None
         sizes = [layer_layout(spec.model, key).numel for key in keys]
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(keys)}

@@ -59,6 +59,7 @@ from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import DIGEST_CHARS_MAX, OPEN_STEPS_MAX
 from shoal.protocol.messages import Digest, Progress, RoundStart
+from shoal.protocol.wire_format import WireFormat
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,6 +73,7 @@ class Commit:
             `quorum` of M. 0: waits for all of it.
         catch_up_after_s: a mate's digest may overtake the end of our own round by this much.
         incarnation: of this replica; it dies with all that it holds, and the next one has a higher number.
+        sums: the formats in which a reduction may travel (`WireSpec.sums`).
     """
 
     me: PeerID
@@ -85,6 +87,7 @@ class Commit:
     catch_up_after_s: float = 1.0
     version: int = 0
     incarnation: int = 0
+    sums: tuple[WireFormat, ...] = ("fp32",)
     _members: Members = field(init=False)
     _count: int = field(init=False, default=0)
     _announced_lead: PeerID | None = field(init=False, default=None)
@@ -98,10 +101,13 @@ class Commit:
     _version_since_s: float = field(init=False, default=0.0)
     _ends_at: int = field(init=False, default=0)
     """The version at which the layout ends; 0: it does not."""
+    _form: WireFormat = field(init=False)
+    """The format of the rounds that we open."""
 
     def __post_init__(self) -> None:
         self._members = Members(me=self.me)
-        self._rounds = Rounds(members=self._members)
+        self._rounds = Rounds(members=self._members, forms=self.sums)
+        self._form = self.sums[0]
         self._tallies = Tallies(me=self.me, microbatches=self.microbatches)
         self._agreement = Agreement(
             me=self.me,
@@ -217,6 +223,7 @@ class Commit:
         self._losses.begins_at = event.begins_at
         self._rounds.plan_sequence = event.sequence
         self._ends_at = event.ends_at
+        self._form = event.sums or self.sums[0]
         known = {self.me, *self.mates, *self.departing, *event.former, *self._rounds.named}
         self._members.forget_all_but(known)
         self._agreement.forget_all_but(known)
@@ -497,6 +504,7 @@ class Commit:
             step=step,
             attempt=self._attempt,
             microbatches=self.microbatches,
+            form=self._form,
         )
         return [Tell(start), *self._hold_to(start)]
 

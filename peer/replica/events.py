@@ -12,6 +12,7 @@ from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Hello, Progress, RoundStart
 from shoal.protocol.plan import Member, Plan
+from shoal.protocol.wire_format import WireFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,13 +422,15 @@ SupplyEvent = (
 @dataclass(frozen=True, slots=True)
 class GroupPlanned:
     """Plan `sequence` gives the group these members, in rank order. `former`: who else had a place in it by the plans
-    of late, and may still drain. `ends_at`: as `Plan.ends_at`. `begins_at`: the version with which its era begins."""
+    of late, and may still drain. `ends_at`, `sums`: as in `Plan`. `begins_at`: the version with which the era begins.
+    """
 
     members: tuple[Member, ...]
     sequence: int
     former: Collection[PeerID] = ()
     ends_at: int = 0
     begins_at: int = 0
+    sums: WireFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,12 @@ class MemberCore(ABC):
     def _follow(self, event: PlanFollowed, now_s: float) -> list[Command]:
         plan = self._plan = event.plan
         planned = GroupPlanned(
-            plan.group_members(self._group.stage), plan.sequence, event.former, plan.ends_at, plan.restore_version
+            plan.group_members(self._group.stage),
+            plan.sequence,
+            event.former,
+            plan.ends_at,
+            plan.restore_version,
+            plan.sums,
         )
         return [*self._commit(planned, now_s), *self._open_if_fit(now_s), *self._changed(now_s)]
 

@@ -40,10 +40,11 @@ def cuts(spec: RunSpec) -> Between:
 
 class Sums:
     """Has a step's gradient added up by `members`, as one stage that holds the whole model would: each has its share of
-    the microbatches, and what they send each other is as the run's wire makes it."""
+    the microbatches, and what they send each other is as the run's wire makes it, in the thinnest format of several."""
 
     def __init__(self, spec: RunSpec, members: int) -> None:
-        self._vectors = Vectors(CPU, gradients=spec.wire.gradients)
+        self._form = spec.wire.sums[-1]
+        self._vectors = Vectors(CPU, sums=spec.wire.sums)
         self._count, self._members = spec.training.microbatches_per_step, members
         self._sums: list[Tensor] = []
 
@@ -75,6 +76,7 @@ class Sums:
             given_up=0,
             loss_sum=0.0,
             staleness_sum=0,
+            form=self._form,
         )
         numel, first = self._sums[0].numel(), names[0]
         rounds = {
@@ -85,12 +87,12 @@ class Sums:
             rounds[name].begin(sum_N)
         for name in names:
             for out in rounds[name].scatter():
-                owner, payload = rounds[out.target], vectors.piece_payload(out.values_C, out.key)
+                owner, payload = rounds[out.target], vectors.piece_payload(out.values_C, out.form, out.key)
                 if owner.part_arrived(name, out.start, payload):
                     owner.adding([out.start])()
                     results += [(out.target, made) for made in owner.added([out.start]) if made.target == first]
         for name, out in results:
-            payload = vectors.piece_payload(out.values_C, out.key) if out.payload is None else out.payload
+            payload = vectors.piece_payload(out.values_C, out.form, out.key) if out.payload is None else out.payload
             take = rounds[first].result_arrived(name, out.start, payload)
             assert take is not None
             take()

@@ -11,6 +11,7 @@ from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, WireSpec
         (WireSpec(), 2.0, 4.0),
         (WireSpec(activations="fp32"), 4.0, 4.0),
         (WireSpec(gradients="bf16"), 2.0, 2.0),
+        (WireSpec(gradients="auto"), 2.0, 4.25 / 8),
         (WireSpec(activations="int8"), 8.25 / 8, 4.0),
         (WireSpec(activations="hadamard4"), (4.25 + 6.25) / 2 / 8, 4.0),
         (WireSpec(activations="hadamard4", activation_gradients="hadamard4"), 4.25 / 8, 4.0),

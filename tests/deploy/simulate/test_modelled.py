@@ -11,7 +11,7 @@ from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_mo
 from shoal.peer.model.flop import backward_flop, forward_flop
 from shoal.peer.model.layout import all_layer_keys, num_parameters
 from shoal.protocol.errors import LocalError
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import RunSpec, WireSpec
 from shoal.protocol.topology import make_topology
 
 RATE = 50e12
@@ -66,6 +66,25 @@ def test_a_lone_stage_takes_what_its_arithmetic_takes() -> None:
     assert result.tokens_per_s == pytest.approx(24 * 2048 / alone_s, rel=1e-3)
     assert not result.traffic_bytes.any()
     assert not result.failures
+
+
+@pytest.mark.parametrize(("flop_per_s", "is_wide"), [(RATE / 100, True), (RATE, False)])
+def test_where_plans_choose_the_format_sums_are_in_four_bits_only_if_a_step_waits_for_them(
+    flop_per_s: float, is_wide: bool
+) -> None:
+    """By the coordinator's own plans for a layout that is held, of two stages of three members. Links that nobody has
+    measured yet are taken for slow, so the first steps have four bits in any case."""
+    spec = msgspec.structs.replace(spec_of(steps=12), wire=WireSpec(activations="int8", gradients="auto"))
+    topology = make_topology(np.full((6, 6), 1e-3), np.full((6, 6), 1.25e9), flop_per_s=flop_per_s)
+    result = run_modelled(made(2, 3, steps=12, seconds=60_000.0, spec=spec, topology=topology))
+    assert not result.failures
+    cut_bytes = 66 / 64 * 2048 * 2048
+    activations = 2 * 24 * cut_bytes + 24 * 4 * 2048  # with the targets
+    numbers = 2 * (3 - 1) * num_parameters(spec.model)
+    bytes_per_number = (result.traffic_bytes.sum() / 12 - activations) / numbers
+    thin, wide = 34 / 64, 66 / 64
+    assert 0.98 * thin < bytes_per_number < 1.02 * wide
+    assert (bytes_per_number > (thin + wide) / 2) == is_wide
 
 
 def test_every_byte_of_a_step_is_on_the_wire() -> None:

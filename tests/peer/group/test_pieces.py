@@ -44,9 +44,9 @@ class Wire:
 class CountingVectors(Vectors):
     encoded = 0
 
-    def piece_payload(self, values_C, key):
+    def piece_payload(self, values_C, form, key):
         self.encoded += 1
-        return super().piece_payload(values_C, key)
+        return super().piece_payload(values_C, form, key)
 
 
 class Clock:
@@ -60,19 +60,21 @@ class Host:
         return work()
 
 
-@pytest.mark.parametrize("gradients", ["fp32", "bf16", "hadamard4"])
-def test_a_mate_that_stalls_holds_up_no_other_and_each_piece_is_encoded_once(gradients):
+@pytest.mark.parametrize("form", ["fp32", "bf16", "hadamard4"])
+def test_a_mate_that_stalls_holds_up_no_other_and_each_piece_is_encoded_once(form):
     async def main():
         failures = []
-        vectors = CountingVectors(torch.device("cpu"), gradients=gradients)
+        vectors = CountingVectors(torch.device("cpu"), sums=(form,))
         wire, tasks = Wire(), Tasks(failures.append)
         pieces = Pieces(wire, vectors, tasks, Clock(), Host())
         chunks = {start: torch.arange(4.0) + start for start in (0, 4)}
-        pieces.send([Outgoing(mate, start, chunks[start]) for start in chunks for mate in MATES], START, GatherPart)
+        outgoing = [Outgoing(mate, start, chunks[start], form) for start in chunks for mate in MATES]
+        pieces.send(outgoing, START, GatherPart)
         for _ in range(40):
             await asyncio.sleep(0)
-        plain = Vectors(torch.device("cpu"), gradients=gradients)
-        assert wire.sent == [("takes", start, bytes(plain.piece_payload(chunks[start], (0, 0)))) for start in (0, 4)]
+        plain = Vectors(torch.device("cpu"), sums=(form,))
+        payloads = {start: bytes(plain.piece_payload(chunks[start], form, (0, 0))) for start in (0, 4)}
+        assert wire.sent == [("takes", start, payload) for start, payload in payloads.items()]
         assert vectors.encoded == 2
         assert [pieces.is_sending_to(mate) for mate in MATES] == [True, False, False]
         wire.never.set()

@@ -19,7 +19,7 @@ from shoal.peer.vectors import Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
-from shoal.protocol.wire_format import WireFormat
+from shoal.protocol.wire_format import AUTO_SUMS, WireFormat, tensor_bytes
 
 M = 16
 CHUNK = 8
@@ -31,7 +31,7 @@ payload_of = VECTORS.payload_of
 KEY = (3, 5)
 
 
-def round_of(counts: list[int], bandwidths: list[float] | None = None) -> RoundStart:
+def round_of(counts: list[int], bandwidths: list[float] | None = None, *, form: WireFormat = "fp32") -> RoundStart:
     """Member `i` is named `i` and contributes `counts[i]` microbatches."""
     members = tuple(
         RoundMember(
@@ -42,7 +42,7 @@ def round_of(counts: list[int], bandwidths: list[float] | None = None) -> RoundS
         for rank, count in enumerate(counts)
     )
     return RoundStart(
-        stage=0, step=7, attempt=1, members=members, duplicates=0, given_up=0, loss_sum=0.0, staleness_sum=0
+        stage=0, step=7, attempt=1, members=members, duplicates=0, given_up=0, loss_sum=0.0, staleness_sum=0, form=form
     )
 
 
@@ -88,7 +88,9 @@ class Round:
         at = self.rng.randrange(len(self.air))
         source, kind, out = self.air[at] if twice else self.air.pop(at)
         to = self.members[out.target]
-        payload = bytearray(self.vectors.piece_payload(out.values_C, out.key) if out.payload is None else out.payload)
+        payload = bytearray(
+            self.vectors.piece_payload(out.values_C, out.form, out.key) if out.payload is None else out.payload
+        )
         if kind == "part":
             if to.part_arrived(source, out.start, payload):
                 self.add_up(out.target, [out.start])
@@ -146,8 +148,8 @@ def test_on_a_narrow_wire_all_members_end_with_the_same_bits_near_the_mean(
     members: list[tuple[int, float]], size: int, seed: int
 ) -> None:
     """bf16 keeps 8 bits: each contribution and the mean are off by 2^-9 of themselves at most."""
-    narrow = Vectors(torch.device("cpu"), chunk_bytes=4 * CHUNK, gradients="bf16")
-    start = round_of([count for count, _ in members], [bandwidth for _, bandwidth in members])
+    narrow = Vectors(torch.device("cpu"), chunk_bytes=4 * CHUNK, sums=("bf16",))
+    start = round_of([count for count, _ in members], [bandwidth for _, bandwidth in members], form="bf16")
     made = Round(start, sums_of(start, size), random.Random(seed), vectors=narrow)
     made.begin()
     made.play()
@@ -161,13 +163,13 @@ def test_on_a_narrow_wire_all_members_end_with_the_same_bits_near_the_mean(
 
 @settings(max_examples=50)
 @given(**ROUNDS)
-@pytest.mark.parametrize(("gradients", "of_the_largest"), [("int8", 0.02), ("hadamard4", 0.6)])
+@pytest.mark.parametrize(("form", "of_the_largest"), [("int8", 0.02), ("hadamard4", 0.6)])
 def test_in_few_bits_all_members_end_with_the_same_bits_whatever_came_twice(
-    gradients: WireFormat, of_the_largest: float, members: list[tuple[int, float]], size: int, seed: int
+    form: WireFormat, of_the_largest: float, members: list[tuple[int, float]], size: int, seed: int
 ) -> None:
     """Each contribution and the mean are off by a part of their largest number."""
-    narrow = Vectors(torch.device("cpu"), chunk_bytes=4 * CHUNK, gradients=gradients)
-    start = round_of([count for count, _ in members], [bandwidth for _, bandwidth in members])
+    narrow = Vectors(torch.device("cpu"), chunk_bytes=4 * CHUNK, sums=AUTO_SUMS)
+    start = round_of([count for count, _ in members], [bandwidth for _, bandwidth in members], form=form)
     made = Round(start, sums_of(start, size), random.Random(seed), vectors=narrow)
     made.begin()
     made.play(repeats=True)
@@ -269,38 +271,39 @@ def test_payloads_are_the_little_endian_bytes(start: int, count: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_a_gradient_in_bf16_has_two_bytes_a_number_and_is_rounded_once() -> None:
-    narrow = Vectors(torch.device("cpu"), gradients="bf16")
+    narrow = Vectors(torch.device("cpu"), sums=("bf16",))
     values_C = torch.tensor([1.0, -3.5e38, 1.00390625, 1e-39, 0.1])
-    payload = bytes(narrow.piece_payload(values_C, KEY))
-    assert len(payload) == narrow.piece_bytes(5) == narrow.mean_bytes * 5 == 10
-    read_C = narrow.piece_of(payload, 5)
+    payload = bytes(narrow.piece_payload(values_C, "bf16", KEY))
+    assert len(payload) == narrow.mean_bytes * 5 == 10
+    read_C = narrow.piece_of(payload, "bf16", 5)
     assert read_C[:3].tolist() == [1.0, -torch.inf, 1.0]
     assert bytes(narrow.mean_payload(read_C)) == payload
-    assert narrow.round_mean(values_C, KEY) is None
+    assert narrow.round_mean(values_C, "bf16", KEY) is None
     assert torch.equal(values_C, read_C)
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-@pytest.mark.parametrize("gradients", ["int8", "hadamard4"])
-def test_a_mean_in_few_bits_is_what_others_read_and_goes_to_who_catches_up_exactly(gradients: WireFormat) -> None:
-    narrow = Vectors(torch.device("cpu"), gradients=gradients)
+@pytest.mark.parametrize("form", AUTO_SUMS)
+def test_a_mean_in_few_bits_is_what_others_read_and_goes_to_who_catches_up_exactly(form: WireFormat) -> None:
+    narrow = Vectors(torch.device("cpu"), sums=AUTO_SUMS)
     mean_C = torch.randn(200)
-    payload = narrow.round_mean(mean_C, KEY)
+    payload = narrow.round_mean(mean_C, form, KEY)
     assert payload is not None
-    assert len(payload) == narrow.piece_bytes(200)
-    assert torch.equal(mean_C, narrow.piece_of(payload, 200))
+    assert len(payload) == tensor_bytes(form, 200)
+    assert torch.equal(mean_C, narrow.piece_of(payload, form, 200))
     assert torch.equal(mean_C, narrow.mean_of(bytes(narrow.mean_payload(mean_C))))
 
 
 def test_a_contribution_has_the_same_bytes_however_often_it_is_sent_and_no_other_is_rounded_as_it_is() -> None:
-    narrow = Vectors(torch.device("cpu"), chunk_bytes=4 * 64, gradients="hadamard4")
-    start = round_of([1, 1, 1])
+    narrow = Vectors(torch.device("cpu"), chunk_bytes=4 * 64, sums=("hadamard4",))
+    start = round_of([1, 1, 1], form="hadamard4")
     sum_N = torch.ones(6 * 64) * torch.randn(64).repeat(6)
     sent: list[list[bytes]] = []
     for me in ("0", "0", "1"):
         reduction = Reduction(PeerID(me), start, len(sum_N), microbatches=M, vectors=narrow)
         reduction.begin(sum_N)
-        sent.append([bytes(narrow.piece_payload(out.values_C, out.key)) for out in reduction.scatter_to(PeerID("2"))])
+        pieces = reduction.scatter_to(PeerID("2"))
+        sent.append([bytes(narrow.piece_payload(out.values_C, out.form, out.key)) for out in pieces])
     assert sent[0] == sent[1]
     assert len({*sent[0], *sent[2]}) == 4, "of the same numbers, by other chances"
 

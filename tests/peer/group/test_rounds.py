@@ -23,15 +23,17 @@ from shoal.peer.replica.events import (
     StoodStill,
     TimerFired,
 )
+from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
 from shoal.protocol.plan import Member
+from shoal.protocol.wire_format import AUTO_SUMS, WireFormat
 
 A, B, C = (PeerID(name) for name in "abc")
 BOTH = b"\x03"
 
 
-def core(me: PeerID, *members: PeerID) -> Commit:
+def core(me: PeerID, *members: PeerID, sums: tuple[WireFormat, ...] = ("fp32",)) -> Commit:
     """At version 1 of a run with two microbatches a step, under plan 1, its mates ready."""
     made = Commit(
         me=me,
@@ -42,6 +44,7 @@ def core(me: PeerID, *members: PeerID) -> Commit:
         has_loss=False,
         deadline_s=0.0,
         quorum=1.0,
+        sums=sums,
     )
     made.handle(GroupPlanned(tuple(Member(peer, 1, 1) for peer in members), 1), now_s=0)
     made.handle(Stepped(1, "1"), now_s=0)
@@ -53,10 +56,18 @@ def core(me: PeerID, *members: PeerID) -> Commit:
     return made
 
 
-def a_round(step: int, number: int, **brings: bytes) -> RoundStart:
+def a_round(step: int, number: int, *, form: WireFormat = "fp32", **brings: bytes) -> RoundStart:
     members = tuple(RoundMember(PeerID(peer), 1.0, indices) for peer, indices in brings.items())
     return RoundStart(
-        stage=1, step=step, attempt=number, members=members, duplicates=0, given_up=0, loss_sum=0.0, staleness_sum=0
+        stage=1,
+        step=step,
+        attempt=number,
+        members=members,
+        duplicates=0,
+        given_up=0,
+        loss_sum=0.0,
+        staleness_sum=0,
+        form=form,
     )
 
 
@@ -95,6 +106,23 @@ def test_a_round_of_a_later_step_that_died_is_opened_anew_once_its_step_is_due()
     (opened,) = reduced(ours.handle(Stepped(2, "2"), now_s=2))
     assert [(member.peer, member.indices) for member in opened.members] == [(B, BOTH)]
     assert opened.attempt > attempt(1, 7, rank=0, incarnation=1), "who holds to the dead round must heed it"
+
+
+def test_the_lead_opens_rounds_in_the_format_of_its_plan_and_in_the_widest_if_that_says_none() -> None:
+    ours = core(A, A, sums=AUTO_SUMS)
+    (wide,) = reduced(contribute(ours, 1))
+    ours.handle(Stepped(2, "2"), now_s=4)
+    ours.handle(GroupPlanned((Member(A, 1, 1),), 2, sums="hadamard4"), now_s=4)
+    (thin,) = reduced(contribute(ours, 2))
+    assert (wide.form, thin.form) == ("int8", "hadamard4")
+
+
+def test_a_round_in_a_format_that_the_run_has_not_is_refused() -> None:
+    ours = core(B, A, B, sums=AUTO_SUMS)
+    with pytest.raises(RemoteError, match="nobody can reduce"):
+        hears(ours, a_round(1, 1, form="fp32", a=BOTH, b=b""))
+    taken = a_round(1, 1, form="hadamard4", a=BOTH, b=b"")
+    assert reduced(hears(ours, taken)) == [taken], "though our own plan says nothing of it yet"
 
 
 def test_nothing_is_contributed_apart_for_ever() -> None:

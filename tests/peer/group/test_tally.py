@@ -20,7 +20,9 @@ def tally(firm: tuple[int, ...], apart: tuple[int, ...] = ()) -> Tally:
 
 
 def opened(ranked: Sequence[PeerID], tallies: Mapping[PeerID, Tally]) -> RoundStart:
-    return round_of(ranked, tallies, dict.fromkeys(tallies, 1.0), stage=0, step=0, attempt=0, microbatches=M)
+    return round_of(
+        ranked, tallies, dict.fromkeys(tallies, 1.0), stage=0, step=0, attempt=0, microbatches=M, form="fp32"
+    )
 
 
 def brought(start: RoundStart) -> dict[PeerID, Indices]:
