@@ -3,6 +3,7 @@
 B samples, T tokens, V vocabulary.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,17 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from typer.testing import CliRunner
 
+from shoal.deploy import cli
 from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.import_model import FolderWeights, import_model
+from shoal.peer.data.tokenizer import train_bpe
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import HEAD, all_layer_keys, layer_layout, num_parameters
 from shoal.peer.model.llama import loss, loss_of_head, rotary_tables, run_layers
 from shoal.peer.pipeline.state import LayerState
 from shoal.peer.snapshot import write_snapshot
+from shoal.protocol.errors import LocalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, decode_spec, encode_spec
+from shoal.protocol.toml.spec_file import load_spec
 
 transformers = pytest.importorskip("transformers")
 
@@ -76,11 +82,10 @@ def model_of_transformers(name: str, size: str = "narrow", **changes: Any) -> An
     """Every norm and bias is what training might have made of it."""
     kind, switches = CASES[name]
     config = getattr(transformers, kind + "Config")(
-        vocab_size=256,
         intermediate_size=40,
         max_position_embeddings=64,
         pad_token_id=None,
-        **{"tie_word_embeddings": False, **SIZES[size], **switches, **changes},
+        **{"vocab_size": 256, "tie_word_embeddings": False, **SIZES[size], **switches, **changes},
     )
     torch.manual_seed(5)
     model = getattr(transformers, kind.removesuffix("Text") + "ForCausalLM")(config).eval()
@@ -211,3 +216,49 @@ def test_what_is_written_token_by_token_is_what_the_whole_text_gives(tmp_path: P
     with torch.inference_mode():
         logits_TV = theirs(torch.tensor([text])).logits[0]
     torch.testing.assert_close(torch.stack(seen), logits_TV[4:-1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_a_tied_head_becomes_a_layer_of_its_own_only_when_asked(tmp_path: Path, name: str) -> None:
+    theirs = model_of_transformers(name, tie_word_embeddings=True)
+    folder = saved(tmp_path / "model", theirs)
+    with pytest.raises(LocalError, match="its embedding and head are tied; --untie trains them as two layers"):
+        import_model(folder, context=CONTEXT)
+    arguments = ["import", str(folder), str(tmp_path / "run.toml"), "--context", str(CONTEXT), "--untie"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "its embedding and head were one matrix and are two from now on" in result.output
+    assert "tie_word_embeddings = false" in result.output
+    spec = load_spec(tmp_path / "run.toml")
+    flats = ours(folder, spec.model)
+    assert torch.equal(flats["embed"], flats["head"][: flats["embed"].numel()])
+    params = {key: layer_layout(spec.model, key).views(flat) for key, flat in flats.items()}
+    out = exported(tmp_path, spec, flats)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="float32").eval()
+    with torch.inference_mode():
+        logits_BTV = theirs(tokens()).logits
+        found_BTV = run_layers(spec.model, all_layer_keys(spec.model), params, tokens(), rotary_tables(spec.model))
+        torch.testing.assert_close(found_BTV, logits_BTV, atol=1e-4, rtol=0)
+        torch.testing.assert_close(loaded(tokens()).logits, logits_BTV, atol=1e-5, rtol=0)
+
+
+def test_tokenizer_chat_template_and_ends_are_carried_along(tmp_path: Path) -> None:
+    theirs = model_of_transformers("qwen3", bos_token_id=1, eos_token_id=[2, 3], vocab_size=300)
+    folder = saved(tmp_path / "model", theirs)
+    (folder / "tokenizer.json").write_bytes(train_bpe(["the fish of shoal schwimmt"] * 9, 280))
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64, "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "top_k": 7}))
+    spec = import_model(folder, context=CONTEXT)
+    out = exported(tmp_path, spec, ours(folder, spec.model))
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (folder, out))
+    talk = [{"role": "user", "content": "the fish"}]
+    assert after.apply_chat_template(talk, tokenize=False) == "<user>the fish"
+    assert after("the shoal")["input_ids"] == before("the shoal")["input_ids"]
+    assert after.eos_token == before.eos_token
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert (loaded.generation_config.eos_token_id, loaded.generation_config.top_k) == ([2, 3], 7)
+    assert (loaded.config.eos_token_id, loaded.config.max_position_embeddings) == ([2, 3], 64)
