@@ -10,6 +10,7 @@ from typing import Any, Final
 from shoal.deploy.words import printable
 from shoal.protocol.decoder import EXPERT_FAMILIES, FAMILIES, DecoderSpec, RopeScaling, yarn_factor
 from shoal.protocol.errors import LocalError
+from shoal.protocol.limits import LAYERS_MAX
 from shoal.protocol.spec import ModelSpec
 
 _CONTEXT_MAX: Final = 1024
@@ -123,7 +124,7 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bo
         troubles = _troubles(said, untie=untie)
         longest = int(said("max_position_embeddings") or _CONTEXT_MAX)
         fields = {} if troubles else _fields(said, context or min(longest, _CONTEXT_MAX))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise LocalError(f"config.json cannot be read: {_said(error)}") from error
     for trouble in troubles:
         raise LocalError(f"shoal cannot train this model: {trouble}")
@@ -177,14 +178,14 @@ class _Said:
 
     def layer_types(self) -> list[str]:
         """Which layers look back through a window."""
-        types, count = self("layer_types"), self.num_layers
+        types, count = self("layer_types"), min(self.num_layers, LAYERS_MAX)
         if isinstance(types, list):
             return [str(kind) for kind in types[:count]]
         window = self("sliding_window") if self("use_sliding_window") in (None, True) else None
         first = 0
         match self.kind:
             case "qwen2" | "qwen3":
-                first = int(self("max_window_layers"))
+                first = int(self("max_window_layers") or 0)
                 window = window if self("use_sliding_window") else None
             case "qwen3_moe":
                 window = window if self("use_sliding_window") else None

@@ -143,6 +143,8 @@ def change(folder: Path, **changes: Any) -> None:
         ({"model_type": "qwen3_moe"}, "the weights of a token's experts need not add up to 1"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 2}, "only some of its layers"),
         ({"hidden_size": None}, "config.json cannot be read"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "config.json cannot be read: .*ZeroDivision"),
+        ({"model_type": "gemma2", "num_hidden_layers": 10**15, "layer_types": None}, "num_layers is at most 1,024"),
         (
             {"num_hidden_layers": 3},
             r"not every weight of its config: model.layers.2.input_layernorm.weight, .* missing",

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.llama import Params, decoder_layer, embed, head, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Experts, Mixture
 from shoal.peer.model.rotary import rotate
+from shoal.protocol.decoder import DecoderSpec
 from shoal.protocol.spec import ModelSpec
 from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
 
 MODEL = ModelSpec(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, context=16)
 MIXTURE = ModelSpec(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, context=16, num_experts=4)
+QWEN3 = msgspec.structs.replace(MODEL, head_size=12, decoder=DecoderSpec(qk_norm="head", attention_bias="all"))
 KEYS = all_layer_keys(MODEL)
 
 
@@ -156,7 +159,7 @@ def test_gradient_is_that_of_finite_differences() -> None:
         assert (ends[0] - ends[1]) / (2 * h) == pytest.approx(float(gradient_N @ direction_N), abs=3e-3)
 
 
-@pytest.mark.parametrize("model", [MODEL, MIXTURE], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [MODEL, MIXTURE, QWEN3], ids=["dense", "experts", "qwen3"])
 @pytest.mark.parametrize("key", KEYS)
 def test_flop_are_those_that_torch_counts(key: str, model: ModelSpec) -> None:
     params, rotary, tokens_BT = params_of(model), rotary_tables(model), tokens(model, 2)
@@ -164,8 +167,8 @@ def test_flop_are_those_that_torch_counts(key: str, model: ModelSpec) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         run_layers(model, [key], params, x, rotary, mixture=Mixture(experts=by_slices(model, params)))
     # Only the plain attention is made of matmuls that torch can count. It counts the full square,
-    # 4 N T D; we count the causal part of it, 2 N (T + 1) D.
-    upper = 2 * 32 * 32 * (16 - 1) if key.startswith("layers") else 0
+    # 4 N T H K; we count the causal part of it, 2 N (T + 1) H K.
+    upper = 2 * 32 * model.num_heads * model.head_dim * (16 - 1) if key.startswith("layers") else 0
     assert forward_flop(model, key, 32) == counter.get_total_flops() - upper
     assert backward_flop(model, key, 32) == 2 * forward_flop(model, key, 32)
 
