@@ -15,6 +15,14 @@ EXPERTS: Final = "experts"
 TRUNK: Final = "trunk"
 
 
+def layer_index(key: str) -> int:
+    """The i of "layers.i". Raises: ValueError: not such a key."""
+    prefix, _, index = key.partition(".")
+    if prefix != "layers" or not index.isdecimal():
+        raise ValueError(f"{key!r} is not the key of a decoder layer")
+    return int(index)
+
+
 def expert_key(key: str, expert: int) -> str:
     """Name one expert of the decoder layer `key`."""
     return f"{key}.{EXPERTS}.{expert}"

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import msgspec
 from blake3 import blake3
 
+from shoal.protocol.decoder import LLAMA, DecoderSpec, family_of
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import (
@@ -63,7 +64,8 @@ def _check_decay(schedule: str, decay_steps: int | None) -> None:
 
 
 class ModelSpec(_Section, frozen=True):
-    """A Llama-style decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU), untied."""
+    """A decoder, untied: Llama's (RMSNorm, rotary positions, grouped-query attention, SwiGLU) but for what `decoder`
+    says."""
 
     vocab_size: int = 256
     """Tokens; 256 is bytes."""
@@ -72,13 +74,15 @@ class ModelSpec(_Section, frozen=True):
     num_layers: int = 6
     """Decoder layers; embedding and head come on top."""
     num_heads: int = 4
-    """Query heads H; dim / num_heads is the head size and must be even (rotary pairs). A run file that does not say it,
-    or says "auto", gets heads of 64. So it is with the next two, the learning rate, the warm-up, and how a step is cut
-    into microbatches: `toml/defaults.py` has the rules, and `shoal host` prints what was chosen."""
+    """Query heads H; divides dim. A run file that does not say it, or says "auto", gets heads of 64. So it is with the
+    next two, the learning rate, the warm-up, and how a step is cut into microbatches: `toml/defaults.py` has the rules,
+    and `shoal host` prints what was chosen."""
     num_kv_heads: int = 2
     """Key and value heads; divides num_heads."""
     ffn_dim: int = 352
     """Hidden width F of SwiGLU; of each expert's, where there are experts."""
+    head_size: int | None = None
+    """Width K of a head, even (rotary pairs). None: dim / num_heads."""
     context: int = 256
     """Tokens T a sample has."""
     rope_theta: float = 10_000.0
@@ -91,6 +95,8 @@ class ModelSpec(_Section, frozen=True):
     """K, of E, that each token is sent to."""
     router_aux_loss: float = 0.01
     """What the load-balancing loss of each layer weighs beside the loss; it is 1 where the load is even."""
+    decoder: DecoderSpec = LLAMA
+    """The switches that tell the decoder from Llama's: `protocol/decoder.py`. `shoal import` writes this."""
 
     def __post_init__(self) -> None:
         for name, most in _MODEL_MAX.items():
@@ -98,14 +104,22 @@ class ModelSpec(_Section, frozen=True):
             _require(value > 0, f"{name} must be positive, is {value}")
             _require(value <= most, f"{name} is at most {most:,}, and is {value}")
         _require(self.dim % self.num_heads == 0, f"num_heads {self.num_heads} does not divide dim {self.dim}")
-        _require((self.dim // self.num_heads) % 2 == 0, f"head size {self.dim // self.num_heads} is odd")
+        _require(self.head_dim > 0, f"head_size must be positive, is {self.head_dim}")
+        _require(
+            self.num_heads * self.head_dim <= FFN_DIM_MAX,
+            f"num_heads x head_size is at most {FFN_DIM_MAX:,}, and is {self.num_heads * self.head_dim:,}",
+        )
+        _require(self.head_dim % 2 == 0, f"head size {self.head_dim} is odd")
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}",
         )
         _require(1 < self.rope_theta < math.inf, f"rope_theta must be more than 1, is {self.rope_theta}")
         _require(0 < self.norm_eps < math.inf, f"norm_eps must be positive, is {self.norm_eps}")
+        beyond = [layer for layer in self.decoder.full_layers if not 0 <= layer < self.num_layers]
+        _require(not beyond, f"decoder.full_layers has {beyond[:1]}, and there are {self.num_layers} layers")
         self._check_experts()
+        _ = self.family  # raises, if there is none
 
     def _check_experts(self) -> None:
         if self.num_experts == 0:
@@ -126,7 +140,18 @@ class ModelSpec(_Section, frozen=True):
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.num_heads
+        """The width of a head."""
+        return self.dim // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def family(self) -> str:
+        """The family of models that this is one of, by its `model_type` in `transformers`."""
+        own_size = None if self.head_size in (None, self.dim // self.num_heads) else self.head_size
+        return family_of(self.decoder, head_size=own_size, experts=self.num_experts > 0)
+
+    def window_of(self, layer_index: int) -> int:
+        """Tokens that a token looks at in this decoder layer, itself among them; 0: all before it."""
+        return 0 if layer_index in self.decoder.full_layers else self.decoder.window
 
     @property
     def experts_computed(self) -> int:
@@ -497,6 +522,10 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
     if not spec.model.num_experts:
         for name in ("num_experts", *_OF_EXPERTS):
             del tables["model"][name]
+    if spec.model.head_size is None:
+        del tables["model"]["head_size"]
+    if spec.model.decoder == LLAMA:
+        del tables["model"]["decoder"]
     if not spec.swarm.expert_slots:
         for name in ("expert_slots", "expert_replicas"):
             del tables["swarm"][name]

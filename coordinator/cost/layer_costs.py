@@ -1,16 +1,18 @@
 """What each layer costs, relative to the others. Balancing stages needs to know no more of the model."""
 
+from shoal.protocol.layers import HEAD
 from shoal.protocol.spec import ModelSpec
+from shoal.protocol.tensors import expert_elements, num_elements, tokens_seen, trunk_elements
 
 
 def layer_costs(model: ModelSpec) -> tuple[float, ...]:
     """Forward FLOP a token of each decoder layer; embedding and head are on top of the first and the last.
 
-    Matmuls only, attention causal over (context + 1) / 2 tokens on average. A backward is twice a forward everywhere,
-    so it changes no balance. The embedding is a gather: its cost is counted as the D values it moves. Of experts those
-    count that a token is sent to, and the router.
+    Matmuls only, attention causal over (context + 1) / 2 tokens on average, or a window's. A backward is twice a
+    forward everywhere, so it changes no balance. The embedding is a gather: its cost is counted as the D values it
+    moves. Of experts those count that a token is sent to, and the router.
     """
-    return _costs(model, in_experts=model.experts_computed * 3 * model.dim * model.ffn_dim)
+    return _costs(model, in_experts=model.experts_computed * expert_elements(model))
 
 
 def trunk_costs(model: ModelSpec) -> tuple[float, ...]:
@@ -19,10 +21,11 @@ def trunk_costs(model: ModelSpec) -> tuple[float, ...]:
 
 
 def _costs(model: ModelSpec, *, in_experts: int) -> tuple[float, ...]:
-    D = model.dim
-    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + in_experts + D * model.num_experts
-    attention = D * (model.context + 1)
-    costs = [2.0 * (projections + attention)] * model.num_layers
-    costs[0] += float(D)
-    costs[-1] += 2.0 * D * model.vocab_size
+    width = model.num_heads * model.head_dim
+    costs = [
+        2.0 * (trunk_elements(model, index)[0] + in_experts + 2 * width * tokens_seen(model, index))
+        for index in range(model.num_layers)
+    ]
+    costs[0] += float(model.dim)
+    costs[-1] += 2.0 * num_elements(model, HEAD)[0]
     return tuple(costs)

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 
 from shoal.coordinator.cost.layer_costs import layer_costs
+from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.staleness import Price, price_of
+from shoal.protocol.tensors import expert_elements, num_elements, trunk_elements
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 FP32_BYTES = 4.0
@@ -146,7 +148,7 @@ def _placed_experts(spec: RunSpec) -> PlacedExperts | None:
         number=model.num_experts,
         held=_experts_held(spec),
         replicas=swarm.expert_replicas,
-        parameters=(3.0 * model.dim * model.ffn_dim,) * model.num_layers,
+        parameters=(float(expert_elements(model)),) * model.num_layers,
     )
 
 
@@ -158,12 +160,10 @@ def _experts_held(spec: RunSpec) -> int:
 
 
 def _layer_parameters(model: ModelSpec, *, experts_held: int) -> tuple[float, ...]:
-    D = model.dim
-    attention = 2.0 * D * D + 2.0 * D * model.num_kv_heads * model.head_dim
-    experts = 3.0 * D * model.ffn_dim * experts_held + D * model.num_experts
-    counts = [attention + experts + 2.0 * D] * model.num_layers
-    counts[0] += float(model.vocab_size * D)
-    counts[-1] += float(model.vocab_size * D + D)
+    counts = [float(sum(trunk_elements(model, index))) for index in range(model.num_layers)]
+    counts = [trunk + experts_held * expert_elements(model) for trunk in counts]
+    counts[0] += float(sum(num_elements(model, EMBED)))
+    counts[-1] += float(sum(num_elements(model, HEAD)))
     return tuple(counts)
 
 
@@ -171,10 +171,17 @@ def _held_bytes(model: ModelSpec, tokens: int, *, recompute: bool) -> tuple[floa
     """What autograd keeps, in fp32: with recomputation only a stage's input, counted as one width a layer."""
     if recompute:
         return (FP32_BYTES * tokens * model.dim,) * model.num_layers
-    kv = model.num_kv_heads * model.head_dim
-    widths = 6.0 * model.dim + 2.0 * kv + 4.0 * model.ffn_dim * model.experts_computed
+    # A width each: the stream, a norm of it, and the same again of the second half; queries and what comes of them.
+    heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    widths = 4.0 * model.dim + 2.0 * heads + 2.0 * kv + 4.0 * model.ffn_dim * model.experts_computed
     if model.num_experts:  # a row in and a row out for each token and expert
         widths += 2.0 * model.dim * model.experts_per_token
+    if model.decoder.norms != "pre":
+        widths += 2.0 * model.dim
+    if model.decoder.qk_norm != "none":
+        widths += heads + kv
+    if model.decoder.attention_softcap:  # scores, bent ones and shares of all pairs of tokens
+        widths += 3.0 * model.num_heads * model.context
     held = [FP32_BYTES * tokens * widths] * model.num_layers
     held[-1] += FP32_BYTES * tokens * 2.0 * model.vocab_size
     return tuple(held)

@@ -15,6 +15,7 @@ from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
 @examples(
     "shoal import ./Llama-3.2-1B run.toml --data ./stories.jsonl  # then: shoal host run.toml",
     "shoal import ./my-model run.toml --spec base.toml  # steps, rate and stages as in base.toml",
+    "shoal import ./SmolLM2-135M run.toml --untie  # the head is the embedding there: it becomes a layer of its own",
     "shoal import ./my-model run.toml --context 512 --stages 2  # shorter samples, two stages at most",
 )
 def import_(
@@ -26,6 +27,9 @@ def import_(
     stages: Annotated[
         str, typer.Option(metavar="N|auto", help="Pipeline stages, at most. Default: as many as suit the peers.")
     ] = "",
+    untie: Annotated[
+        bool, typer.Option(help="Train a head that is the embedding as a layer of its own, which begins equal.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Say what was made as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -38,7 +42,7 @@ def import_(
     chosen = said_stages(stages) if stages else None
     start_logging(verbose)
     from shoal.deploy.run.run_file import write_spec
-    from shoal.deploy.ship.import_model import import_model
+    from shoal.deploy.ship.import_model import import_model, is_untied
     from shoal.deploy.terminal.progress import progress_bar
     from shoal.peer.model.layout import num_parameters
 
@@ -49,6 +53,7 @@ def import_(
             source=source,
             context=context,
             stages=chosen,
+            untie=untie,
             on_layer=lambda done, layers: tell(done / layers),
         )
     if spec is not None:
@@ -61,6 +66,7 @@ def import_(
         import msgspec
 
         said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
+        said["untied"] = is_untied(folder)
         typer.echo(msgspec.json.encode(said).decode())
         return
     kind = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
@@ -68,6 +74,12 @@ def import_(
         f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {kind}, "
         f"{made.model.vocab_size:,} tokens, context {made.model.context}"
     )
+    if is_untied(folder):
+        head = made.model.vocab_size * made.model.dim
+        typer.echo(
+            f"its embedding and head were one matrix and are two from now on: the head begins as a copy, with {head:,} "
+            "parameters of its own, and `shoal export` says tie_word_embeddings = false"
+        )
     cut = number_of_stages(made.swarm.stages)
     typer.echo(f"{made.data.source} in {cut}; the weights stay in {made.initial.source}")
     typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")

@@ -198,8 +198,8 @@ def ended_in_words(folder: RunFolder) -> str:
 def _differences(asked: RunSpec, known: RunSpec, chosen: Collection[str]) -> str:
     """The fields in which two specs of different runs differ, as a subject with its verb."""
     ours, theirs = (_flat(msgspec.to_builtins(spec)) for spec in (asked, known))
-    unchanging = {path for path in ours if path not in chosen}
-    fields = sorted(path for path in unchanging if ours[path] != theirs.get(path) and path not in _CHANGING)
+    unchanging = {path for path in ours | theirs if path not in chosen}
+    fields = sorted(path for path in unchanging if ours.get(path) != theirs.get(path) and path not in _CHANGING)
     named = ["the text" if path in _DIGESTS else path for path in fields]
     named = list(dict.fromkeys(named)) or ["something"]
     more = [f"{len(named) - _NAMED_MAX} more"] if named[_NAMED_MAX:] else []

@@ -31,13 +31,13 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """TOML that `load_spec` reads back as an equal spec. Our values are strings, numbers, booleans, lists of them or
-    of small tables; None is not to say anything."""
+    """TOML that `load_spec` reads back as an equal spec. Our values are strings, numbers, booleans, lists of them,
+    or small tables; None is not to say anything."""
     table: dict[str, Any] = msgspec.to_builtins(spec)
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections]
     for name, section in sections.items():
-        said = ((field, value) for field, value in section.items() if value is not None)
+        said = ((field, value) for field, value in section.items() if value is not None and value != {})
         lines += ["", f"[{name}]", *(f"{field} = {_value(value)}" for field, value in said)]
     return "\n".join(lines) + "\n"
 

@@ -17,12 +17,17 @@ from torch import Tensor
 
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.hf_config import config_of, generation_config_of, tokenizer_config_of
+from shoal.deploy.ship.model_folder import own_file, read_bytes, read_json
 from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.snapshot import DamagedSnapshot, log_damage
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
 
+_CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Files beside a tokenizer.json that say how it is used."""
+_OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+"""What the config of an exported model has from the one that its run began with: training changes none of it."""
 SHARD_BYTES: Final = 5_000_000_000
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OnBytes = Callable[[int, int], None]
@@ -113,7 +118,31 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
         "generation_config.json": generation_config_of(begin_of_text=begin, end_of_text=end),
         "tokenizer_config.json": tokenizer_config_of(spec.model, begin_of_text=begin_text, end_of_text=end_text),
     }
-    return {"tokenizer.json": vocabulary} | {name: _json(table) for name, table in tables.items()}
+    if spec.data.tokenizer == BYTES:
+        carried = {}
+    else:
+        folder = (tokenizer_path or Path(spec.data.tokenizer).expanduser()).parent
+        carried = _carried(folder, began_there=bool(spec.initial.digests))
+        tables["config.json"] |= _config_carried(spec, folder)
+    return {"tokenizer.json": vocabulary} | {name: _json(table) for name, table in tables.items()} | carried
+
+
+def _carried(folder: Path, *, began_there: bool) -> dict[str, bytes]:
+    """The files that lie beside the run's tokenizer.json and belong to it, as they are; from the folder whose weights
+    the run began with, how it writes too. Raises: LocalError: one cannot be read."""
+    names = (*_CARRIED, "generation_config.json") if began_there else _CARRIED
+    return {name: read_bytes(own_file(folder, name)) for name in names if os.path.lexists(folder / name)}
+
+
+def _config_carried(spec: RunSpec, folder: Path) -> dict[str, Any]:
+    if not spec.initial.digests or not os.path.lexists(folder / "config.json"):
+        return {}
+    config = read_json(own_file(folder, "config.json"))
+    found = {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
+    longest = found.get("max_position_embeddings")
+    if not isinstance(longest, int) or longest < spec.model.context:
+        found.pop("max_position_embeddings", None)
+    return found
 
 
 def _write_weights(

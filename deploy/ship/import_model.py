@@ -15,7 +15,7 @@ import psutil
 import safetensors
 from torch import Tensor
 
-from shoal.deploy.ship.hf_config import is_ignored, model_of
+from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
 from shoal.deploy.ship.model_folder import own_file, read_json, tensor_files
 from shoal.deploy.words import printable
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
@@ -32,13 +32,16 @@ _NAMED_MAX: Final = 3
 """How many tensors a message names."""
 _NAME_CHARS_MAX: Final = 80
 _DIMS_MAX: Final = 8
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 """The dtypes that weights may have: whole numbers would be read without a word, and mean something else."""
 
 
 class FolderWeights:
-    """Implements `InitialWeights` on a folder in Hugging Face's layout.
+    """Implements `InitialWeights` on a folder in Hugging Face's layout. Where its head is its embedding, both of our
+    layers are read from the one matrix.
 
     Raises: LocalError: its tensors are not those of `model`, or there are none in safetensors form.
     """
@@ -47,6 +50,12 @@ class FolderWeights:
         self._folder = folder
         self._model = model
         self._file_of = _tensor_files(folder)
+        self._stored: dict[str, str] = {}
+        """Tensors that the folder has under another name."""
+        if _has_tied_head(folder):
+            self._stored[_HEAD] = _EMBEDDING
+            if _EMBEDDING in self._file_of:
+                self._file_of[_HEAD] = self._file_of[_EMBEDDING]
         wanted = {name for key in all_layer_keys(model) for name in layer_layout(model, key).names}
         missing = sorted(wanted - set(self._file_of))
         unknown = sorted(name for name in set(self._file_of) - wanted if not is_ignored(name))
@@ -74,8 +83,8 @@ class FolderWeights:
                 with safetensors.safe_open(file, framework="pt") as opened:
                     names = [name for name in layout.names if self._file_of[name] == file]
                     for name in names:
-                        _check_tensor(name, opened.get_slice(name), shape_of[name])
-                    tensors |= {name: opened.get_tensor(name) for name in names}
+                        _check_tensor(name, opened.get_slice(self._stored.get(name, name)), shape_of[name])
+                    tensors |= {name: opened.get_tensor(self._stored.get(name, name)) for name in names}
             flat_N = layout.flatten(tensors)
         except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
             raise LocalError(f"cannot read {key} from {self._folder}: {error}") from error
@@ -101,6 +110,7 @@ def import_model(
     source: str = "",
     context: int | None = None,
     stages: int | str | None = None,
+    untie: bool = False,
     on_layer: OnLayer | None = None,
 ) -> RunSpec:
     """A run spec that begins with the weights in `folder`.
@@ -110,10 +120,11 @@ def import_model(
         source: what to train on; empty: what `base` says.
         context: tokens of a sample; None: what the model allows, at most 1,024.
         stages: `swarm.stages`; None: what `base` says, or "auto".
+        untie: a head that is the embedding becomes a layer of its own, which begins with the same weights.
     Raises: LocalError: this is no model that shoal can train; the line says why. DataError: its tokenizer.
     """
     folder = folder.expanduser().resolve()
-    model = model_of(read_json(own_file(folder, "config.json")), context=context)
+    model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
     weights = FolderWeights(folder, model)
     base = base or _for_fine_tuning(folder.name, model)
     data = msgspec.structs.replace(base.data, tokenizer=_tokenizer_of(folder, model), tokenizer_digest="", digest="")
@@ -130,6 +141,11 @@ def import_model(
         raise LocalError(f"no run can be made of {folder}: {error}") from error
 
 
+def is_untied(folder: Path) -> bool:
+    """Whether the model of this folder has one matrix where a run that begins with it has two."""
+    return _has_tied_head(folder.expanduser().resolve())
+
+
 def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeights | None:
     """The weights that the host's run begins with, every layer checked; None if the seed makes them.
 
@@ -142,6 +158,10 @@ def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeight
     if weights.digests(on_layer) != spec.initial.digests:
         raise LocalError(f"the weights in {folder} have changed since `shoal import`: import them again")
     return weights
+
+
+def _has_tied_head(folder: Path) -> bool:
+    return (folder / "config.json").exists() and is_tied(read_json(own_file(folder, "config.json")))
 
 
 def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:

@@ -46,16 +46,23 @@ def own_file(folder: Path, name: str) -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises: LocalError: it cannot be read, or is no JSON object of a config's size."""
+def read_bytes(path: Path) -> bytes:
+    """Raises: LocalError: it cannot be read, or has more than a config's size."""
     try:
         with path.open("rb") as file:
             raw = file.read(CONFIG_BYTES_MAX + 1)
-        if len(raw) > CONFIG_BYTES_MAX:
-            raise LocalError(f"{_shown(path)} is too large to be a model's config")
-        return msgspec.json.decode(raw, type=dict[str, Any])
     except OSError as error:
         raise LocalError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
+    if len(raw) > CONFIG_BYTES_MAX:
+        raise LocalError(f"{_shown(path)} is too large to be a model's config")
+    return raw
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: LocalError: it cannot be read, or is no JSON object of a config's size."""
+    raw = read_bytes(path)
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LocalError(f"{_shown(path)} is no model's config: {error}") from error
 

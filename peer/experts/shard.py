@@ -15,13 +15,14 @@ from shoal.peer.experts.runs import OpenRuns, Run
 from shoal.peer.model.backward import backward
 from shoal.peer.model.finite import is_finite
 from shoal.peer.model.flop import expert_flop
-from shoal.peer.model.layout import EXPERT_MATRICES, expert_key, expert_keys, expert_name, layer_layout
+from shoal.peer.model.layout import expert_key, expert_keys, layer_layout
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.shard import Shard
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
 
 
 class ExpertShard(Shard):
@@ -135,7 +136,7 @@ class ExpertShard(Shard):
         return expert_key(f"layers.{layer}", self.expert)
 
     def _swiglu(self, layer: int, params: dict[str, Tensor], x_ND: Tensor) -> Tensor:
-        w1_FD, w2_DF, w3_FD = (params[expert_name(layer, self.expert, matrix)] for matrix in EXPERT_MATRICES)
+        w1_FD, w2_DF, w3_FD = (params[expert_name(self.spec.model, layer, self.expert, w)] for w in EXPERT_MATRICES)
         rows_ND = x_ND.to(self.dtype)
         hidden_NF = functional.silu(functional.linear(rows_ND, w1_FD)) * functional.linear(rows_ND, w3_FD)
         return functional.linear(hidden_NF, w2_DF).to(x_ND.dtype)

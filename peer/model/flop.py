@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shoal.peer.model.layout import EMBED, HEAD
+from shoal.peer.model.layout import EMBED, HEAD, layer_index
 from shoal.protocol.spec import ModelSpec
+from shoal.protocol.tensors import expert_elements, num_elements, tokens_seen, trunk_elements
 
 BACKWARD_PER_FORWARD: Final = 2.0
 """A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
@@ -29,7 +30,7 @@ def job_flop(forward: float, *, recomputes: bool) -> JobFlop:
 
 def expert_flop(model: ModelSpec, num_tokens: int) -> float:
     """Matmul FLOP of one expert's forward on `num_tokens` tokens that were sent to it."""
-    return 2.0 * num_tokens * 3 * model.dim * model.ffn_dim
+    return 2.0 * num_tokens * expert_elements(model)
 
 
 def part_flop(keys: Sequence[str], flop: float) -> float:
@@ -48,18 +49,17 @@ def trunk_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
 def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
     """Matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of `context`.
 
-    Attention is counted causal: a token looks at (context + 1) / 2 others on average. The embedding is a gather, 0. Of
-    experts those count that a token is sent to, and the router.
+    Attention is counted causal: a token looks at (context + 1) / 2 others on average, and at fewer through a window.
+    The embedding is a gather, 0. Of experts those count that a token is sent to, and the router.
     """
-    D = model.dim
     if key == EMBED:
         return 0.0
     if key == HEAD:
-        return 2.0 * num_tokens * D * model.vocab_size
-    experts = model.experts_computed * 3 * D * model.ffn_dim + D * model.num_experts
-    projections = 2 * D * D + 2 * D * model.num_kv_heads * model.head_dim + experts
-    attention = D * (model.context + 1)  # scores and weighted values: 2 * D * (context + 1) / 2 multiply-adds
-    return 2.0 * num_tokens * (projections + attention)
+        return 2.0 * num_tokens * num_elements(model, HEAD)[0]
+    index = layer_index(key)
+    matrices = trunk_elements(model, index)[0] + model.experts_computed * expert_elements(model)
+    scores_and_values = 2 * model.num_heads * model.head_dim * tokens_seen(model, index)
+    return 2.0 * num_tokens * (matrices + scores_and_values)
 
 
 def backward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:

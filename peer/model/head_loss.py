@@ -21,22 +21,23 @@ CHUNK_BYTES: Final = 1 << 28
 """Of logits in float32, at a time."""
 
 
-def head_loss(x_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
+def head_loss(x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, cap: float = 0.0) -> Tensor:
     """Mean cross entropy of `x_ND @ weight_VD.T` in nats a token, a float32 scalar.
 
     Args:
         x_ND: in what the products are to be computed in.
         weight_VD: of the same dtype. Its gradient is added up in it, chunk by chunk.
         target_N: int64, from 0 to V - 1.
+        cap: c, where a logit becomes c tanh(logit / c); 0: it does not.
     """
     wants = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, target_N, wants)  # type: ignore[no-untyped-call]
+    loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, target_N, cap, wants)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, wants: bool) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, cap: float, wants: bool) -> Tensor:
         num_rows, vocabulary = len(target_N), len(weight_VD)
         rows = max(1, min(num_rows, CHUNK_BYTES // (4 * vocabulary)))
         total = torch.zeros((), device=x_ND.device)
@@ -44,6 +45,11 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, num_rows, rows):
             x_CD, target_C1 = x_ND[start : start + rows], target_N[start : start + rows, None]
             logit_CV = (x_CD @ weight_VD.T).float()
+            slope_CV = None
+            if cap:
+                bent_CV = logit_CV.div_(cap).tanh_()
+                slope_CV = 1 - bent_CV.square() if wants else None
+                logit_CV = bent_CV.mul_(cap)
             logit_CV -= logit_CV.amax(1, keepdim=True)
             wanted_C1 = logit_CV.gather(1, target_C1)
             exp_CV = logit_CV.exp_()
@@ -53,6 +59,8 @@ class _HeadLoss(torch.autograd.Function):
                 continue
             exp_CV /= sum_C1 * num_rows
             exp_CV.scatter_add_(1, target_C1, torch.full_like(wanted_C1, -1.0 / num_rows))
+            if slope_CV is not None:
+                exp_CV *= slope_CV
             grad_CV = exp_CV.to(x_ND.dtype)
             torch.mm(grad_CV, weight_VD, out=grad_ND[start : start + rows])
             torch.addmm(grad_VD, grad_CV.T, x_CD, out=grad_VD)
@@ -61,6 +69,6 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_ND, grad_VD = ctx.gradients
-        return grad_ND.mul_(grad), grad_VD.mul_(grad), None, None
+        return grad_ND.mul_(grad), grad_VD.mul_(grad), None, None, None

@@ -2,8 +2,8 @@
 
 State is kept by layer (`protocol.layers` has their names). All tensors of a layer share one flat fp32 buffer, so that
 reducing, stepping, hashing, sending and predicting a layer is one operation on one tensor. Matrices come first:
-elements [0, num_decayed) get weight decay, the norms after them do not.
-Tensor names are Hugging Face's for Llama, and for Mixtral where there are experts.
+elements [0, num_decayed) get weight decay, the norms and biases after them do not.
+Which tensors there are, and their names, says `protocol.tensors`.
 
 A layer with experts has units, which can be placed, clipped and stepped one without the other: "layers.3.experts.0",
 "layers.3.experts.1" … one behind the other from element 0 on, and behind them the rest, "layers.3.trunk". Each has a
@@ -15,24 +15,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Final
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from shoal.protocol.layers import EMBED as EMBED
-from shoal.protocol.layers import EXPERTS, TRUNK
 from shoal.protocol.layers import HEAD as HEAD
+from shoal.protocol.layers import TRUNK
 from shoal.protocol.layers import all_layer_keys as all_layer_keys
 from shoal.protocol.layers import expert_key as expert_key
 from shoal.protocol.layers import expert_keys as expert_keys
+from shoal.protocol.layers import layer_index as layer_index
 from shoal.protocol.layers import stage_layer_keys as stage_layer_keys
 from shoal.protocol.layers import trunk_keys as trunk_keys
 from shoal.protocol.spec import ModelSpec
-
-EXPERT_MATRICES: Final = ("w1", "w2", "w3")
-"""Of one expert: gate, down and up."""
+from shoal.protocol.tensors import layer_tensors, router_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +97,6 @@ class LayerLayout:
             leaves[name].grad = gradient
 
 
-def layer_index(key: str) -> int:
-    """The i of "layers.i". Raises: ValueError: not such a key."""
-    prefix, _, index = key.partition(".")
-    if prefix != "layers" or not index.isdecimal():
-        raise ValueError(f"{key!r} is not the key of a decoder layer")
-    return int(index)
-
-
 def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
     """The units of a layer in buffer order; a layer without experts is one unit, itself, and so is a unit."""
     if not model.num_experts or key.count(".") != 1:
@@ -131,8 +121,8 @@ def expert_slices(model: ModelSpec, key: str) -> tuple[slice, ...]:
 @lru_cache(maxsize=16384)
 def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
     """Of a layer, or of a unit of one. Raises: ValueError: the model has no such layer."""
-    matrices, norms = _tensors(model, key)
-    shapes = matrices | norms
+    matrices, vectors = layer_tensors(model, key)
+    shapes = matrices | vectors
     sizes = [math.prod(shape) for shape in shapes.values()]
     return LayerLayout(
         key=key,
@@ -152,8 +142,8 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
     """Initial parameters of one layer, or of a unit of one: float32 [numel].
 
     A pure function of (model, key, seed): no other layer or unit is needed, and every peer gets the same bits. Norms
-    are 1, the elements of matrices sums of four uniform numbers, so almost normal and at most 3.5 deviations
-    (`_deviation`) long; torch's normal numbers differ in their last bits between CPUs.
+    multiply by 1, biases are 0, the elements of matrices sums of four uniform numbers, so almost normal and at most 3.5
+    deviations (`_deviation`) long; torch's normal numbers differ in their last bits between CPUs.
     """
     units = unit_keys(model, key)
     if len(units) > 1:
@@ -165,12 +155,14 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
         if view.ndim == 2:
             total = sum(torch.rand(view.shape, generator=generator) for _ in range(4))
             torch.mul(total - 2, _deviation(model, name, view) * math.sqrt(3), out=view)  # a uniform's variance is 1/12
+        elif name.endswith(".bias") or model.decoder.norm_plus_one:
+            view.zero_()
     return flat_N
 
 
 def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
-    """Initial standard deviation of a matrix: embedding 1, all others 1/sqrt(C), those that write into the residual
-    stream 1/sqrt(2 L C), the router 0.02, so that experts begin with nearly equal shares.
+    """Initial standard deviation of a matrix: embedding 1 once it is scaled, all others 1/sqrt(C), those that write
+    into the residual stream 1/sqrt(2 L C), the router 0.02, so that experts begin with nearly equal shares.
 
     So a layer changes little of the stream that it reads, whatever its width: "small sub-layers, large shortcut"
     (Takase et al., 2023, arXiv 2312.16903). 0.02 throughout, the usual choice, is that for matrices 2,500 wide; an
@@ -179,67 +171,8 @@ def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
     (`tests/bench/staleness/MEASURED.md`).
     """
     if name.endswith("embed_tokens.weight"):
-        return 1.0
-    if name.endswith("block_sparse_moe.gate.weight"):
+        return 1 / math.sqrt(model.dim) if model.decoder.scale_embedding else 1.0
+    if model.num_experts and name.endswith(router_name(model, 0).removeprefix("model.layers.0")):
         return 0.02
     residual = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
     return 1 / math.sqrt(matrix_RC.shape[1] * (2 * model.num_layers if residual else 1))
-
-
-def _tensors(model: ModelSpec, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """(matrices, norms): name -> shape."""
-    D, F = model.dim, model.ffn_dim
-    kv_dim = model.num_kv_heads * model.head_dim
-    if key == EMBED:
-        return {"model.embed_tokens.weight": (model.vocab_size, D)}, {}
-    if key == HEAD:
-        return {"lm_head.weight": (model.vocab_size, D)}, {"model.norm.weight": (D,)}
-    index, unit = _unit(model, key)
-    at = f"model.layers.{index}."
-    attention: dict[str, tuple[int, ...]] = {
-        at + "self_attn.q_proj.weight": (D, D),
-        at + "self_attn.k_proj.weight": (kv_dim, D),
-        at + "self_attn.v_proj.weight": (kv_dim, D),
-        at + "self_attn.o_proj.weight": (D, D),
-    }
-    norms: dict[str, tuple[int, ...]] = {
-        at + "input_layernorm.weight": (D,),
-        at + "post_attention_layernorm.weight": (D,),
-    }
-    if not model.num_experts:
-        dense: dict[str, tuple[int, ...]] = {
-            at + "mlp.gate_proj.weight": (F, D),
-            at + "mlp.up_proj.weight": (F, D),
-            at + "mlp.down_proj.weight": (D, F),
-        }
-        return attention | dense, norms
-    trunk = {**attention, at + "block_sparse_moe.gate.weight": (model.num_experts, D)}
-    if unit == TRUNK:
-        return trunk, norms
-    if unit is not None:
-        return {expert_name(index, int(unit), w): (D, F) if w == "w2" else (F, D) for w in EXPERT_MATRICES}, {}
-    experts: dict[str, tuple[int, ...]] = {}
-    for expert in range(model.num_experts):
-        experts |= _tensors(model, expert_key(key, expert))[0]
-    return experts | trunk, norms
-
-
-def expert_name(index: int, expert: int, matrix: str) -> str:
-    """Hugging Face's for Mixtral; `matrix` is one of `EXPERT_MATRICES`."""
-    return f"model.layers.{index}.block_sparse_moe.experts.{expert}.{matrix}.weight"
-
-
-def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
-    """(index of the decoder layer, "trunk" or the number of an expert; None: all of it)."""
-    layer, dot, unit = key.removeprefix("layers.").partition(".")
-    index = layer_index("layers." + layer if key.startswith("layers.") else key)
-    if index >= model.num_layers:
-        raise ValueError(f"the model has {model.num_layers} decoder layers, there is no {key!r}")
-    if not dot:
-        return index, None
-    kind, _, number = unit.partition(".")
-    if model.num_experts and unit == TRUNK:
-        return index, unit
-    if kind == EXPERTS and number in map(str, range(model.num_experts)):
-        return index, number
-    raise ValueError(f"a decoder layer with {model.num_experts} experts has no unit {key!r}")

@@ -1,10 +1,13 @@
-"""The decoder as pure functions on dicts of tensors, in Hugging Face's Llama (with experts: Mixtral) conventions.
+"""The decoder as pure functions on dicts of tensors, in Hugging Face's conventions: Llama's but for what the model's
+`decoder` says (`protocol/decoder.py`).
 
 No modules: a layer's tensors are whatever version of them the caller hands in, stale, predicted or fresh.
 
-B samples   T tokens   D width   H query heads   G key and value heads   K head size   F hidden width   V vocabulary
+B samples   T tokens   S tokens that are looked at, T and those before   D width   H query heads   G key and value heads
+K head size   F hidden width   V vocabulary
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,28 +17,16 @@ from torch.nn import functional
 from shoal.peer.model.head_loss import head_loss
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
 from shoal.peer.model.mixture import LOCAL, Mixture, mixture_layer
+from shoal.peer.model.rotary import Rotary, rotate
+from shoal.peer.model.rotary import rotary_tables as rotary_tables
 from shoal.protocol.spec import ModelSpec
 
 Params = Mapping[str, Tensor]
 """Hugging Face tensor name -> tensor, of one layer."""
-Rotary = tuple[Tensor, Tensor]
-"""(cos_TK, turned_TK), see `rotary_tables`."""
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the keys and values of new tokens, [B, G, T, K] each; returns those of all tokens so far, the new ones last.
 
 With it a forward of one more token looks at those before it without their forward; `rotary` begins at the new ones."""
-
-
-def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
-    """(cos, sin) of every position's angles, each [context, K]. The second half of K repeats the first, in which the
-    sines have the other sign."""
-    half = torch.arange(0, model.head_dim, 2, dtype=torch.float64)
-    frequency = model.rope_theta ** -(half / model.head_dim)
-    angle = torch.outer(torch.arange(model.context, dtype=torch.float64), frequency)
-    angle_TK = torch.cat((angle, angle), dim=-1)
-    turned_TK = angle_TK.sin()
-    turned_TK[:, : model.head_dim // 2].neg_()
-    return angle_TK.cos().to(device, dtype), turned_TK.to(device, dtype)
 
 
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
@@ -43,8 +34,13 @@ def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
     weight_VD = params["model.embed_tokens.weight"]
     if weight_VD.is_cpu and weight_VD.dtype == torch.bfloat16:
         # On a CPU torch would add up a token's gradients in bfloat16, which loses all but the first few hundred.
-        return functional.embedding(tokens_BT, weight_VD.float()).to(weight_VD.dtype)
-    return functional.embedding(tokens_BT, weight_VD)
+        x_BTD = functional.embedding(tokens_BT, weight_VD.float()).to(weight_VD.dtype)
+    else:
+        x_BTD = functional.embedding(tokens_BT, weight_VD)
+    if model.decoder.scale_embedding:
+        # Rounded to the dtype, as Gemma was trained.
+        x_BTD = x_BTD * torch.tensor(math.sqrt(model.dim), dtype=x_BTD.dtype)
+    return x_BTD
 
 
 def decoder_layer(
@@ -57,38 +53,45 @@ def decoder_layer(
     *,
     mixture: Mixture = LOCAL,
 ) -> Tensor:
-    """Attention and SwiGLU, or a mixture of them, with residuals: [B, T, D] -> [B, T, D]. T is at most the context, and
-    with what is remembered 1 after the first call."""
-    at = f"model.layers.{index}."
+    """Attention and feed-forward, or a mixture of them, with residuals: [B, T, D] -> [B, T, D]. T is at most the
+    context, and with what is remembered 1 after the first call."""
     x_BTD, normed_BTD = attend(model, index, params, x_BTD, rotary, remember)
     if model.num_experts:
         return x_BTD + mixture_layer(model, index, params, normed_BTD.flatten(0, 1), mixture).view_as(x_BTD)
-    gate_BTF = functional.linear(normed_BTD, params[at + "mlp.gate_proj.weight"])
-    up_BTF = functional.linear(normed_BTD, params[at + "mlp.up_proj.weight"])
-    return x_BTD + functional.linear(functional.silu(gate_BTF) * up_BTF, params[at + "mlp.down_proj.weight"])
+    at = f"model.layers.{index}."
+    out_BTD = _feed_forward(model, at + "mlp.", params, normed_BTD)
+    if model.decoder.norms != "pre":
+        out_BTD = _norm(model, params, at + "post_feedforward_layernorm", out_BTD)
+    return x_BTD + out_BTD
 
 
 def attend(
     model: ModelSpec, index: int, params: Params, x_BTD: Tensor, rotary: Rotary, remember: Remember | None = None
 ) -> tuple[Tensor, Tensor]:
     """The first half of a layer. Returns: ([B, T, D] with the residual, that normalised for the second half)."""
-    at = f"model.layers.{index}."
-    normed_BTD = functional.rms_norm(x_BTD, (model.dim,), params[at + "input_layernorm.weight"], model.norm_eps)
-    x_BTD = x_BTD + _attention(model, at + "self_attn.", params, normed_BTD, rotary, remember)
-    weight_D = params[at + "post_attention_layernorm.weight"]
-    return x_BTD, functional.rms_norm(x_BTD, (model.dim,), weight_D, model.norm_eps)
+    at, norms = f"model.layers.{index}.", model.decoder.norms
+    normed_BTD = x_BTD if norms == "post" else _norm(model, params, at + "input_layernorm", x_BTD)
+    out_BTD = _attention(model, index, params, normed_BTD, rotary, remember)
+    if norms == "pre":
+        x_BTD = x_BTD + out_BTD
+        return x_BTD, _norm(model, params, at + "post_attention_layernorm", x_BTD)
+    x_BTD = x_BTD + _norm(model, params, at + "post_attention_layernorm", out_BTD)
+    return x_BTD, x_BTD if norms == "post" else _norm(model, params, at + "pre_feedforward_layernorm", x_BTD)
 
 
 def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
     """Final norm and output projection: [B, T, D] -> logits [B, T, V]."""
-    return functional.linear(_final_norm(model, params, x_BTD), params["lm_head.weight"])
+    logits_BTV = functional.linear(_norm(model, params, "model.norm", x_BTD), params["lm_head.weight"])
+    cap = model.decoder.logit_softcap
+    return (logits_BTV / cap).tanh() * cap if cap else logits_BTV
 
 
 def loss_of_head(model: ModelSpec, params: Params, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
     """Final norm, output projection and mean cross entropy: [B, T, D] and int64 targets [B, T] -> float32 scalar, in
     nats a token. The same as `loss(head(...), targets_BT)`, but never holds all logits (`head_loss.py`)."""
-    x_BTD = _final_norm(model, params, x_BTD)
-    return head_loss(x_BTD.flatten(0, 1), params["lm_head.weight"], targets_BT.flatten())
+    x_BTD = _norm(model, params, "model.norm", x_BTD)
+    weight_VD, cap = params["lm_head.weight"], model.decoder.logit_softcap
+    return head_loss(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), cap)
 
 
 def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -123,38 +126,90 @@ def run_layers(
     return x
 
 
-def _final_norm(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
-    return functional.rms_norm(x_BTD, (model.dim,), params["model.norm.weight"], model.norm_eps)
+def _norm(model: ModelSpec, params: Params, name: str, x: Tensor) -> Tensor:
+    """RMSNorm of the last dimension, with the weights `name`."""
+    weight = params[name + ".weight"]
+    if not model.decoder.norm_plus_one:
+        return functional.rms_norm(x, weight.shape, weight, model.norm_eps)
+    # In bfloat16 1 + w would lose most of w.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return functional.rms_norm(x.to(wide), weight.shape, 1 + weight.to(wide), model.norm_eps).to(x.dtype)
+
+
+def _linear(params: Params, name: str, x: Tensor) -> Tensor:
+    """The projection `name`, with its bias if there is one."""
+    return functional.linear(x, params[name + ".weight"], params.get(name + ".bias"))
+
+
+def _feed_forward(model: ModelSpec, at: str, params: Params, x_BTD: Tensor) -> Tensor:
+    gate_BTF = _linear(params, at + "gate_proj", x_BTD)
+    up_BTF = _linear(params, at + "up_proj", x_BTD)
+    if model.decoder.activation == "silu":
+        gate_BTF = functional.silu(gate_BTF)
+    else:
+        gate_BTF = functional.gelu(gate_BTF, approximate="tanh")
+    return _linear(params, at + "down_proj", gate_BTF * up_BTF)
 
 
 def _attention(
-    model: ModelSpec, at: str, params: Params, x_BTD: Tensor, rotary: Rotary, remember: Remember | None
+    model: ModelSpec, index: int, params: Params, x_BTD: Tensor, rotary: Rotary, remember: Remember | None
 ) -> Tensor:
-    B, T, D = x_BTD.shape
-    query_BHTK = _heads(functional.linear(x_BTD, params[at + "q_proj.weight"]), model.num_heads)
-    key_BGTK = _heads(functional.linear(x_BTD, params[at + "k_proj.weight"]), model.num_kv_heads)
-    value_BGTK = _heads(functional.linear(x_BTD, params[at + "v_proj.weight"]), model.num_kv_heads)
-    query_BHTK, key_BGTK = _rotate(query_BHTK, rotary), _rotate(key_BGTK, rotary)
+    B, T, _ = x_BTD.shape
+    at, decoder, window = f"model.layers.{index}.self_attn.", model.decoder, model.window_of(index)
+    query_BTH = _linear(params, at + "q_proj", x_BTD)
+    key_BTG = _linear(params, at + "k_proj", x_BTD)
+    if decoder.qk_norm == "projection":
+        query_BTH = _norm(model, params, at + "q_norm", query_BTH)
+        key_BTG = _norm(model, params, at + "k_norm", key_BTG)
+    query_BHTK, key_BGTK = _heads(query_BTH, model.num_heads), _heads(key_BTG, model.num_kv_heads)
+    value_BGTK = _heads(_linear(params, at + "v_proj", x_BTD), model.num_kv_heads)
+    if decoder.qk_norm == "head":
+        query_BHTK = _norm(model, params, at + "q_norm", query_BHTK)
+        key_BGTK = _norm(model, params, at + "k_norm", key_BGTK)
+    query_BHTK, key_BGTK = (rotate(x, rotary, windowed=window > 0) for x in (query_BHTK, key_BGTK))
     if remember is not None:
         key_BGTK, value_BGTK = remember(key_BGTK, value_BGTK)
-    out_BHTK = functional.scaled_dot_product_attention(
-        query_BHTK,
-        key_BGTK,
-        value_BGTK,
-        is_causal=key_BGTK.shape[2] == T,
-        enable_gqa=model.num_heads != model.num_kv_heads,
-    )
-    return functional.linear(out_BHTK.transpose(1, 2).reshape(B, T, D), params[at + "o_proj.weight"])
+    if T == 1 and window:
+        key_BGTK, value_BGTK = key_BGTK[:, :, -window:], value_BGTK[:, :, -window:]
+    out_BHTK = _attend(model, query_BHTK, key_BGTK, value_BGTK, window)
+    return _linear(params, at + "o_proj", out_BHTK.transpose(1, 2).reshape(B, T, -1))
+
+
+def _attend(model: ModelSpec, query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, window: int) -> Tensor:
+    """Each query looks at the keys before it, its own among them, and at no more than `window` of them; 0: at all."""
+    T, S = query_BHTK.shape[2], key_BGSK.shape[2]
+    decoder = model.decoder
+    scale = None if decoder.score_dim is None else decoder.score_dim**-0.5
+    is_grouped = model.num_heads != model.num_kv_heads
+    cap = decoder.attention_softcap
+    if not cap and (not window or window >= S):
+        return functional.scaled_dot_product_attention(
+            query_BHTK, key_BGSK, value_BGSK, is_causal=S == T, scale=scale, enable_gqa=is_grouped
+        )
+    mask_TS = _mask(T, S, window, query_BHTK.device)
+    if not cap:
+        return functional.scaled_dot_product_attention(
+            query_BHTK, key_BGSK, value_BGSK, attn_mask=mask_TS, scale=scale, enable_gqa=is_grouped
+        )
+    # torch has no fused attention with a cap.
+    B, H, _, K = query_BHTK.shape
+    G = model.num_kv_heads
+    query_BGHTK: Tensor = query_BHTK.view(B, G, H // G, T, K) * (K**-0.5 if scale is None else scale)
+    score_BGHTS: Tensor = query_BGHTK @ key_BGSK.unsqueeze(2).transpose(-1, -2)
+    score_BGHTS = cap * (score_BGHTS / cap).tanh()
+    wide = torch.promote_types(score_BGHTS.dtype, torch.float32)
+    share_BGHTS: Tensor = score_BGHTS.masked_fill(~mask_TS, -math.inf).softmax(-1, dtype=wide).to(value_BGSK.dtype)
+    out_BGHTK: Tensor = share_BGHTS @ value_BGSK.unsqueeze(2)
+    return out_BGHTK.view(B, H, T, K)
+
+
+def _mask(T: int, S: int, window: int, device: torch.device) -> Tensor:
+    """bool [T, S]: which of the keys the last T of S tokens look at."""
+    back_TS = torch.arange(S - T, S, device=device)[:, None] - torch.arange(S, device=device)
+    mask_TS = back_TS >= 0
+    return mask_TS & (back_TS < window) if window else mask_TS
 
 
 def _heads(x_BTD: Tensor, num_heads: int) -> Tensor:
     B, T, D = x_BTD.shape
     return x_BTD.view(B, T, num_heads, D // num_heads).transpose(1, 2)
-
-
-def _rotate(x_BHTK: Tensor, rotary: Rotary) -> Tensor:
-    """Turn each pair (k, k + K/2) by its position's angle: Hugging Face's `rotate_half`, the same bits. The sign of the
-    half that comes to the front is in the table: one operation for the exchange of the halves, where it was three."""
-    T, K = x_BHTK.shape[2:]
-    cos_TK, turned_TK = rotary[0][:T], rotary[1][:T]
-    return (x_BHTK * cos_TK + x_BHTK.roll(K // 2, dims=-1) * turned_TK).to(x_BHTK.dtype)

@@ -1,4 +1,4 @@
-"""A decoder layer's mixture of experts, as Mixtral's: a router sends each token to K of E SwiGLUs.
+"""A decoder layer's mixture of experts, as Mixtral's and Qwen3-MoE's: a router sends each token to K of E SwiGLUs.
 
 The load-balancing loss of a layer is a function of that layer's router alone. So its gradient enters where the layer
 is, in its backward, and no message has to carry it to the last stage and back: the model trains on
@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shoal.kernels.dispatch import combine, counts, group, grouped_matmul, permute
-from shoal.peer.model.layout import EXPERT_MATRICES, expert_name
 from shoal.protocol.spec import ModelSpec
+from shoal.protocol.tensors import EXPERT_MATRICES, expert_name, router_name
 
 
 class Experts(Protocol):
@@ -96,7 +96,7 @@ def mixture_layer(model: ModelSpec, index: int, params: Mapping[str, Tensor], x_
 
     `params` of decoder layer `index` need not have the experts' matrices if `mixture` has others compute them.
     """
-    gate_ED = params[f"model.layers.{index}.block_sparse_moe.gate.weight"]
+    gate_ED = params[router_name(model, index)]
     routing = route(functional.linear(x_ND, gate_ED), model.experts_per_token)
     if mixture.loads is not None:
         mixture.loads.add(index, routing.counts_E)
@@ -127,7 +127,7 @@ def local_experts(model: ModelSpec, params_by_key: Mapping[str, Mapping[str, Ten
     def experts(layer_index: int, x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor) -> Tensor:
         params = params_by_key[f"layers.{layer_index}"]
         groups = group(chosen_NK, model.num_experts)
-        matrices = expert_matrices(params, layer_index, range(model.num_experts))
+        matrices = expert_matrices(model, params, layer_index, range(model.num_experts))
         y_PD = swiglu_experts(permute(x_ND, groups), groups.offset_E, *matrices)
         return combine(y_PD, weight_NK, groups)
 
@@ -135,10 +135,10 @@ def local_experts(model: ModelSpec, params_by_key: Mapping[str, Mapping[str, Ten
 
 
 def expert_matrices(
-    params: Mapping[str, Tensor], layer_index: int, experts: Sequence[int]
+    model: ModelSpec, params: Mapping[str, Tensor], layer_index: int, experts: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """(w1 [F, D], w2 [D, F], w3 [F, D]) of each of `experts`, in their order."""
-    w1, w2, w3 = ([params[expert_name(layer_index, expert, w)] for expert in experts] for w in EXPERT_MATRICES)
+    w1, w2, w3 = ([params[expert_name(model, layer_index, expert, w)] for expert in experts] for w in EXPERT_MATRICES)
     return w1, w2, w3
 
 

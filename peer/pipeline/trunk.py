@@ -35,6 +35,7 @@ from shoal.peer.pipeline.shard import Leaves, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import router_name
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class StageTrunk(Shard):
         model, layer = self.spec.model, layer_index(key.rpartition(".")[0])
         h_BTD, normed_BTD = llama.attend(model, layer, params, x_BTD, self._rotary)
         x_ND = normed_BTD.flatten(0, 1)
-        gate_ED = params[f"model.layers.{layer}.block_sparse_moe.gate.weight"]
+        gate_ED = params[router_name(model, layer)]
         routing = route(functional.linear(x_ND, gate_ED), model.experts_per_token)
         if loads is not None:
             loads.add(layer, routing.counts_E)

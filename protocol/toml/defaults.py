@@ -87,12 +87,21 @@ class Size:
 
 
 def model_size(
-    *, dim: int, num_layers: int, num_heads: int, num_kv_heads: int, ffn_dim: int, context: int, experts: int = 1
+    *,
+    dim: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    ffn_dim: int,
+    context: int,
+    experts: int = 1,
+    head_size: int | None = None,
 ) -> Size:
-    """Args: experts: that a token passes in each layer; 1 in a dense model."""
-    kv_dim = num_kv_heads * dim / num_heads
-    parameters = num_layers * (2.0 * dim * dim + 2.0 * dim * kv_dim + 3.0 * dim * ffn_dim * experts)
-    return Size(parameters=parameters, flop_per_token=6.0 * parameters + 12.0 * num_layers * dim * context)
+    """Args: experts: that a token passes in each layer; 1 in a dense model. head_size: None: dim / num_heads."""
+    head_dim = dim / num_heads if head_size is None else head_size
+    q_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
+    parameters = num_layers * (2.0 * dim * q_dim + 2.0 * dim * kv_dim + 3.0 * dim * ffn_dim * experts)
+    return Size(parameters=parameters, flop_per_token=6.0 * parameters + 12.0 * num_layers * q_dim * context)
 
 
 def size_of(spec: RunSpec) -> Size:
@@ -105,6 +114,7 @@ def size_of(spec: RunSpec) -> Size:
         ffn_dim=model.ffn_dim,
         context=model.context,
         experts=model.experts_computed,
+        head_size=model.head_size,
     )
 
 
@@ -219,6 +229,7 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
         ffn_dim=ffn_dim,
         context=context,
         experts=experts,
+        head_size=filling.said("model.head_size"),
     )
     batch = batch_tokens_of(size)
     number, samples = microbatches_of(

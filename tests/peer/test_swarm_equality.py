@@ -4,8 +4,13 @@ import math
 
 import msgspec
 import pytest
+import torch
 
+from shoal.deploy.ship.hf_config import config_of
 from shoal.peer.data.corpus import load_corpus
+from shoal.peer.data.microbatch import microbatch
+from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
+from shoal.peer.model.schedule import rate_of
 from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -48,6 +53,59 @@ def test_three_stages_of_two_replicas_equal_one_process(make_swarm, tiny_spec, o
     assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < tolerance
     norms = [math.hypot(*(swarm.commits[stage][step].gradient_norm for stage in range(3))) for step in range(STEPS)]
     assert norms == pytest.approx([step.grad_norm for step in trained], rel=0.05 if optimizer == "muon" else 2e-3)
+
+
+QWEN3 = {"head_size": 24, "decoder": {"qk_norm": "head", "attention_bias": "all", "window": 9, "full_layers": [1]}}
+OLMO2 = {
+    "decoder": {
+        "qk_norm": "projection",
+        "norms": "post",
+        "rope": {"kind": "llama3", "factor": 4.0, "original_context": 16},
+    }
+}
+
+
+def losses_of_transformers(transformers, spec, steps):
+    """A plain loop with their model and torch's AdamW, from the run's initial weights."""
+    config = config_of(spec.model, dtype="float32", begin_of_text=None, end_of_text=None)
+    config = transformers.AutoConfig.for_model(**config)
+    layouts = [layer_layout(spec.model, key) for key in all_layer_keys(spec.model)]
+    weights = [layout.views(init_layer(spec.model, layout.key, spec.seed)) for layout in layouts]
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.load_state_dict({name: tensor for views in weights for name, tensor in views.items()})
+    named, optimizer = dict(model.named_parameters()), spec.optimizer
+    groups = [
+        {"params": [param for param in named.values() if param.ndim == 2], "weight_decay": optimizer.weight_decay},
+        {"params": [param for param in named.values() if param.ndim == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.epsilon)
+    corpus, number = load_corpus(spec.data, context=spec.model.context), spec.training.microbatches_per_step
+    for step in range(steps):
+        adamw.zero_grad()
+        total = 0.0
+        for index in range(number):
+            tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
+            logits_BTV = model(tokens_BT).logits
+            loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+            torch.autograd.backward(loss / number)
+            total += loss.item()
+        for layout in layouts:
+            torch.nn.utils.clip_grad_norm_([named[name] for name in layout.names], optimizer.clip_norm)
+        for group in adamw.param_groups:
+            group["lr"] = rate_of(spec, step)
+        adamw.step()
+        yield total / number
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("model", [QWEN3, OLMO2], ids=["qwen3", "olmo2"])
+def test_three_stages_of_two_replicas_train_a_family_as_transformers_does_in_one_process(make_swarm, tiny_spec, model):
+    transformers = pytest.importorskip("transformers")
+    spec = spec_with(tiny_spec, model=model)
+    single = list(losses_of_transformers(transformers, spec, STEPS))
+    assert single[-1] < single[0] - 0.3, "the yardstick itself does not learn"
+    swarm = losses_of(make_swarm, spec, [["0.0", "0.1"], ["1.0", "1.1"], ["2.0", "2.1"]])
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < 1e-4
 
 
 @pytest.mark.sim

@@ -1,19 +1,36 @@
 import pytest
 
 from shoal.coordinator.cost.layer_costs import layer_costs, trunk_costs
+from shoal.coordinator.cost.workload import Workload
 from shoal.peer.model.flop import forward_flop, trunk_flop
-from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys
-from shoal.protocol.spec import ModelSpec
+from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, layer_layout
+from shoal.protocol.decoder import DecoderSpec
+from shoal.protocol.spec import ModelSpec, RunSpec
+
+GEMMA = DecoderSpec(
+    norms="both", norm_plus_one=True, activation="gelu_tanh", scale_embedding=True, window=40, full_layers=(0,)
+)
+MODELS = [
+    ModelSpec(num_layers=3),
+    ModelSpec(num_layers=3, num_experts=8),
+    ModelSpec(num_layers=3, head_size=96, decoder=GEMMA),
+    ModelSpec(num_layers=3, head_size=96, num_experts=8, decoder=DecoderSpec(qk_norm="head", attention_bias="all")),
+]
 
 
-@pytest.mark.parametrize("model", [ModelSpec(num_layers=3), ModelSpec(num_layers=3, num_experts=8)])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_layer_costs_what_the_peer_counts_for_it(model):
     costs = layer_costs(model)
-    middle = [key for key in all_layer_keys(model) if key not in (EMBED, HEAD)]
-    assert middle
-    assert costs[1] == pytest.approx(forward_flop(model, middle[0], 1))
+    assert costs[1] == pytest.approx(forward_flop(model, "layers.1", 1))
     assert costs[2] - costs[1] == pytest.approx(forward_flop(model, HEAD, 1))
-    assert 0 < costs[0] - costs[1] < 0.01 * costs[1]
+    assert 0 < costs[0] - forward_flop(model, "layers.0", 1) < 0.01 * costs[1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_plan_counts_the_parameters_that_a_peer_holds(model):
+    counts = Workload.of(RunSpec(model=model)).layer_parameters
+    held = [layer_layout(model, key).numel for key in all_layer_keys(model)]
+    assert counts == (held[0] + held[1], held[2], held[3] + held[4])
 
 
 def test_the_trunk_costs_what_the_peer_counts_for_it():

@@ -17,12 +17,14 @@ def inputs(dtype=torch.float32, rows=37, vocabulary=50, scale=3.0):
 
 @pytest.mark.parametrize("rows_at_once", [1, 8, 37, 1000])
 @pytest.mark.parametrize("times", [1.0, -2.5])
-def test_it_is_torchs_with_both_gradients(monkeypatch, rows_at_once, times):
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_it_is_torchs_with_both_gradients(monkeypatch, rows_at_once, times, cap):
     x_ND, weight_VD, target_N = inputs()
     monkeypatch.setattr(module, "CHUNK_BYTES", rows_at_once * 4 * len(weight_VD))
-    wanted = functional.cross_entropy(x_ND @ weight_VD.T, target_N)
+    logits_NV = x_ND @ weight_VD.T
+    wanted = functional.cross_entropy(cap * (logits_NV / cap).tanh() if cap else logits_NV, target_N)
     gradients = torch.autograd.grad(times * wanted, (x_ND, weight_VD))
-    found = head_loss(x_ND, weight_VD, target_N)
+    found = head_loss(x_ND, weight_VD, target_N, cap)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
     for mine, theirs in zip(torch.autograd.grad(times * found, (x_ND, weight_VD)), gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

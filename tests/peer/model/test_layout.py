@@ -16,6 +16,7 @@ from shoal.peer.model.layout import (
     unit_keys,
     unit_slices,
 )
+from shoal.protocol.decoder import DecoderSpec
 from shoal.protocol.spec import ModelSpec
 
 MODEL = ModelSpec(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, context=16)
@@ -108,6 +109,23 @@ def test_init_gives_the_same_bits_on_every_device() -> None:
 
 def test_equal_layers_start_differently() -> None:
     assert not torch.equal(init_layer(MODEL, "layers.0", 0), init_layer(MODEL, "layers.1", 0))
+
+
+def test_a_fresh_norm_multiplies_by_1_and_a_fresh_bias_adds_nothing() -> None:
+    qwen = ModelSpec(num_layers=1, decoder=DecoderSpec(attention_bias="qkv"))
+    gemma = ModelSpec(
+        num_layers=1,
+        decoder=DecoderSpec(norms="both", norm_plus_one=True, activation="gelu_tanh", scale_embedding=True),
+    )
+    for model, of_norms in ((qwen, 1.0), (gemma, 0.0)):
+        layout = layer_layout(model, "layers.0")
+        views = layout.views(init_layer(model, "layers.0", 0))
+        vectors = {name: view for name, view in views.items() if view.ndim == 1}
+        assert len(vectors) > 3
+        for name, view in vectors.items():
+            assert (view == (0.0 if name.endswith(".bias") else of_norms)).all(), name
+        assert layout.num_decayed == sum(view.numel() for view in views.values() if view.ndim == 2)
+    assert init_layer(gemma, "embed", 0).std().item() == pytest.approx(gemma.dim**-0.5, rel=0.05)
 
 
 def test_init_has_the_documented_deviations() -> None:

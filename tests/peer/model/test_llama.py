@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -9,13 +10,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.peer.model.flop import backward_flop, forward_flop
-from shoal.peer.model.layout import EXPERT_MATRICES, all_layer_keys, expert_name, init_layer, layer_layout
-from shoal.peer.model.llama import Params, _rotate, decoder_layer, embed, head, loss, rotary_tables, run_layers
+from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
+from shoal.peer.model.llama import Params, decoder_layer, embed, head, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Experts, Mixture
+from shoal.peer.model.rotary import rotate
+from shoal.protocol.decoder import DecoderSpec
 from shoal.protocol.spec import ModelSpec
+from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
 
 MODEL = ModelSpec(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, context=16)
 MIXTURE = ModelSpec(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, context=16, num_experts=4)
+QWEN3 = msgspec.structs.replace(MODEL, head_size=12, decoder=DecoderSpec(qk_norm="head", attention_bias="all"))
 KEYS = all_layer_keys(MODEL)
 
 
@@ -120,9 +125,9 @@ def test_the_rotation_is_rotate_half_bit_for_bit_and_its_gradient_too() -> None:
         return x_BHTK * cos_TK[:9] + torch.cat((-second, first), dim=-1) * sin_TK[:9]
 
     results = []
-    for rotate in (rotate_half, lambda x_BHTK: _rotate(x_BHTK, (cos_TK, turned_TK))):
+    for turn in (rotate_half, lambda x_BHTK: rotate(x_BHTK, (cos_TK, turned_TK))):
         x = x_BHTK.clone().requires_grad_()
-        y = rotate(x)
+        y = turn(x)
         torch.autograd.backward(y, grad_BHTK)
         assert x.grad is not None
         results.append((y.detach(), x.grad))
@@ -154,7 +159,7 @@ def test_gradient_is_that_of_finite_differences() -> None:
         assert (ends[0] - ends[1]) / (2 * h) == pytest.approx(float(gradient_N @ direction_N), abs=3e-3)
 
 
-@pytest.mark.parametrize("model", [MODEL, MIXTURE], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [MODEL, MIXTURE, QWEN3], ids=["dense", "experts", "qwen3"])
 @pytest.mark.parametrize("key", KEYS)
 def test_flop_are_those_that_torch_counts(key: str, model: ModelSpec) -> None:
     params, rotary, tokens_BT = params_of(model), rotary_tables(model), tokens(model, 2)
@@ -162,8 +167,8 @@ def test_flop_are_those_that_torch_counts(key: str, model: ModelSpec) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         run_layers(model, [key], params, x, rotary, mixture=Mixture(experts=by_slices(model, params)))
     # Only the plain attention is made of matmuls that torch can count. It counts the full square,
-    # 4 N T D; we count the causal part of it, 2 N (T + 1) D.
-    upper = 2 * 32 * 32 * (16 - 1) if key.startswith("layers") else 0
+    # 4 N T H K; we count the causal part of it, 2 N (T + 1) H K.
+    upper = 2 * 32 * model.num_heads * model.head_dim * (16 - 1) if key.startswith("layers") else 0
     assert forward_flop(model, key, 32) == counter.get_total_flops() - upper
     assert backward_flop(model, key, 32) == 2 * forward_flop(model, key, 32)
 
@@ -174,7 +179,7 @@ def by_slices(model: ModelSpec, params: dict[str, Params]) -> Experts:
     def experts(layer_index: int, x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor) -> Tensor:
         of_layer = params[f"layers.{layer_index}"]
         for expert in range(model.num_experts):
-            w1, w2, w3 = (of_layer[expert_name(layer_index, expert, w)] for w in EXPERT_MATRICES)
+            w1, w2, w3 = (of_layer[expert_name(model, layer_index, expert, w)] for w in EXPERT_MATRICES)
             x_PD = x_ND[(chosen_NK == expert).any(-1)]
             ((x_PD @ w1.T) * (x_PD @ w3.T)) @ w2.T
         return torch.zeros_like(x_ND)

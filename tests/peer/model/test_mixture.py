@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.peer.model.layout import all_layer_keys, expert_name, init_layer, layer_layout
+from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.llama import decoder_layer, rotary_tables, run_layers
 from shoal.peer.model.mixture import ExpertLoads, Mixture, expert_matrices, local_experts, mixture_layer, route
 from shoal.protocol.spec import ModelSpec
+from shoal.protocol.tensors import expert_name
 
 MODEL = ModelSpec(
     dim=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=24, context=8, num_experts=4, router_aux_loss=0.5
@@ -162,9 +163,10 @@ def test_other_experts_get_gradients_of_tokens_and_weights_through_autograd() ->
 
 def test_matrices_of_some_experts_come_in_the_order_asked_for() -> None:
     params = params_of()
-    w1, w2, w3 = expert_matrices(params, 1, [3, 1])
-    assert [w1[1] is params[expert_name(1, 1, "w1")], w2[0] is params[expert_name(1, 3, "w2")]] == [True, True]
-    assert w3[0] is params[expert_name(1, 3, "w3")]
+    w1, w2, w3 = expert_matrices(MODEL, params, 1, [3, 1])
+    assert w1[1] is params[expert_name(MODEL, 1, 1, "w1")]
+    assert w2[0] is params[expert_name(MODEL, 1, 3, "w2")]
+    assert w3[0] is params[expert_name(MODEL, 1, 3, "w3")]
 
 
 def test_loads_are_totals_by_layer_and_a_reading_stays_what_it_was() -> None:

@@ -32,11 +32,14 @@ def corpus(tiny_spec: RunSpec) -> Corpus:
     return load_corpus(tiny_spec.data, context=tiny_spec.model.context)
 
 
-@pytest.fixture(params=["stash", "recompute"])
+@pytest.fixture(params=["stash", "recompute", "qwen3_moe"])
 def spec(tiny_spec: RunSpec, request: pytest.FixtureRequest) -> RunSpec:
     tables = msgspec.to_builtins(tiny_spec)
     tables["model"] |= {"num_experts": NUM_EXPERTS, "router_aux_loss": 1.0}
-    tables["training"] |= {"keep": request.param}
+    if request.param == "qwen3_moe":
+        tables["model"] |= {"head_size": 24, "decoder": {"qk_norm": "head", "attention_bias": "all", "window": 5}}
+    else:
+        tables["training"] |= {"keep": request.param}
     return msgspec.convert(tables, RunSpec)
 
 

@@ -1,0 +1,81 @@
+"""Rotary positions: the angles of every position, and the turn by them.
+
+T tokens   K head size   W kinds of layers, those that look at everything and those with a window, where they differ
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from shoal.protocol.decoder import RopeScaling
+from shoal.protocol.spec import ModelSpec
+
+Rotary = tuple[Tensor, Tensor]
+"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK): see `rotary_tables`."""
+
+
+def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
+    """(cos, sin) of every position's angles, each [context, K]. The second half of K repeats the first, in which the
+    sines have the other sign. Where layers with a window have another base, each [context, 2, K]: theirs behind the
+    others'."""
+    decoder = model.decoder
+    tables = [_tables(model, model.rope_theta, decoder.rope)]
+    if decoder.window_rope_theta is None:
+        cos, turned = tables[0]
+    else:
+        tables.append(_tables(model, decoder.window_rope_theta, None))
+        cos, turned = (torch.stack(kinds, dim=1) for kinds in zip(*tables, strict=True))
+    return cos.to(device, dtype), turned.to(device, dtype)
+
+
+def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
+    """Turn each pair (k, k + K/2) by its position's angle: Hugging Face's `rotate_half`, the same bits. The sign of the
+    half that comes to the front is in the table: one operation for the exchange of the halves, where it was three.
+
+    Args: windowed: of a layer with a window.
+    """
+    T, K = x_BHTK.shape[2:]
+    cos_TK, turned_TK = (table[:T] if table.ndim == 2 else table[:T, int(windowed)] for table in rotary)
+    return (x_BHTK * cos_TK + x_BHTK.roll(K // 2, dims=-1) * turned_TK).to(x_BHTK.dtype)
+
+
+def _tables(model: ModelSpec, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
+    """float64."""
+    half = torch.arange(0, model.head_dim, 2, dtype=torch.float64)
+    frequency = theta ** -(half / model.head_dim)
+    factor = 1.0
+    if scaling is not None:
+        frequency, factor = _scaled(frequency, scaling, theta), scaling.turned_factor
+    angle = torch.outer(torch.arange(model.context, dtype=torch.float64), frequency)
+    angle_TK = torch.cat((angle, angle), dim=-1)
+    turned_TK = angle_TK.sin()
+    turned_TK[:, : model.head_dim // 2].neg_()
+    return angle_TK.cos() * factor, turned_TK * factor
+
+
+def _scaled(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """float64 [K/2], in falling order, to those that are used."""
+    divided = frequency / scaling.factor
+    match scaling.kind:
+        case "linear":
+            return divided
+        case "llama3":
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            turns = scaling.original_context * frequency / (2 * math.pi)
+            kept = ((turns - low) / (high - low)).clamp(0, 1)
+            return divided * (1 - kept) + frequency * kept
+        case "yarn":
+            pairs = len(frequency)
+            first, last = (_pair_of(turns, scaling, theta, pairs) for turns in (scaling.beta_fast, scaling.beta_slow))
+            if scaling.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, 2 * pairs - 1)
+            width = last - first if last != first else 0.001
+            kept = 1 - ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
+            return divided * (1 - kept) + frequency * kept
+
+
+def _pair_of(turns: float, scaling: RopeScaling, theta: float, pairs: int) -> float:
+    """Which pair, as a fraction, turns so often within the original context (2309.00071, section 3.2)."""
+    return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)

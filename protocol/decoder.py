@@ -1,0 +1,185 @@
+"""The switches of the one decoder, and the families of models that are made of them. Pure.
+
+With all switches at their defaults the decoder is Llama's. A family is a row of `FAMILIES`, not a class: which switches
+it may have, and with which values. A decoder that no family has is refused, since nobody could load what it learns.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+import msgspec
+
+from shoal.protocol.limits import CONTEXT_MAX, LAYERS_MAX
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """How rotary frequencies are changed for contexts longer than those that the model was first trained on.
+
+    Sources: linear, Chen et al., 2023, arXiv 2306.15595; yarn, Peng et al., 2023, arXiv 2309.00071; llama3, as in the
+    reference code of Llama 3.1. The numbers are those of `transformers`.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    """The divisor of low frequencies; with linear, of all."""
+    original_context: int = 0
+    """Tokens of a sample before the change; linear does not ask."""
+    low_freq_factor: float = 1.0
+    """llama3: what turns less often than this within the original context is divided."""
+    high_freq_factor: float = 4.0
+    """llama3: what turns more often is left as it is; between the two it changes over gradually."""
+    beta_slow: float = 1.0
+    """yarn: as `low_freq_factor`."""
+    beta_fast: float = 32.0
+    """yarn: as `high_freq_factor`."""
+    attention_factor: float | None = None
+    """yarn: the factor of cosines and sines. None: 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: the change-over begins and ends at whole frequencies."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.factor < math.inf, f"factor must be 1 at least, is {self.factor}")
+        if self.kind != "linear":
+            _require(
+                0 < self.original_context <= CONTEXT_MAX,
+                f"original_context must be in [1, {CONTEXT_MAX:,}], is {self.original_context}",
+            )
+        _require(
+            0 < self.low_freq_factor < self.high_freq_factor < math.inf,
+            f"low_freq_factor {self.low_freq_factor} must be less than high_freq_factor {self.high_freq_factor}",
+        )
+        _require(
+            0 < self.beta_slow < self.beta_fast < math.inf,
+            f"beta_slow {self.beta_slow} must be less than beta_fast {self.beta_fast}",
+        )
+        if self.attention_factor is not None:
+            _require(0 < self.attention_factor < math.inf, f"attention_factor is {self.attention_factor}")
+
+    @property
+    def turned_factor(self) -> float:
+        """The factor of cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return yarn_factor(self.factor) if self.kind == "yarn" else 1.0
+
+
+def yarn_factor(factor: float, scale: float = 1.0) -> float:
+    """How much longer queries and keys together become by yarn's rule (2309.00071, equation 22), times a scale."""
+    return 0.1 * scale * math.log(factor) + 1.0
+
+
+class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The switches that tell the decoder from Llama's."""
+
+    rope: RopeScaling | None = None
+    """None: rotary positions as they are."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Which projections of the attention have biases: none, all but the last, all."""
+    mlp_bias: bool = False
+    """The projections of the feed-forward have biases."""
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """Queries and keys are normalised before they are rotated: each head by itself, or the whole projection."""
+    norms: Literal["pre", "post", "both"] = "pre"
+    """Attention and feed-forward are normalised before, behind (within the residual), or both."""
+    norm_plus_one: bool = False
+    """A norm multiplies by 1 + w instead of w, so that its weights lie around 0."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """What bends the feed-forward's gate: SwiGLU or GeGLU."""
+    window: int = 0
+    """Tokens that a token looks at, itself among them; 0: all before it."""
+    full_layers: tuple[int, ...] = ()
+    """The decoder layers in which it looks at all before it even so."""
+    window_rope_theta: float | None = None
+    """`rope_theta` of the layers with a window, to which `rope` does not apply then. None: as everywhere."""
+    score_dim: int | None = None
+    """Attention scores are divided by the square root of this. None: of the head size."""
+    attention_softcap: float = 0.0
+    """c, where attention scores become c tanh(score / c); 0: they do not."""
+    logit_softcap: float = 0.0
+    """The same of the model's logits."""
+    scale_embedding: bool = False
+    """Embeddings are multiplied by the square root of the width."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.window <= CONTEXT_MAX, f"window must be in [0, {CONTEXT_MAX:,}], is {self.window}")
+        full = self.full_layers
+        _require(len(full) <= LAYERS_MAX, f"full_layers has more than {LAYERS_MAX} entries")
+        _require(list(full) == sorted(set(full)), "full_layers must be in order, each layer once")
+        _require(not full or self.window > 0, "full_layers means nothing without a window")
+        if self.window_rope_theta is not None:
+            _require(self.window > 0, "window_rope_theta means nothing without a window")
+            _require(1 < self.window_rope_theta < math.inf, f"window_rope_theta is {self.window_rope_theta}")
+        _require(self.score_dim is None or self.score_dim > 0, f"score_dim must be positive, is {self.score_dim}")
+        for name in ("attention_softcap", "logit_softcap"):
+            _require(0 <= getattr(self, name) < math.inf, f"{name} must not be negative, is {getattr(self, name)}")
+
+
+LLAMA: Final = DecoderSpec()
+
+
+class _Any:
+    """Stands for every value of a switch."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+_ANY: Final = _Any()
+_BIASES: Final = {"attention_bias": ("none", "all")}
+_ROTARY: Final = {"rope": _ANY}
+_HEADS: Final = {"head_size": _ANY}
+_WINDOWS: Final = {"window": _ANY, "full_layers": _ANY}
+_GEMMA: Final = {
+    **_BIASES,
+    **_ROTARY,
+    **_HEADS,
+    **_WINDOWS,
+    "norms": ("both",),
+    "norm_plus_one": (True,),
+    "activation": ("gelu_tanh",),
+    "scale_embedding": (True,),
+    "score_dim": _ANY,
+    "logit_softcap": _ANY,
+}
+FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "llama": {**_BIASES, **_ROTARY, **_HEADS, "mlp_bias": (False, True)},
+    "mistral": {**_ROTARY, **_HEADS, "window": _ANY},
+    "qwen2": {**_ROTARY, **_WINDOWS, "attention_bias": ("qkv",)},
+    "qwen3": {**_BIASES, **_ROTARY, **_HEADS, **_WINDOWS, "qk_norm": ("head",)},
+    "olmo2": {**_BIASES, **_ROTARY, "qk_norm": ("projection",), "norms": ("post",)},
+    "gemma2": {**_GEMMA, "attention_softcap": _ANY},
+    "gemma3_text": {**_GEMMA, "qk_norm": ("head",), "window_rope_theta": _ANY},
+}
+"""Family, by its `model_type` in `transformers` -> the values that each switch may have; all others have their
+defaults. The first that fits is a model's."""
+EXPERT_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "mixtral": {**_ROTARY, **_HEADS, "window": _ANY},
+    "qwen3_moe": {**_BIASES, **_ROTARY, **_HEADS, "window": _ANY, "qk_norm": ("head",)},
+}
+"""The same of models with experts."""
+
+
+@lru_cache(maxsize=1024)
+def family_of(decoder: DecoderSpec, *, head_size: int | None, experts: bool) -> str:
+    """The family of a decoder.
+
+    Args:
+        head_size: where it is not the width divided by the heads.
+    Raises: ValueError: there is none.
+    """
+    said = {name: getattr(decoder, name) for name in decoder.__struct_fields__} | {"head_size": head_size}
+    usual = {name: getattr(LLAMA, name) for name in decoder.__struct_fields__} | {"head_size": None}
+    families = EXPERT_FAMILIES if experts else FAMILIES
+    for family, allowed in families.items():
+        if all(value in allowed.get(name, (usual[name],)) for name, value in said.items()):
+            return family
+    unusual = ", ".join(name for name, value in said.items() if value != usual[name])
+    kind = "with experts " if experts else ""
+    raise ValueError(f"no model {kind}of {', '.join(families)} has a decoder with {unusual} as they are here")

@@ -1,0 +1,140 @@
+"""Which tensors each layer of a model has, under Hugging Face's names, and their shapes. Pure.
+
+Whoever stores a layer lays it out from here, and whoever plans for it counts from here.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Final
+
+from shoal.protocol.layers import EMBED, EXPERTS, HEAD, TRUNK, expert_key, layer_index, trunk_key
+from shoal.protocol.spec import ModelSpec
+
+Shapes = dict[str, tuple[int, ...]]
+"""Name -> shape."""
+
+EXPERT_MATRICES: Final = ("w1", "w2", "w3")
+"""The matrices of one expert: gate, down and up."""
+_OF_EXPERTS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
+    "mixtral": ("block_sparse_moe", {"w1": "w1", "w2": "w2", "w3": "w3"}),
+    "qwen3_moe": ("mlp", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}),
+}
+"""Family -> what it calls its mixture, and its experts' matrices."""
+_NORMS: Final = {
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""`decoder.norms` -> a layer's norms. One name stands in two places: behind the attention's residual in Llama, and
+within it in OLMo 2 and Gemma."""
+
+
+def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
+    """List the tensors of a layer, or of a unit of one: (matrices, norms and biases).
+
+    Raises: ValueError: the model has no such layer.
+    """
+    D = model.dim
+    if key == EMBED:
+        return {"model.embed_tokens.weight": (model.vocab_size, D)}, {}
+    if key == HEAD:
+        return {"lm_head.weight": (model.vocab_size, D)}, {"model.norm.weight": (D,)}
+    index, unit = _unit(model, key)
+    if unit is not None and unit != TRUNK:
+        F = model.ffn_dim
+        shape_of = {"w1": (F, D), "w2": (D, F), "w3": (F, D)}
+        return {expert_name(model, index, int(unit), w): shape_of[w] for w in EXPERT_MATRICES}, {}
+    matrices, vectors = _attention(model, index)
+    if not model.num_experts:
+        more, biases = _feed_forward(model, index)
+        return matrices | more, vectors | biases
+    matrices |= {router_name(model, index): (model.num_experts, D)}
+    if unit == TRUNK:
+        return matrices, vectors
+    experts: Shapes = {}
+    for expert in range(model.num_experts):
+        experts |= layer_tensors(model, expert_key(key, expert))[0]
+    return experts | matrices, vectors
+
+
+def expert_name(model: ModelSpec, index: int, expert: int, matrix: str) -> str:
+    """One matrix of an expert of the decoder layer `index`; `matrix` is one of `EXPERT_MATRICES`."""
+    mixture, name_of = _OF_EXPERTS[model.family]
+    return f"model.layers.{index}.{mixture}.experts.{expert}.{name_of[matrix]}.weight"
+
+
+def router_name(model: ModelSpec, index: int) -> str:
+    """The router of the decoder layer `index`, which has experts."""
+    return f"model.layers.{index}.{_OF_EXPERTS[model.family][0]}.gate.weight"
+
+
+@lru_cache(maxsize=16384)
+def num_elements(model: ModelSpec, key: str) -> tuple[int, int]:
+    """Count the elements of a layer, or of a unit of one: (those of its matrices, of its norms and biases)."""
+    matrices, vectors = (sum(math.prod(shape) for shape in shapes.values()) for shapes in layer_tensors(model, key))
+    return matrices, vectors
+
+
+def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
+    """Count as `num_elements`, of the decoder layer `index` without its experts, or without its feed-forward."""
+    if model.num_experts:
+        return num_elements(model, trunk_key(f"layers.{index}"))
+    matrices, vectors = num_elements(model, f"layers.{index}")
+    return matrices - expert_elements(model), vectors
+
+
+def expert_elements(model: ModelSpec) -> int:
+    """Count the elements of one expert's matrices, or of those of a dense layer's one feed-forward."""
+    return 3 * model.dim * model.ffn_dim
+
+
+def tokens_seen(model: ModelSpec, index: int) -> float:
+    """How many tokens a token looks at in the decoder layer `index`, itself among them: on average over a sample."""
+    T, window = model.context, model.window_of(index)
+    # The first ones look at fewer: 1 + 2 + ... + window, and from there on at window each.
+    return (T + 1) / 2 if not window or window >= T else window - window * (window - 1) / (2 * T)
+
+
+def _attention(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
+    """The attention, and all norms of the layer."""
+    D, K, decoder = model.dim, model.head_dim, model.decoder
+    rows = {"q": model.num_heads * K, "k": model.num_kv_heads * K, "v": model.num_kv_heads * K}
+    at = f"model.layers.{index}."
+    matrices: Shapes = {f"{at}self_attn.{name}_proj.weight": (number, D) for name, number in rows.items()}
+    matrices[at + "self_attn.o_proj.weight"] = (D, rows["q"])
+    vectors: Shapes = {f"{at}{name}.weight": (D,) for name in _NORMS[decoder.norms]}
+    if decoder.qk_norm != "none":
+        for name in ("q", "k"):
+            vectors[f"{at}self_attn.{name}_norm.weight"] = (K if decoder.qk_norm == "head" else rows[name],)
+    biased = {"none": {}, "qkv": rows, "all": rows | {"o": D}}[decoder.attention_bias]
+    return matrices, vectors | {f"{at}self_attn.{name}_proj.bias": (number,) for name, number in biased.items()}
+
+
+def _feed_forward(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
+    D, F = model.dim, model.ffn_dim
+    at = f"model.layers.{index}.mlp."
+    matrices: Shapes = {at + "gate_proj.weight": (F, D), at + "up_proj.weight": (F, D), at + "down_proj.weight": (D, F)}
+    biases: Shapes = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in matrices.items()}
+    return matrices, biases if model.decoder.mlp_bias else {}
+
+
+def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
+    """(index of the decoder layer, "trunk" or the number of an expert; None: all of it)."""
+    layer, dot, unit = key.removeprefix("layers.").partition(".")
+    index = layer_index("layers." + layer if key.startswith("layers.") else key)
+    if index >= model.num_layers:
+        raise ValueError(f"the model has {model.num_layers} decoder layers, there is no {key!r}")
+    if not dot:
+        return index, None
+    kind, _, number = unit.partition(".")
+    if model.num_experts and unit == TRUNK:
+        return index, unit
+    if kind == EXPERTS and number in map(str, range(model.num_experts)):
+        return index, number
+    raise ValueError(f"a decoder layer with {model.num_experts} experts has no unit {key!r}")
