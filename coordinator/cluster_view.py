@@ -370,10 +370,17 @@ class ClusterView:
         snapshot = self._snapshot_of(stages, now_s)
         return None if snapshot is None else foresee(snapshot, stages, sums)
 
-    def choose_sums(self, stages: Sequence[Stage], now_s: float, *, kept: WireFormat | None = None) -> WireFormat:
-        """The format in which these stages' reductions are to travel. Args: kept: the one that they have."""
+    def choose_sums(
+        self, stages: Sequence[Stage], now_s: float, *, kept: WireFormat | None = None
+    ) -> WireFormat | None:
+        """The format in which these stages' reductions are to travel; None: the run has only one.
+
+        Args: kept: the one that they have.
+        """
         forms = self.spec.wire.sums
-        snapshot = self._snapshot_of(stages, now_s) if len(forms) > 1 else None
+        if len(forms) == 1:
+            return None
+        snapshot = self._snapshot_of(stages, now_s)
         return forms[-1] if snapshot is None else choose_sums(snapshot, stages, forms, kept=kept)
 
     def _snapshot_of(self, stages: Sequence[Stage], now_s: float) -> Snapshot | None:

@@ -45,8 +45,6 @@ def choose_sums(
         forms: the widest first.
         kept: the format that the stages have now.
     """
-    if len(forms) == 1:
-        return forms[0]
     foreseen = [foresee(snapshot, stages, form) for form in forms]
     rates = [each.tokens_per_s if each is not None else 0.0 for each in foreseen]
     if not all(rates):

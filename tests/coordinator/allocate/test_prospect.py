@@ -56,10 +56,6 @@ def test_where_nobody_reduces_nothing_is_made_thin() -> None:
     assert choose_sums(swarm(2.5e6), LONE, AUTO_SUMS) == "int8"
 
 
-def test_a_run_that_has_named_its_format_has_that() -> None:
-    assert choose_sums(swarm(2.5e6), REPLICAS, ("fp32",)) == "fp32"
-
-
 def test_where_nobody_can_say_it_is_the_format_that_layouts_are_searched_with() -> None:
     stages = (Stage(0, 4, (Member(PeerID("unheard"), 1.0, 1.0),)),)
     assert choose_sums(swarm(1.25e10), stages, AUTO_SUMS) == "hadamard4"
