@@ -74,11 +74,11 @@ def test_the_copy_that_is_computed_with_is_made_once_a_version(tiny_spec):
     assert first.data_ptr() == second.data_ptr()
 
 
-def test_a_tokens_gradient_is_added_up_in_float32_however_often_it_comes():
+def test_a_tokens_gradient_is_added_up_in_float32_however_often_it_comes(tiny_spec):
     """Two thousand ones: added up one by one in bfloat16 they are 256."""
     weight_VD = torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
     tokens_BT = torch.zeros(1, 2000, dtype=torch.int64)
-    llama.embed(None, {"model.embed_tokens.weight": weight_VD}, tokens_BT).sum().backward()
+    llama.embed(tiny_spec.model, {"model.embed_tokens.weight": weight_VD}, tokens_BT).sum().backward()
     assert weight_VD.grad is not None
     assert weight_VD.grad[0, 0].item() == 2000.0
 
