@@ -76,8 +76,8 @@ class ClusterView:
         """When the run's first plan was made, by this peer's clock and as far as it knows."""
         self.calibration = Calibration()
         self._foresee_at_s = -math.inf
-        self.sums: WireFormat | None = None
-        """The format in which reductions of the live layout had better travel, by the figures of late."""
+        self._sums: tuple[int, WireFormat | None] = (0, None)
+        """(sequence of a plan, the format in which its reductions had better travel by the figures of late)."""
         self._notes = PlanNotes()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
@@ -169,7 +169,6 @@ class ClusterView:
             self._snapshots.begin()
             self.survey.begin_term(plan)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s
-            self.sums = None
         if inherited is not None:
             self.roster.take_over(inherited.arrivals)
             if not continuing:
@@ -383,6 +382,11 @@ class ClusterView:
         snapshot = self._snapshot_of(stages, now_s)
         return forms[-1] if snapshot is None else choose_sums(snapshot, stages, forms, kept=kept)
 
+    def other_sums(self, live: Plan) -> WireFormat | None:
+        """The format in which the reductions of the live plan had better travel; None: the one that they have."""
+        sequence, sums = self._sums
+        return sums if sequence == live.sequence and sums != live.sums else None
+
     def _snapshot_of(self, stages: Sequence[Stage], now_s: float) -> Snapshot | None:
         """The members of these stages as they are now; None: they are too many to foresee anything in time."""
         members = {peer for stage in stages for peer in stage.peers}
@@ -398,7 +402,7 @@ class ClusterView:
             apart = max(1.0, len(live.members) / FORESEE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
             self.calibration.foresee(self.foresee(live.stages, now_s, live.sums))
-            self.sums = self.choose_sums(live.stages, now_s, kept=live.sums)
+            self._sums = live.sequence, self.choose_sums(live.stages, now_s, kept=live.sums)
         holders = (peer for stage in live.stages for peer in stage.peers)
         is_whole = all(self.roster.has_state(peer, live) for peer in holders)
         self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)

@@ -305,11 +305,10 @@ class ReplanPolicy:
             if placed != live.experts:
                 moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
                 return moved, moved.reason
-        if view.sums is not None and view.sums != live.sums:
-            changed = Layout(
-                stages=live.stages, spares=live.spares, reason=f"reductions travel in {view.sums}", sums=view.sums
-            )
-            return changed, changed.reason
+        sums = view.other_sums(live)
+        if sums is not None:
+            reason = f"reductions travel in {sums}"
+            return Layout(stages=live.stages, spares=live.spares, reason=reason, sums=sums), reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
             return self._preparing(live, peers, disks, layout, now_s)
