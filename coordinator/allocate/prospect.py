@@ -11,9 +11,9 @@ from shoal.protocol.plan import Foreseen, Stage
 from shoal.protocol.wire_format import WireFormat
 
 SPARED = 0.98
-"""A layout that makes this part of what it would make with the thinnest format of reductions has a wider one."""
+"""A wider format of reductions is chosen if the tokens/s with it are at least this share of those with the thinnest."""
 KEPT = 0.95
-"""And it keeps the wider one as long as it makes this part."""
+"""A live layout keeps its wider format as long as its tokens/s are at least this share of those with the thinnest."""
 
 
 def foresee(snapshot: Snapshot, stages: Sequence[Stage], sums: WireFormat | None = None) -> Foreseen | None:

@@ -11,7 +11,7 @@ from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 FP32_BYTES = 4.0
 _MANY = 2**20
-"""The size of a tensor so large that the padding of its last tile does not show in its bytes a number."""
+"""Elements of a tensor so large that the padding of its last tile adds next to nothing to the bytes an element."""
 BACKWARD_PER_FORWARD = 2.0
 STATE_BYTES_PER_PARAMETER = 12.0
 """Resident bytes: the parameter and two moments, each fp32."""

@@ -63,7 +63,8 @@ class Each:
 
 
 def share_of(limits: Limits, among: int) -> Limits:
-    """What each of so many peers may take: of the lines a part, of its own device what all may take of theirs."""
+    """Divide a machine's limits among `among` peers. Each gets an equal part of the network rates (Mbit/s), and the
+    limits of a device as they are, since each peer has a device of its own."""
     parts = {name: getattr(limits, name) / among for name in _SHARED}
     return msgspec.structs.replace(
         limits, **{name: max(MBIT_S_MIN, part) for name, part in parts.items() if part > 0.0}

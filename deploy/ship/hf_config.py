@@ -253,7 +253,10 @@ def _read_rope(said: _Said) -> RopeScaling | None:
 
 
 def _attention_factor(found: Mapping[str, Any], factor: float) -> float | None:
-    """It may be said by DeepSeek's two scales. None: the usual one."""
+    """Yarn's factor of cosines and sines, which some configs (DeepSeek's) give as `mscale` over `mscale_all_dim`.
+
+    Returns: None if it is the one that follows from `factor` anyway (`yarn_factor`).
+    """
     given = found.get("attention_factor")
     above, below = (float(found.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
     if given is None and above and below:

@@ -132,7 +132,7 @@ def decode_kernel(
     scale_T, code_B, x_N, numel, tiles,
     LEVELS: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Decode `TILES` tiles. Each has one scale, stored as the 16 bits of a bfloat16, and its packed codes."""
+    """Decode the `TILES` tiles of this program. A tile is 64 numbers: a bfloat16 scale and packed codes."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     element = tl.arange(0, SIZE)
     is_there = tile < tiles

@@ -87,8 +87,9 @@ def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
 
 
 def loss_of_head(model: ModelSpec, params: Params, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-    """Final norm, output projection and mean cross entropy: [B, T, D] and int64 targets [B, T] -> float32 scalar, in
-    nats a token. The same as `loss(head(...), targets_BT)`, but never holds all logits (`head_loss.py`)."""
+    """Apply the final norm and the output projection and take the mean cross entropy: [B, T, D] and int64 targets
+    [B, T] -> float32 scalar, nats a token. The same as `loss(head(...), targets_BT)`, but never holds all logits
+    (`head_loss.py`)."""
     x_BTD = _norm(model, params, "model.norm", x_BTD)
     weight_VD, cap = params["lm_head.weight"], model.decoder.logit_softcap
     return head_loss(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), cap)

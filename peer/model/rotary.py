@@ -41,7 +41,7 @@ def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
 
 
 def _tables(model: ModelSpec, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
-    """float64."""
+    """`rotary_tables` of one kind of layers: two of float64 [context, K]."""
     half = torch.arange(0, model.head_dim, 2, dtype=torch.float64)
     frequency = theta ** -(half / model.head_dim)
     factor = 1.0
@@ -55,7 +55,7 @@ def _tables(model: ModelSpec, theta: float, scaling: RopeScaling | None) -> tupl
 
 
 def _scaled(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """float64 [K/2], in falling order, to those that are used."""
+    """Scale the frequencies, float64 [K/2] in falling order, by linear, llama3 or yarn (sources: `RopeScaling`)."""
     divided = frequency / scaling.factor
     match scaling.kind:
         case "linear":
