@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.coordinator.cost.layer_costs import layer_costs
+from shoal.coordinator.cost.memory import decoder_parameters, held_bytes, job_bytes, resident_terms, workspace_bytes
 from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.staleness import Price, price_of
 from shoal.protocol.wire_format import tensor_bytes
@@ -12,11 +13,9 @@ _MANY = 2**20
 """The size of a tensor so large that the padding of its last tile does not show in its bytes a number."""
 BACKWARD_PER_FORWARD = 2.0
 STATE_BYTES_PER_PARAMETER = 12.0
-"""Resident bytes: the parameter and two moments, each fp32."""
-_STEP_TENSORS_BYTES = 8.0
-"""Bytes while it steps: the summed gradient, and one more copy of the parameters that microbatches in flight still
-need."""
-RESIDENT_BYTES_PER_PARAMETER = STATE_BYTES_PER_PARAMETER + _STEP_TENSORS_BYTES
+"""What travels to whoever is to hold a layer: the parameter and two moments, each fp32."""
+RESIDENT_BYTES_PER_PARAMETER = resident_terms(RunSpec()).total
+"""Of a run by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +65,12 @@ class Workload:
     """The bytes of a reduced gradient for a peer that follows a stage's steps without being its member."""
     experts: PlacedExperts | None = None
     """None: each member holds all of its layers."""
+    resident_bytes_per_parameter: float = RESIDENT_BYTES_PER_PARAMETER
+    """All that a member holds of a parameter (`memory.py`)."""
+    layer_job_bytes: tuple[float, ...] = ()
+    """[L], what the one job that runs takes in each layer besides `layer_held_bytes`; empty: nothing."""
+    workspace_bytes: float = 0.0
+    """What a stage takes for a moment, however many layers it has."""
 
     @property
     def num_layers(self) -> int:
@@ -104,7 +109,8 @@ class Workload:
         parameters = sum(self.layer_parameters[first_layer:last_layer])
         if self.experts is not None:
             parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])
-        return RESIDENT_BYTES_PER_PARAMETER * parameters
+        of_the_job = sum(self.layer_job_bytes[first_layer:last_layer]) + self.workspace_bytes
+        return self.resident_bytes_per_parameter * parameters + of_the_job
 
     @classmethod
     def of(cls, spec: RunSpec) -> "Workload":
@@ -119,13 +125,16 @@ class Workload:
             layer_parameters=_layer_parameters(model, experts_held=_experts_held(spec)),
             gradient_bytes_per_parameter=tensor_bytes(spec.wire.gradients, _MANY) / _MANY,
             mean_bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
-            layer_held_bytes=_held_bytes(model, tokens, recompute=recompute),
+            layer_held_bytes=held_bytes(spec),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
             s_max=training.s_max,
             control=price_of(training.compensation, optimizer=spec.optimizer.name) if training.s_max else None,
             experts=_placed_experts(spec),
+            resident_bytes_per_parameter=resident_terms(spec).total,
+            layer_job_bytes=job_bytes(spec, experts_held=_experts_held(spec)),
+            workspace_bytes=workspace_bytes(spec, experts_held=_experts_held(spec)),
         )
 
 
@@ -150,22 +159,7 @@ def _experts_held(spec: RunSpec) -> int:
 
 def _layer_parameters(model: ModelSpec, *, experts_held: int) -> tuple[float, ...]:
     D = model.dim
-    attention = 2.0 * D * D + 2.0 * D * model.num_kv_heads * model.head_dim
-    experts = 3.0 * D * model.ffn_dim * experts_held + D * model.num_experts
-    counts = [attention + experts + 2.0 * D] * model.num_layers
+    counts = [decoder_parameters(model, experts_held=experts_held)] * model.num_layers
     counts[0] += float(model.vocab_size * D)
     counts[-1] += float(model.vocab_size * D + D)
     return tuple(counts)
-
-
-def _held_bytes(model: ModelSpec, tokens: int, *, recompute: bool) -> tuple[float, ...]:
-    """What autograd keeps, in fp32: with recomputation only a stage's input, counted as one width a layer."""
-    if recompute:
-        return (FP32_BYTES * tokens * model.dim,) * model.num_layers
-    kv = model.num_kv_heads * model.head_dim
-    widths = 6.0 * model.dim + 2.0 * kv + 4.0 * model.ffn_dim * model.experts_computed
-    if model.num_experts:  # a row in and a row out for each token and expert
-        widths += 2.0 * model.dim * model.experts_per_token
-    held = [FP32_BYTES * tokens * widths] * model.num_layers
-    held[-1] += FP32_BYTES * tokens * 2.0 * model.vocab_size
-    return tuple(held)

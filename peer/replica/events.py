@@ -156,6 +156,13 @@ class JobDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class JobFailed:
+    """The device has no memory for the job that runs, and nothing has come of it."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
 class StepReady:
     """The group has the whole reduced gradient of `step`."""
 
@@ -240,6 +247,7 @@ ScheduleEvent = (
     | JobDone
     | JobParked
     | JobDropped
+    | JobFailed
     | StepReady
     | VersionSet
     | TrafficPlanned

@@ -20,6 +20,9 @@ def workload(*, layers: int = 6, microbatches: int = 12, s_max: int = 1, cut_byt
         microbatches=microbatches,
         tokens_per_microbatch=2048,
         s_max=s_max,
+        resident_bytes_per_parameter=20.0,
+        layer_job_bytes=(2e7,) * layers,
+        workspace_bytes=1e8,
     )
 
 
