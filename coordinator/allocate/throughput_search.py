@@ -248,15 +248,15 @@ class ThroughputEvaluator:
             horizon_s,
             w.cut_bytes,
             w.gradient_bytes_per_parameter,
-            w.resident_bytes_per_parameter,
+            w.memory.resident_bytes_per_parameter,
             STATE_BYTES_PER_PARAMETER,
-            w.workspace_bytes,
+            w.memory.workspace_bytes,
         )
         weight = self._weight
         up, down = t.up_bytes_per_s / weight, t.down_bytes_per_s / weight
         home, fetch_rate, carries = _homes(t, w, self._current)
         none = (0.0,) * w.num_layers
-        experts, jobs = w.experts.parameters if w.experts else none, w.layer_job_bytes or none
+        experts, jobs = w.experts.parameters if w.experts else none, w.memory.layer_job_bytes or none
         rows = (w.layer_flop, w.layer_parameters, w.layer_held_bytes, experts, jobs)
         stage_sizes = range(1, round(float(weight.sum())) + 1)
         beyond = [0, *(w.experts.beyond(devices) if w.experts else 0 for devices in stage_sizes)]

@@ -8,7 +8,8 @@ On a GPU the reduced gradients lie in the host's memory. They are counted all th
 devices share the host's: so much is left over there.
 """
 
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
 
 from shoal.protocol.spec import ModelSpec, RunSpec
 
@@ -43,6 +44,34 @@ class ResidentTerms:
     @property
     def total(self) -> float:
         return float(sum(astuple(self)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What stages take, whatever layers they have."""
+
+    layer_held_bytes: tuple[float, ...]
+    """[L], kept from a microbatch's forward to its backward."""
+    resident_bytes_per_parameter: float
+    """All that a member holds of a parameter."""
+    layer_job_bytes: tuple[float, ...] = ()
+    """[L], what the one job that runs takes in each layer besides `layer_held_bytes`; empty: nothing."""
+    workspace_bytes: float = 0.0
+    """What a stage takes for a moment, however many layers it has."""
+
+    @classmethod
+    def of(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
+        return cls(
+            layer_held_bytes=held_bytes(spec),
+            resident_bytes_per_parameter=resident_terms(spec).total,
+            layer_job_bytes=job_bytes(spec, experts_held=experts_held),
+            workspace_bytes=workspace_bytes(spec, experts_held=experts_held),
+        )
+
+    def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":
+        """As if each stage were one layer. Args: sums: over the layers of each stage."""
+        held, job = sums(self.layer_held_bytes), sums(self.layer_job_bytes)
+        return replace(self, layer_held_bytes=held, layer_job_bytes=job)
 
 
 def resident_terms(spec: RunSpec) -> ResidentTerms:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.coordinator.cost.layer_costs import layer_costs
-from shoal.coordinator.cost.memory import decoder_parameters, held_bytes, job_bytes, resident_terms, workspace_bytes
+from shoal.coordinator.cost.memory import StageMemory, decoder_parameters, resident_terms
 from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.staleness import Price, price_of
 from shoal.protocol.wire_format import tensor_bytes
@@ -49,8 +49,7 @@ class Workload:
     proportion, too."""
     gradient_bytes_per_parameter: float
     """The bytes of a gradient on the wire in a reduction, one way."""
-    layer_held_bytes: tuple[float, ...]
-    """[L], kept from a microbatch's forward to its backward."""
+    memory: StageMemory
     cut_bytes: float
     """Bytes on the wire between two stages for a microbatch, one way: the mean of its activation's and its gradient's.
     A stage in the middle sends one of each."""
@@ -65,12 +64,11 @@ class Workload:
     """The bytes of a reduced gradient for a peer that follows a stage's steps without being its member."""
     experts: PlacedExperts | None = None
     """None: each member holds all of its layers."""
-    resident_bytes_per_parameter: float = RESIDENT_BYTES_PER_PARAMETER
-    """All that a member holds of a parameter (`memory.py`)."""
-    layer_job_bytes: tuple[float, ...] = ()
-    """[L], what the one job that runs takes in each layer besides `layer_held_bytes`; empty: nothing."""
-    workspace_bytes: float = 0.0
-    """What a stage takes for a moment, however many layers it has."""
+
+    @property
+    def layer_held_bytes(self) -> tuple[float, ...]:
+        """[L], kept from a microbatch's forward to its backward."""
+        return self.memory.layer_held_bytes
 
     @property
     def num_layers(self) -> int:
@@ -109,8 +107,8 @@ class Workload:
         parameters = sum(self.layer_parameters[first_layer:last_layer])
         if self.experts is not None:
             parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])
-        of_the_job = sum(self.layer_job_bytes[first_layer:last_layer]) + self.workspace_bytes
-        return self.resident_bytes_per_parameter * parameters + of_the_job
+        of_the_job = sum(self.memory.layer_job_bytes[first_layer:last_layer]) + self.memory.workspace_bytes
+        return self.memory.resident_bytes_per_parameter * parameters + of_the_job
 
     @classmethod
     def of(cls, spec: RunSpec) -> "Workload":
@@ -125,16 +123,13 @@ class Workload:
             layer_parameters=_layer_parameters(model, experts_held=_experts_held(spec)),
             gradient_bytes_per_parameter=tensor_bytes(spec.wire.gradients, _MANY) / _MANY,
             mean_bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
-            layer_held_bytes=held_bytes(spec),
+            memory=StageMemory.of(spec, experts_held=_experts_held(spec)),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
             s_max=training.s_max,
             control=price_of(training.compensation, optimizer=spec.optimizer.name) if training.s_max else None,
             experts=_placed_experts(spec),
-            resident_bytes_per_parameter=resident_terms(spec).total,
-            layer_job_bytes=job_bytes(spec, experts_held=_experts_held(spec)),
-            workspace_bytes=workspace_bytes(spec, experts_held=_experts_held(spec)),
         )
 
 
