@@ -30,14 +30,14 @@ class ResidentTerms:
     next_state: float
     """The same again while the step makes it: what runs, and a newcomer that fetches, may still want the old one."""
     weights: float
-    """Of other steps: one set for each step ahead, or where none may be ahead the version before, for exact repair.
-    None are kept with recomputation and steps ahead."""
+    """Weights of other steps: one set for each step ahead, or where none may be ahead the version before, for exact
+    repair. None are kept with recomputation and steps ahead."""
     narrow_weights: float
     """bfloat16 copies of the sets that jobs compute with."""
     sums: float
     """The sum of the gradients of the step that is reduced, and of each step ahead."""
     places: float
-    """As many sums of the weights that gradients were taken at, where the compensation asks for them."""
+    """The sums of the weights that gradients were taken at, one for each of `sums`, where the compensation asks."""
     means: float
     """The reduced gradient of this step, and of the last one, for mates who are behind."""
 
@@ -69,7 +69,7 @@ class StageMemory:
         )
 
     def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":
-        """As if each stage were one layer. Args: sums: over the layers of each stage."""
+        """Take each stage for one layer. Args: sums: over the layers of each stage."""
         held, job = sums(self.layer_held_bytes), sums(self.layer_job_bytes)
         return replace(self, layer_held_bytes=held, layer_job_bytes=job)
 
@@ -109,7 +109,7 @@ def _moments(spec: RunSpec) -> float:
 
 
 def decoder_parameters(model: ModelSpec, *, experts_held: int) -> float:
-    """Of one decoder layer, with so many experts."""
+    """Count the parameters of one decoder layer with so many experts."""
     D = model.dim
     attention = 2.0 * D * D + 2.0 * D * model.num_kv_heads * model.head_dim
     return attention + 3.0 * D * model.ffn_dim * experts_held + D * model.num_experts + 2.0 * D

@@ -15,7 +15,7 @@ BACKWARD_PER_FORWARD = 2.0
 STATE_BYTES_PER_PARAMETER = 12.0
 """What travels to whoever is to hold a layer: the parameter and two moments, each fp32."""
 RESIDENT_BYTES_PER_PARAMETER = resident_terms(RunSpec()).total
-"""Of a run by default."""
+"""A replica of a run by default holds so much (`memory.py` has the terms)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from shoal.deploy.session.heap import trim_heap
 from shoal.peer.pipeline.state import StageState
 
 _LARGE_PARAMETERS = 4_000_000
-"""Of a stage. The old state of a smaller one is 48 MB at most, and waits for the next of the regular trims."""
+"""A stage with fewer leaves an old state of 48 MB at most, which waits for the next of the regular trims."""
 
 
 class TrimsAfterSteps:
-    """Of one session; one trim at a time."""
+    """Trims the heap of one session, once at a time."""
 
     def __init__(self) -> None:
         self._trimming: asyncio.Task[None] | None = None

@@ -75,7 +75,7 @@ class ModelledShard:
         self._contributions.forget(microbatch)
 
     def make_room(self) -> None:
-        """Of what is only pretended nothing is in the way."""
+        """Nothing is in the way: what is only pretended takes no memory."""
 
     def _finish(self, microbatch: Microbatch, contributes: bool) -> None:
         if contributes and not self._contributions.has(microbatch):
