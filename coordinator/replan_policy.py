@@ -595,12 +595,12 @@ def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
 
 def _swarm(peers: tuple[MeasuredPeer, ...], unreachable: frozenset[Pair]) -> Swarm:
     """The facts of which a change must lead to a new layout at once. Speeds are not among them: they may lead to a
-    search.
+    search. The memory that a peer claims changes when what it was given was too much.
 
     Which peers hold their state matters only while somebody waits for that to be allowed to go.
     """
     draining = any(peer.draining for peer in peers)
-    told = tuple((p.peer, p.has_data, p.draining, p.synced_stage if draining else None) for p in peers)
+    told = tuple((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if draining else None) for p in peers)
     return (*told, tuple(sorted(unreachable)))
 
 

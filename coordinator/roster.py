@@ -297,6 +297,7 @@ class Roster:
             share=round(share, 4),
             flop_per_s=seen.advert.flop_per_s,
             paused_s=paused_s,
+            shortages=max(0, beat.shortages) if beat else 0,
         )
 
     def _arrivals(self, peer: PeerID, now_s: float) -> Arrivals:

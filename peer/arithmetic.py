@@ -59,6 +59,8 @@ class Held(Protocol):
 
     def forget(self, microbatch: Microbatch) -> None: ...
 
+    def make_room(self) -> None: ...
+
 
 class Runtime(Held, Protocol):
     """One replica's part of the model, with or without its experts."""

@@ -52,6 +52,9 @@ _FAREWELL_S = 2.0
 _SILENCE_HEARTBEATS = 3.0
 _TO_PROBE_MAX = 16
 """Over oceans a probe takes a second, and the coordinator asks for some with each heartbeat."""
+_SHORT_S = 20.0
+"""A replica that has run out of memory tries again after so long, if it still has its place: by then the next plan has
+taken it away wherever there is somebody else for it."""
 _QUIET_LOOKS = 20
 _QUIET_LOOK_S = 0.05
 """Before a probe we look so often for a moment in which nothing is being sent."""
@@ -131,7 +134,7 @@ class PeerDriver:
         self._meter = meter or LinkMeter(clock)
         watcher = watcher or Watcher()
         self.reports = Reports(endpoint, clock, on_commit=watcher.on_commit, on_validation=watcher.on_validation)
-        self._on_state, self._on_end = watcher.on_state, watcher.on_end
+        self._on_state, self._on_end, self._say = watcher.on_state, watcher.on_end, watcher.say
         self._probe: DeviceProbe | None = None
         self._plan: SignedPlan | None = None
         self._recent = RecentPlans()
@@ -152,6 +155,12 @@ class PeerDriver:
         self._doubted_s = -math.inf
         """When we last heard that the run is slower than what is known explains."""
         self._draining = False
+        self._shortages = 0
+        """How often there was no memory for what we were given."""
+        self._claim_bytes: int | None = None
+        """The memory that we claim since then."""
+        self._short: dict[Part, asyncio.TimerHandle] = {}
+        """What has paused itself for want of memory, until it tries again."""
         self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
         self._clock = clock
         self._saved_s = clock.now_s()
@@ -235,6 +244,7 @@ class PeerDriver:
                 on_unreachable=self._neighbours.unreachable,
                 begin_era=self._archive.begin_era,
                 on_failure=self._fail,
+                on_shortage=self._run_short,
             ),
             inbox=self._inbox,
             server=self.server,
@@ -283,6 +293,8 @@ class PeerDriver:
             await asyncio.gather(self._probing, return_exceptions=True)
         if self.replica:
             await self.replica.close()
+        for timer in self._short.values():
+            timer.cancel()
         await self.experts.close()
         await self._ahead.close()
         await self.pausing.close()
@@ -341,7 +353,10 @@ class PeerDriver:
         at = self._endpoint.transport.addresses()
         name, machine = self._claims.name, self._claims.machine
         advert = self._probe.advert(name, rate, at, has_data=self._arithmetic.has_text)
-        return msgspec.structs.replace(advert, machine=machine, card_bytes_per_s=self._card_bytes_per_s)
+        memory_bytes = advert.memory_bytes if self._claim_bytes is None else self._claim_bytes
+        return msgspec.structs.replace(
+            advert, machine=machine, card_bytes_per_s=self._card_bytes_per_s, memory_bytes=memory_bytes
+        )
 
     def heartbeat(self) -> Heartbeat:
         """Hands over the reports since the last one: the caller must see to it that they arrive."""
@@ -370,6 +385,7 @@ class PeerDriver:
             window=window.size if window else 0,
             paused_s=self.pausing.paused_s,
             unsaved_s=self._unsaved_s,
+            shortages=self._shortages,
         )
 
     def save_at(self, version: int) -> None:
@@ -650,6 +666,33 @@ class PeerDriver:
             self._saved_s = self._clock.now_s()
         rank, num_ready = tenure.core.group.standing
         self._copies.preserve(tenure.group_id, state, rank=rank, num_ready=num_ready)
+
+    def _run_short(self, tenure: Part) -> None:
+        """There was no memory for a job, not even with all freed that can be made again. The next plan is to give us
+        less: we claim what surely is too little for this stage, two of its states, since a step makes one beside the
+        other."""
+        state_bytes = sum(4 * tensor.numel() for layer in self._layers_of(tenure) for tensor in layer.tensors)
+        before = self.advert().memory_bytes
+        self._claim_bytes = min(before, 2 * state_bytes)
+        self._shortages += 1
+        if tenure in self._short:
+            return
+        self._say(
+            f"out of memory: what is here goes to others, and this peer claims {self._claim_bytes / 1e9:.2g} GB "
+            f"instead of {before / 1e9:.2g} GB"
+        )
+        self._short[tenure] = asyncio.get_running_loop().call_later(_SHORT_S, self._try_again, tenure)
+        self._say_hello()
+
+    def _layers_of(self, tenure: Part) -> list[LayerState]:
+        states = [part.state for part in self._tenures if part is tenure]
+        return [layer for state in states if state is not None for layer in state.layers.values()]
+
+    def _try_again(self, tenure: Part) -> None:
+        """No plan has taken the stage from us: there may be nobody else for it."""
+        del self._short[tenure]
+        if tenure in self._tenures and not self.pausing.is_paused:
+            tenure.resume()
 
     def _fail(self, error: BaseException) -> None:
         logger.error("this peer cannot go on: %r", error)

@@ -44,6 +44,10 @@ class Recycling:
         lease.owner = self
         return torch.from_numpy(lease)  # its storage holds the lease, and every part of the vector holds its storage
 
+    def clear(self) -> None:
+        """Keep nothing of what has come back by now."""
+        self._free.clear()
+
     def take_back(self, memory: Any) -> None:
         free = self._free.setdefault(len(memory), [])
         if len(free) < KEPT_MAX:

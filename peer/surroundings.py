@@ -29,6 +29,8 @@ class Part(Protocol):
     @property
     def core(self) -> MemberCore: ...
 
+    def resume(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
@@ -50,6 +52,8 @@ class Listeners:
     begin_era: Callable[[int, int], bool]
     """Whether we may begin it from its beginning, in a group."""
     on_failure: Callable[[BaseException], None]
+    on_shortage: Callable[[Part], None]
+    """There is no memory for what it was given. It has paused itself, and has handed back what it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

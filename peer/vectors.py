@@ -49,6 +49,10 @@ class Vectors:
     def zeros(self, size: int) -> Tensor:
         return self.empty(size).zero_()
 
+    def free(self) -> None:
+        """Give back the memory that is kept for the next vectors."""
+        self._recycling.clear()
+
     def on_host(self, values_N: Tensor) -> Tensor:
         """`values_N` itself if it is there already."""
         return values_N.to(self.host)

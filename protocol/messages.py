@@ -181,6 +181,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """How long the sender's owner has had the device back; None: the sender is not paused."""
     unsaved_s: float = 0.0
     """Seconds since the sender's stage last wrote a snapshot of a version, or since the sender took its place there."""
+    shortages: int = 0
+    """How often the sender had no memory for what it was given: its advert claims less since then."""
 
 
 class HeartbeatReply(_Message, frozen=True):
@@ -429,6 +431,8 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     """The speed that the peer's probe measured."""
     paused_s: float | None = None
     """How long the peer's owner has had the device back; None: the peer is not paused."""
+    shortages: int = 0
+    """How often the peer had no memory for what a plan had given it."""
 
 
 class ExpertStatus(_Part, frozen=True, omit_defaults=True):

@@ -168,10 +168,21 @@ def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPee
         )
         for index, stage in enumerate(previous.stages)
     ]
+    for slot in slots:
+        slot.holders = _with_room(slot, snapshot)
     leaving = {peer.peer for peer in separated([slot.holders for slot in slots], snapshot.unreachable)}
     for slot in slots:
         slot.holders = [peer for peer in slot.holders if peer.peer not in leaving]
     return slots
+
+
+def _with_room(slot: Slot, snapshot: Snapshot) -> list[MeasuredPeer]:
+    """The holders of a stage, less those that have found that its state is too much for them, as long as another one
+    has it. (Of placed experts nobody knows beforehand how many a member will hold.)"""
+    roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
+    has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
+    is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
+    return roomy if has_state and not is_placed else slot.holders
 
 
 def may_serve(slots: Sequence[Slot], slot: Slot, peer: MeasuredPeer) -> bool:

@@ -364,6 +364,7 @@ class Feed:
             is_coordinator=peer.peer == coordinator,
             is_me=peer.peer == self.me,
             is_new=now_s - self._census.since_s(peer.peer) < NEW_S,
+            shortages=peer.shortages,
         )
 
     def _mine(self, told: Contribution) -> MineView:

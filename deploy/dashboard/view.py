@@ -91,6 +91,8 @@ class PeerView(_Shown, frozen=True):
     is_me: bool
     is_new: bool
     """Whether the peer joined a short while ago."""
+    shortages: int = 0
+    """How often it had no memory for what a plan had given it."""
 
 
 class GoneView(_Shown, frozen=True):

@@ -54,6 +54,7 @@ from shoal.deploy.session.knock import why_refused
 from shoal.deploy.session.network import Network, open_network
 from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
+from shoal.deploy.session.trimming import TrimsAfterSteps
 from shoal.deploy.state.places import announced, note_folder
 from shoal.deploy.state.run_folder import RunFolder
 from shoal.deploy.state.standing_note import StandingNote
@@ -338,6 +339,7 @@ def _make_node(
         on_commit=lambda report: output.say(Committed(report=report)),
         on_validation=lambda report: output.say(Validated(report=report)),
         on_plan=on_plan,
+        on_state=TrimsAfterSteps().stepped,
         say=lambda text: output.say(Note(text=text)),
     )
     return Node(

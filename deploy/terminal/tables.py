@@ -98,6 +98,8 @@ def _peer_cells(peer: PeerView) -> tuple[Text, str, str, str, str, str, Text]:
         words = f"silent for {duration(peer.seen_s_ago)}"
     elif peer.state == "paused" and peer.paused_s is not None:
         words = f"paused for {duration(peer.paused_s)}"
+    if peer.shortages:
+        words += ", short of memory"
     return (
         Text(f"{peer.name}{' ★' if peer.is_coordinator else ''}"),
         str(peer.version) if peer.version >= 0 else "",

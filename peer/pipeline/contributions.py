@@ -7,6 +7,9 @@ may have to be left out stays apart from the sum.
 Each such word is put into a queue, and whoever works with tensors next (the device's thread at the beginning of a job,
 or the thread that was asked for a sum) does what waits there, in that order, one thread at a time. So a sum holds what
 had been told of when it was asked for, whenever it is made.
+
+**One tensor a step.** A sum that is given out is not copied, which would be as large as the stage: what comes after
+that is added into a new tensor, and the one that was given out stays as it is.
 """
 
 import logging
@@ -59,6 +62,7 @@ class Contributions:
         self._vectors = vectors
         self._corrects = corrects
         self._sums: dict[int, Tensor] = {}  # by step
+        self._given: set[int] = set()  # the steps of whose sum somebody else has the very tensor
         self._nums: dict[int, int] = {}  # by step: how many gradients its sum is of
         self._told: deque[Callable[[], None]] = deque()  # what the loop has said and no thread has done yet, in order
         self._working = Lock()  # held by the thread that does it, or looks at what came of it
@@ -123,14 +127,14 @@ class Contributions:
     def total(self, step: int, indices: Indices | None = None) -> Callable[[], Summed]:
         """Ask for the sum of our contributions to `step`; of those kept apart `indices`, if given.
 
-        A copy: a microbatch that comes late must not change what others have seen of it. It is added to the sum all
-        the same, for another attempt at the step.
+        A microbatch that comes late does not change what others have seen of it. It is added to the sum all the same,
+        for another attempt at the step.
 
-        Returns: what makes it, on any thread but the loop's.
+        Returns: what makes it, on any thread but the loop's. Nobody may write into it.
         """
         made: list[Summed] = []
         kept = self._asked_for(step, indices)
-        self._told.append(lambda: made.append(self._copy(step, kept)))
+        self._told.append(lambda: made.append(self._give(step, kept)))
 
         def make() -> Summed:
             self.settle()
@@ -154,8 +158,9 @@ class Contributions:
             sum_N, places = self._sums.get(step), self._places.get(step)
             if sum_N is None:
                 return None
+            self._given.add(step)
             there = Places(places.sum_N.clone(), places.num) if places else None
-            return OpenSum(sum_N / self._nums[step], self._nums[step], there)
+            return OpenSum(sum_N, self._nums[step], there)
 
     def forget_before(self, version: int) -> None:
         # A step ends on the device's thread while the loop's may add to these: iterate over copies.
@@ -164,6 +169,7 @@ class Contributions:
             for table in (self._nums, self._sums, self._places, self._apart):
                 for step in [s for s in list(table) if s < version]:
                     table.pop(step, None)
+            self._given = {step for step in self._given if step >= version}
         for microbatch in [m for m in list(self._summed) if m.step < version]:
             self._summed.discard(microbatch)
 
@@ -171,6 +177,10 @@ class Contributions:
         """To the step's sum, taken at these weights. While `_working` is held."""
         if step < self._first_open:
             return  # it was committed meanwhile
+        if step in self._given:
+            self._given.discard(step)
+            shared_N = self._sums[step]
+            self._sums[step] = self._vectors.copied(shared_N) if self._is_on_host(step) else shared_N.clone()
         if step in self._sums:
             self._sums[step] += gradient_N
         else:
@@ -181,13 +191,19 @@ class Contributions:
                 self._places[step] = Places(torch.zeros_like(gradient_N, dtype=torch.float32))
             self._places[step].add(weights)
 
-    def _copy(self, step: int, kept: list[_Gradient]) -> Summed:
-        """Of the step's sum, with `kept` beside it. While `_working` is held."""
-        total_N = self._sums.get(step)
+    def _give(self, step: int, kept: list[_Gradient]) -> Summed:
+        """The step's sum, with `kept` beside it. While `_working` is held."""
+        total_N, places = self._sums.get(step), self._places_with(step, kept)
+        if total_N is not None and not kept and places is None and self._is_on_host(step):
+            self._given.add(step)
+            return Summed(sum_N=total_N, places=None, num=self.num(step))
         sum_N = self._vectors.zeros(self._size) if total_N is None else self._vectors.copied(total_N)
         for gradient_N, _ in kept:
             sum_N += self._vectors.on_host(gradient_N)
-        return Summed(sum_N=sum_N, places=self._places_with(step, kept), num=self.num(step) + len(kept))
+        return Summed(sum_N=sum_N, places=places, num=self.num(step) + len(kept))
+
+    def _is_on_host(self, step: int) -> bool:
+        return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
         """Where the gradients of the step's sum and those of `kept` were taken. None: all at the step's own weights,

@@ -88,6 +88,7 @@ class Shard:
 
         Returns: (the new state, its digest, layers left alone because their gradient was not finite).
         """
+        self._contributions.settle()  # a gradient that waits to be added is as large as what a step makes
         before = self.state
         assert before is not None
         layers: dict[str, LayerState] = {}
@@ -134,6 +135,14 @@ class Shard:
             return summed.sum_N
 
         return make
+
+    def make_room(self) -> None:
+        """Free what can be made again. Within a job."""
+        self._contributions.settle()
+        self._weights.forget_made()
+        self.vectors.free()
+        if self.device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
 
     def forget(self, microbatch: Microbatch) -> None:
         """Nobody will ask for it any more."""

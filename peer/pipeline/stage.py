@@ -114,7 +114,7 @@ class StageRuntime(Shard):
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
         """Gradient of our output -> gradient of our input (None at stage 0); `contribute` takes that of the weights."""
-        context = self._contexts.pop(microbatch)
+        context = self._contexts[microbatch]  # until all is done: a job that runs out of memory is tried again
         grad_BTD = self._boundary.receive_gradient(payload)
         weights, leaves, y_BTD = context.kept or (*self._weights_of(microbatch), None)
         self._collect(microbatch, weights, leaves, context.contributes)
@@ -125,6 +125,7 @@ class StageRuntime(Shard):
         # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
         counts = self._contributions.zero_unless_finite(microbatch, fine)
         gradient = self._boundary.send_gradient(context.x, microbatch, fine)
+        self._contexts.pop(microbatch, None)
         if not bool(fine):
             logger.warning("microbatch %s came back with a gradient that is not finite: it counts as zero", microbatch)
         elif not bool(counts):
@@ -140,6 +141,13 @@ class StageRuntime(Shard):
         if self.keys[-1] == HEAD:
             return float(self._boundary.loss(leaves[HEAD], y, targets_BT))
         return self._boundary.send(y, targets_BT)
+
+    def make_room(self) -> None:
+        """Let every microbatch that waits for its backward run its forward again, as with `keep = "recompute"`."""
+        for microbatch, context in list(self._contexts.items()):
+            context.x.grad = None
+            self._contexts[microbatch] = _Context(context.x, context.contributes, None)
+        super().make_room()
 
     def forget(self, microbatch: Microbatch) -> None:
         """Nobody will ask for the microbatch any more."""

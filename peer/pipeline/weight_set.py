@@ -57,9 +57,9 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class OpenSum:
-    """What a member has of an open step at one moment; copies."""
+    """What a member has of an open step at one moment. Nothing changes in it afterwards."""
 
-    mean_N: Tensor
+    sum_N: Tensor
     """Of its gradients: float32 [N]."""
     num: int
     places: Places | None

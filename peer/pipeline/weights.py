@@ -121,6 +121,10 @@ class Weights:
         self._made = (None, {})
         self._before = None
 
+    def forget_made(self) -> None:
+        """Weights for steps ahead are made again when they are wanted; who computes with them still has them."""
+        self._made = (None, {})
+
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
         """Correct the sum of our `total` gradients of step `state.version`, in place, for having been taken elsewhere.
@@ -190,7 +194,7 @@ class Weights:
         Args: known: the weights of this step are, and `layer` has them.
         """
         span = self._spans[key]
-        gradient_N = clipped(self._spec, key, its.mean_N[span]).gradient_N
+        gradient_N = clipped(self._spec, key, its.sum_N[span] / its.num).gradient_N
         if gradient_N is None:
             return None
         if not known or its.places is None:

@@ -43,6 +43,7 @@ from shoal.peer.replica.events import (
     GradientArrived,
     JobDone,
     JobDropped,
+    JobFailed,
     JobParked,
     PeerLost,
     StepReady,
@@ -53,6 +54,7 @@ from shoal.peer.replica.job import Job, TimelineEntry
 from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
 from shoal.peer.replica.work_queue import WorkQueue
+from shoal.peer.shortage import is_out_of_memory
 from shoal.peer.surroundings import Surroundings
 from shoal.peer.tenures import Tenure, make_commit
 from shoal.protocol.errors import RemoteError, Unreachable
@@ -68,6 +70,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TIMELINE_MAX: Final = 4096
+_STEP_AGAIN_S: Final = 1.0
 _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
 """A broken stream is often one that comes back: whoever waits for this gradient holds a place in its window for it."""
 
@@ -150,13 +153,21 @@ class Replica(Tenure):
         """A forward, a backward, both in one at the last stage, or the optimizer's step."""
         microbatch = job.microbatch
         if microbatch is None:
-            state, digest, skipped = await self._on_device(job, self._optimizer_step(), self.runtime.step_flop)
+            state, digest, skipped = await self._made_step(job, self._optimizer_step())
             self.handle(JobDone(job))
             self.stepped(state, digest, skipped)
             return
         work, flop = self.hold.job(job, microbatch)
         if self.experts is None:
-            value = await self._on_device(job, work, flop)
+            try:
+                value = await self._with_room(job, work, flop)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._run_short()
+                self._forward_times.dropped(job)
+                self.handle(JobFailed(job))
+                return
             self._forward_times.ended(job)
             self.handle(JobDone(job, self.hold.keep(job, microbatch, value)))
         else:
@@ -180,6 +191,37 @@ class Replica(Tenure):
             call = await self._on_device(job, functools.partial(parts.go_on, output), part_flop)
         self._forward_times.ended(job)
         self.handle(JobDone(job, self.hold.keep(job, microbatch, parts.value)))
+
+    async def _with_room(self, job: Job, work: Callable[[], T], flop: float) -> T:
+        """Run a job; without memory for it, once more after what can be made again has been freed."""
+        try:
+            return await self._on_device(job, work, flop)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("no memory for %s: freeing what can be made again, and trying once more", job)
+
+        def again() -> T:
+            self.runtime.make_room()
+            return work()
+
+        return await self._on_device(job, again, flop)
+
+    async def _made_step(self, job: Job, work: Callable[[], T]) -> T:
+        """Make the step, as soon as there is memory for it: nobody else can, and a step that fails changes nothing."""
+        while True:
+            try:
+                return await self._with_room(job, work, self.runtime.step_flop)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            self._run_short()
+            await asyncio.sleep(_STEP_AGAIN_S)
+
+    def _run_short(self) -> None:
+        """There is no memory for what we were given: others get what is here, and the next plan gives us less."""
+        self.pause(at_once=True)
+        self._s.listeners.on_shortage(self)
 
     async def _on_device(self, job: Job, work: Callable[[], T], flop: float) -> T:
         """Run a job, or a part of one, and note when it ran."""

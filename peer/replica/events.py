@@ -157,6 +157,13 @@ class JobDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class JobFailed:
+    """The device has no memory for the job that runs, and nothing has come of it."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
 class StepReady:
     """The group has the whole reduced gradient of `step`."""
 
@@ -241,6 +248,7 @@ ScheduleEvent = (
     | JobDone
     | JobParked
     | JobDropped
+    | JobFailed
     | StepReady
     | VersionSet
     | TrafficPlanned

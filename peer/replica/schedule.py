@@ -45,6 +45,7 @@ from shoal.peer.replica.events import (
     HandedBack,
     JobDone,
     JobDropped,
+    JobFailed,
     JobParked,
     Paused,
     PeerClosed,
@@ -183,6 +184,8 @@ class Schedule:
                 commands = self._park(job)
             case JobDropped(job):
                 commands = self._drop_parked(job)
+            case JobFailed(job):
+                commands = self._failed(job)
             case StepReady(step):
                 assert step == self.version, f"a step to {step + 1} at version {self.version}"
                 self._step_ready = True
@@ -277,6 +280,16 @@ class Schedule:
         assert not self.goes_on(job), f"{job} has not been handed back"
         del self._parked[job.microbatch]
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
+
+    def _failed(self, job: Job) -> list[ScheduleCommand]:
+        """Its microbatch is where it was before the job; a pause hands it back."""
+        assert job == self._running, f"{job} is not the job that runs"
+        microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
+        assert microbatch is not None, "a step is tried until it is made"
+        if self._flights.get(microbatch) is not flight:
+            return [] if self.holds(microbatch) else [Forget(microbatch)]
+        (self._returned if job.kind == "backward" else self._waiting).add(microbatch)
+        return []
 
     def _is_busy(self, flight: Flight) -> bool:
         """A job of it runs, or is parked."""

@@ -100,3 +100,39 @@ def test_one_seed_is_one_history(spec: RunSpec) -> None:
 
     assert trace(1) == trace(1)
     assert trace(1) != trace(2)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_peer_that_runs_out_of_memory_in_a_step_is_given_less(spec: RunSpec, kind: str) -> None:
+    """An allocator that refuses every job of that kind with as many layers; with fewer the peer works on."""
+    spec = msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, steps=60))
+
+    async def main() -> SimSwarm:
+        swarm = make_swarm(spec, allocator=GreedyAllocator())
+        for number in range(6):
+            await swarm.add(f"n{number}")
+        await swarm.until(lambda: len(swarm.steps) > 5)
+        short = next(f"n{n}" for n in range(1, 6) if swarm.stage_of(f"n{n}") == 1)
+        driver = swarm.nodes[short].peer
+        assert driver.replica is not None
+        full = driver.replica.runtime
+
+        def refuse(*_: object, **__: object) -> None:
+            raise MemoryError
+
+        setattr(full, kind, refuse)
+        began_s = swarm.world.now_s()
+        await swarm.until(lambda: driver.replica is None or driver.replica.runtime is not full)
+        assert swarm.world.now_s() - began_s < 2 * spec.swarm.term_s
+        assert driver.replica is None or driver.replica.runtime.num_parameters < full.num_parameters
+        status = await swarm.nodes[short].status()
+        assert [peer.name for peer in status.peers if peer.shortages] == [short]
+        await swarm.end()
+        return swarm
+
+    swarm = run(main())
+    single = [step.loss for step in train(spec, swarm.corpus, steps=60)]
+    losses = [swarm.steps[step].loss for step in range(60)]
+    assert max(abs((a or 0.0) - b) for a, b in zip(losses, single, strict=True)) < 1e-4
+    assert sum(step.duplicates + step.given_up for step in swarm.steps.values()) == 0

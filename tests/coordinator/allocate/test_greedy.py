@@ -197,7 +197,9 @@ def test_a_peer_that_nothing_fits_is_a_spare():
     assert layout.spares == ("b",)
 
 
-WORKLOAD = Workload.of(RunSpec())
+WHOLE_RUN = Workload.of(RunSpec())
+WORKLOAD = replace(WHOLE_RUN, memory=replace(WHOLE_RUN.memory, layer_job_bytes=(), workspace_bytes=0.0))
+"""Only what layers take in proportion."""
 WHOLE_BYTES = WORKLOAD.resident_bytes(0, 6, members=1)
 
 
@@ -223,6 +225,17 @@ def test_nobody_gets_a_stage_that_its_memory_does_not_hold():
     assert (groups(layout), layout.spares) == ([["a"]], ("b",))
     with pytest.raises(NoLayout, match=r"stage \d takes 0\.0 GB of memory, and nobody has more than 0\.0 GB"):
         ALLOCATOR.allocate(free(*(measured(name, memory_bytes=WHOLE_BYTES / 9) for name in "ab")), None, seed=0)
+
+
+def test_who_claims_less_than_its_stage_takes_leaves_it_once_somebody_else_has_its_state():
+    peers = [measured(name, memory_bytes=WHOLE_BYTES, synced_stage=0) for name in "ab"]
+    previous = as_plan(ALLOCATOR.allocate(free(*peers), None, seed=0))
+    short = replace(peers[0], memory_bytes=0.5 * WHOLE_BYTES)
+    layout = ALLOCATOR.allocate(free(short, peers[1]), previous, seed=0)
+    assert (groups(layout), layout.spares) == ([["b"]], ("a",))
+    fetching = replace(peers[1], synced_stage=None)
+    layout = ALLOCATOR.allocate(free(short, fetching), previous, seed=0)
+    assert sorted(groups(layout)[0]) == ["a", "b"], "nobody else has the state yet"
 
 
 def test_a_draining_peer_stays_until_another_has_the_state():
