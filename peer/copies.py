@@ -74,6 +74,10 @@ class Copies:
             self._tasks.spawn(self._preserve(group, state, copies), f"snapshot {state.version}")
 
     async def _preserve(self, group: int, state: StageState, copies: list[int]) -> None:
+        plan = self._plan()
+        if plan is not None and state.version == plan.ends_at and moves_on(plan, group):
+            await self.save(group, state)  # who comes next fetches it, waits for it, and has copies made of it too
+            return
         # Each copy that is under way holds a state in memory, and the next would hold up the one before.
         under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
         self._given[group] = under_way
@@ -163,6 +167,22 @@ class Copies:
             logger.warning("no copy of version %d: %s", message.version, error)
         finally:
             self._fetching.discard((source, message.layers))
+
+
+def moves_on(plan: Plan, group: int) -> bool:
+    """Whether the layout after this one gives every layer of a stage's `group` to somebody who does not hold it now."""
+    if group >= len(plan.stages):
+        return False
+    stage, members = plan.stages[group], {member.peer for member in plan.group_members(group)}
+    return all(
+        any(
+            peer not in members
+            for after in plan.following
+            if after.first_layer <= layer < after.last_layer
+            for peer in after.peers
+        )
+        for layer in range(stage.first_layer, stage.last_layer)
+    )
 
 
 def keepers(plan: Plan, group: int) -> list[PeerID]:

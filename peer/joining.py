@@ -164,7 +164,17 @@ class Joining:
                 continue
             layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
             await self._take_over(StageState(version=version, layers=layers))
+            await self._follow_who_began()
             return
+
+    async def _follow_who_began(self) -> None:
+        """Replay what mates have committed who began the era before us: a step that one of them alone has is lost with
+        it. What they have and we do not get now comes by our group's rounds."""
+        try:
+            while self._group.holders and not await self._is_current():
+                pass
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.info("cannot follow yet who began before us: %s", error)
 
     async def _with_mates(
         self, missing: tuple[str, ...], holders: Sequence[PeerID], plan: Plan, known: Mapping[str, LayerState]

@@ -80,5 +80,9 @@ class Rounds:
         """Everybody in any of them."""
         return {member.peer for start in self.open.values() for member in start.members}
 
+    def has_named(self, peer: PeerID, step: int) -> bool:
+        """Whether `peer` takes part in the round of `step`."""
+        return step in self.open and any(member.peer == peer for member in self.open[step].members)
+
     def forget_before(self, step: int) -> None:
         self.open = {at: start for at, start in self.open.items() if at >= step}

@@ -17,6 +17,7 @@ early have come back by then. Should the first set of a step find no room for on
 current weights until there is.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Final, Protocol
 from weakref import WeakSet, WeakValueDictionary
@@ -29,6 +30,8 @@ from shoal.peer.pipeline.state import LayerState, StageState, clipped, hyperpara
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import staleness_bound
+
+logger = logging.getLogger(__name__)
 
 FRESHER: Final = 1.5
 """A set is made anew for so many times the gradients that it was made with. Less would be a set for each microbatch."""
@@ -84,6 +87,10 @@ class Weights:
         """
         before = self._before
         if step < state.version and before is not None:
+            if step < before.version:
+                logger.warning(
+                    "step %d runs again with the weights of step %d, which is not exact", step, before.version
+                )
             return before
         if step <= state.version:
             return self._current(state)

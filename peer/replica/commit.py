@@ -71,7 +71,7 @@ class Commit:
         tokens_per_microbatch: for the ledger.
         deadline_s: after this long at a version the lead commits with what there is, if that is at least
             `quorum` of M. 0: waits for all of it.
-        catch_up_after_s: a mate's digest may overtake the end of our own round by this much.
+        catch_up_after_s: a mate's digest may overtake the end of a round that names us by this much.
         incarnation: of this replica; it dies with all that it holds, and the next one has a higher number.
         sums: the formats in which a reduction may travel (`WireSpec.sums`).
     """
@@ -198,6 +198,7 @@ class Commit:
                 return self._plan_changed(event, now_s)
             case ReadySet(ready):
                 self._members.set_ready(ready)
+                self._look_ahead(now_s)
                 return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
             case OpenSet(is_open):
                 # Who takes no traffic leads only if nobody else could, but sees its contributions committed.
@@ -368,7 +369,8 @@ class Commit:
         commands: list[CommitCommand] = [*map(Tell, self._agreement.own), *self._compare(now_s)]
         for kept in (self._rounds, self._agreement):
             kept.forget_before(version - UNCOMPARED_MAX)
-        self._behind_at_s = now_s + self.catch_up_after_s if self._agreement.is_behind(version) else math.inf
+        self._behind_at_s = math.inf
+        self._look_ahead(now_s)
         return commands + self._try_round(now_s)
 
     def _take_digest(self, source: PeerID, message: Digest, now_s: float) -> list[CommitCommand]:
@@ -379,8 +381,7 @@ class Commit:
         if message.version < self.version and not self.has_round(message.version - 1):
             return []
         self._agreement.heard(source, message.version, message.digest)
-        if message.version > self.version:
-            self._behind_at_s = min(self._behind_at_s, now_s + self.catch_up_after_s)
+        self._look_ahead(now_s)
         return self._compare(now_s)
 
     def _timer(self, now_s: float) -> list[CommitCommand]:
@@ -507,6 +508,13 @@ class Commit:
             form=self._form,
         )
         return [Tell(start), *self._hold_to(start)]
+
+    def _look_ahead(self, now_s: float) -> None:
+        """If a mate is past our version, ask it soon: at once where no round brings us what it has, since until then it
+        may be the only one that has it."""
+        if self._agreement.is_behind(self.version):
+            round_brings_it = self._rounds.has_named(self.me, self.version)
+            self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))
 
     def _catch_up(self, now_s: float) -> list[CommitCommand]:
         """Another one each time: a mate may be dead, and not all of us should ask the same."""

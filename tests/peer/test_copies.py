@@ -152,6 +152,20 @@ def test_a_group_of_one_sees_to_both_copies(tiny_spec: RunSpec) -> None:
     play(tiny_spec, scene)
 
 
+@pytest.mark.parametrize(("next_holder", "copied"), [("c", False), ("a", True)])
+def test_of_what_the_next_layout_gives_to_another_holder_no_copy_is_made_beside(
+    tiny_spec: RunSpec, next_holder: str, copied: bool
+) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        after = tuple(Stage(i, i + 1, (Member(peers[n].name, 1.0, 1.0),)) for i, n in enumerate((next_holder, "b")))
+        plans.append(msgspec.structs.replace(plans[-1], ends_at=VERSION, following=after))
+        await preserve(peers["a"], rank=0, num_ready=1, among=peers)
+        assert versions(peers["a"]) == [VERSION]
+        assert versions(peers["d"]) == ([VERSION] if copied else [])
+
+    play(tiny_spec, scene)
+
+
 def test_who_leaves_takes_no_copy_any_more(tiny_spec: RunSpec) -> None:
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
         peers["c"].is_leaving = True

@@ -52,6 +52,8 @@ class Scene:
     taken: list[int] = field(default_factory=list)
     replayed_from: list[PeerID] = field(default_factory=list)
     """Whom it asked for what its mates have committed meanwhile."""
+    committed: int = 0
+    """The version that its mates have reached, all of whose steps they give."""
 
     def join(self, plan: Plan) -> list[int]:
         """Returns: the versions that it took over."""
@@ -84,7 +86,11 @@ class Scene:
             self.replayed_from.append(mate)
             if mate in self.unreachable:
                 raise Unreachable(mate, "is gone")
-            return False
+            if step >= self.committed:
+                return False
+            self.group_version = step + 1
+            joining.stepped()
+            return True
 
         def newest() -> Plan:
             if not self.fetched:
@@ -181,6 +187,17 @@ def test_who_comes_too_late_for_the_beginning_asks_its_mates(scene: Scene) -> No
     scene.silent_for, scene.goes_on, scene.mates_version = 2, True, 41
     assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [41]
     assert scene.fetched == [((ME, MATE, OTHER), 40, 2), ((MATE,), -1, -1), ((MATE,), -1, -1)]
+
+
+def test_who_comes_by_the_beginning_late_replays_what_its_mates_have_committed_since(scene: Scene) -> None:
+    scene.committed = 42
+    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.group_version == 42
+
+
+def test_who_begins_does_not_wait_for_mates_who_cannot_be_reached(scene: Scene) -> None:
+    scene.unreachable = (MATE,)
+    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
 
 
 @pytest.mark.parametrize("restore_version", [0, 40])

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.peer.group.rounds import attempt
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.commands import CommitCommand, Reduce, Tell
+from shoal.peer.replica.commands import CatchUp, CommitCommand, Reduce, Tell
 from shoal.peer.replica.commit import Commit
 from shoal.peer.replica.events import (
     DigestArrived,
@@ -215,3 +215,28 @@ def test_a_step_before_the_end_of_the_layout_is_committed() -> None:
     ours = core(A, A)
     ours.handle(GroupPlanned((Member(A, 1, 1),), 2, ends_at=2), now_s=2)
     assert [command for command in contribute(ours, 1) if isinstance(command, Reduce)]
+
+
+def test_who_is_in_no_round_asks_at_once_for_a_step_that_a_mate_has_committed() -> None:
+    ours = core(B, A, B)
+    ours.handle(DigestArrived(A, Digest(stage=1, version=2, digest="2")), now_s=5)
+    assert ours.next_timer_s() == 5
+    assert CatchUp(A, 1) in ours.handle(TimerFired(), now_s=5)
+
+
+def test_who_is_in_a_round_gives_it_time_to_end_before_it_asks() -> None:
+    ours = core(B, A, B)
+    hears(ours, a_round(1, 1, a=BOTH, b=b""))
+    ours.handle(DigestArrived(A, Digest(stage=1, version=2, digest="2")), now_s=5)
+    assert ours.next_timer_s() > 5
+    assert CatchUp(A, 1) not in ours.handle(TimerFired(), now_s=5)
+    assert CatchUp(A, 1) in ours.handle(TimerFired(), now_s=ours.next_timer_s())
+
+
+def test_who_becomes_ready_behind_its_mates_asks_at_once() -> None:
+    ours = core(B, A, B)
+    ours.handle(ReadySet(False), now_s=4)
+    ours.handle(DigestArrived(A, Digest(stage=1, version=2, digest="2")), now_s=4)
+    assert CatchUp(A, 1) not in ours.handle(TimerFired(), now_s=4)
+    ours.handle(ReadySet(True), now_s=5)
+    assert CatchUp(A, 1) in ours.handle(TimerFired(), now_s=5)
