@@ -27,6 +27,10 @@ class Extent:
     def __init__(self, size: int) -> None:
         self._size = size
 
+    @property
+    def device(self) -> torch.device:
+        return NOWHERE
+
     def numel(self) -> int:
         return self._size
 
