@@ -669,11 +669,11 @@ class PeerDriver:
 
     def _run_short(self, tenure: Part) -> None:
         """There was no memory for a job, not even with all freed that can be made again. The next plan is to give us
-        less: we claim what surely is too little for this stage, two of its states, since a step makes one beside the
-        other."""
+        less: we claim what surely is too little for this stage, one and a half of its states, where plans count 20
+        bytes a parameter of which 12 are the state."""
         state_bytes = sum(4 * tensor.numel() for layer in self._layers_of(tenure) for tensor in layer.tensors)
         before = self.advert().memory_bytes
-        self._claim_bytes = min(before, 2 * state_bytes)
+        self._claim_bytes = min(before, 3 * state_bytes // 2)
         self._shortages += 1
         if tenure in self._short:
             return
