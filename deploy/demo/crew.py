@@ -3,13 +3,12 @@
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.deploy.demo.swarm import Child, Swarm
+from shoal.deploy.children import CLI, Child, Children
 from shoal.deploy.report import Joined, Left, Obeys, Ready
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import make_invite, parse_invite
@@ -17,7 +16,6 @@ from shoal.protocol.limits import ADDRESSES_MAX
 from shoal.protocol.live import leftovers
 
 HOST = "peer-1"
-CLI = (sys.executable, "-m", "shoal.deploy.cli")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -61,7 +59,7 @@ class Crew:
 
     def __init__(
         self,
-        swarm: Swarm,
+        children: Children,
         *,
         folder: Path,
         spec_path: Path,
@@ -73,7 +71,7 @@ class Crew:
         """The members in the order of their starts."""
         self.invite = ""
         """The host's invite, once the host is up."""
-        self._swarm = swarm
+        self._children = children
         self._folder = folder
         self._spec_path = spec_path
         self._text = [*(["--data", data] if data else []), *(["--tokenizer", tokenizer] if tokenizer else [])]
@@ -114,7 +112,7 @@ class Crew:
         argv = [*CLI, *what, *common, "--threads", "1", "--device", "cpu", "--no-record", "--reports"]
         for folder in (self.peers_folder, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
-        child = await self._swarm.start(name, argv, env=environment(), log=self.logs / f"{name}.log")
+        child = await self._children.start(name, argv, env=environment(), log=self.logs / f"{name}.log")
         member = Member(child=child)
         self.members.append(member)
         return member
@@ -128,12 +126,12 @@ class Crew:
 
     async def let_in(self, member: Member) -> None:
         """Hand the member an invite to those who are there now."""
-        await self._swarm.tell(member.child, self._current_invite() + "\n")
+        await self._children.tell(member.child, self._current_invite() + "\n")
 
     async def kill(self, member: Member) -> list[int]:
         """Send SIGKILL. Returns: processes that the member left behind."""
         member.killed = True
-        return await self._swarm.kill(member.child)
+        return await self._children.kill(member.child)
 
     def suspend(self, member: Member) -> None:
         """SIGSTOP: the process does nothing and closes nothing; its daemon, another process, still accepts calls."""
@@ -189,8 +187,3 @@ def environment() -> Mapping[str, str]:
         **os.environ,
         "XDG_CONFIG_HOME": os.devnull,
     }
-
-
-def last_line(log: Path) -> str:
-    lines: Sequence[str] = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""

@@ -16,14 +16,14 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from shoal.deploy.children import Child, Children, last_line
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.beside import serving
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.demo.chaos import Chaos, ChaosOptions, ExpertKill, FaultPorts
 from shoal.deploy.demo.chronicle import Chronicle
-from shoal.deploy.demo.crew import Crew, environment, last_line
+from shoal.deploy.demo.crew import Crew, environment
 from shoal.deploy.demo.summary import Summary
-from shoal.deploy.demo.swarm import Child, Swarm
 from shoal.deploy.report import Joined, Left, Obeys, Ready, read_report
 from shoal.deploy.run.run_file import write_spec
 from shoal.deploy.words import number_of_stages
@@ -71,10 +71,10 @@ class Demo:
             title=f"shoal demo: {options.peers} peers, {number_of_stages(options.spec.swarm.stages)}",
         )
         self._started_s = self._watched_until_s = time.monotonic()
-        self._swarm = Swarm(on_line=self._on_line, on_exit=self._on_exit)
+        self._children = Children(on_line=self._on_line, on_exit=self._on_exit)
         data = options.spec.data
         self._crew = Crew(
-            self._swarm,
+            self._children,
             folder=options.folder,
             spec_path=options.folder / "run.toml",
             # What a volunteer must name because a stranger has chosen it is the user's own here.
@@ -107,7 +107,7 @@ class Demo:
                 snapshot, text = await self._sample()
             finally:
                 measuring.cancel()
-                await self._swarm.close()
+                await self._children.close()
                 await self._crew.tidy()
                 await asyncio.gather(measuring, return_exceptions=True)
             summary = self._chronicle.sum_up(
@@ -194,11 +194,11 @@ class Demo:
         since_s = max([self._watched_until_s - _FINDS_ITS_WAY_S, *record.step_times_s[:1]])
         lost = [m for m in self._crew.alive if not record.finished or not m.obeys or m.awake_since_s > since_s]
         self._crew.terminate(lost)
-        if not await self._swarm.wait(timeout_s=_END_S):
+        if not await self._children.wait(timeout_s=_END_S):
             for member in self._crew.alive:
                 self._chronicle.take_failure(member.name, f"did not leave in {_END_S:.0f} s and was killed")
                 member.killed = True
-        await self._swarm.close()
+        await self._children.close()
         self._chronicle.tell_steps(flush=True)
 
     async def _sample(self) -> tuple[str, str]:
@@ -216,7 +216,7 @@ class Demo:
             str(self._options.folder / "snapshot"),
             *folders,
         ]
-        child = await self._swarm.start(_SAMPLER, argv, env=environment(), log=log)
+        child = await self._children.start(_SAMPLER, argv, env=environment(), log=log)
         try:
             async with asyncio.timeout(_SAMPLE_S):
                 await child.exited.wait()

@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 import typer
 
-from shoal.deploy.demo.crew import CLI, last_line
-from shoal.deploy.demo.swarm import Child, Swarm
+from shoal.deploy.children import CLI, Child, Children, last_line
 from shoal.deploy.manners.device import spare_threads
 from shoal.deploy.manners.limits import MBIT_S_MIN, Limits
 
@@ -92,10 +91,10 @@ async def join_with_each(
         if status:
             typer.echo(f"{child.name} ended with status {status}: {last_line(child.log)}", err=True)
 
-    swarm, loop = Swarm(on_line=say, on_exit=ended), asyncio.get_running_loop()
+    children, loop = Children(on_line=say, on_exit=ended), asyncio.get_running_loop()
 
     def hand_on(number: signal.Signals) -> None:
-        for child in swarm.children:
+        for child in children.all:
             child.send(number)
 
     for number in _SIGNALS:
@@ -107,10 +106,10 @@ async def join_with_each(
             for index, device in enumerate(devices):
                 argv = each.argv(index, device, among=len(devices), threads=threads)
                 log = Path(folder, f"{index}.log")
-                child = await swarm.start(device, [*argv, *(first if index == 0 else ())], env=os.environ, log=log)
-                await swarm.tell(child, f"{invite}\n")
-            for child in swarm.children:
+                child = await children.start(device, [*argv, *(first if index == 0 else ())], env=os.environ, log=log)
+                await children.tell(child, f"{invite}\n")
+            for child in children.all:
                 await child.reader
         finally:
-            await swarm.close()
+            await children.close()
     return next((status for status in statuses if status), 0)

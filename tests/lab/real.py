@@ -17,9 +17,9 @@ import psutil
 from figures import Figures, Step, paces, shown_layout
 from internet.emulator import Internet
 from scenario import Event, Host, Scenario
-from shoal.deploy.demo.crew import CLI, environment, last_line
+from shoal.deploy.children import CLI, Child, Children, last_line
+from shoal.deploy.demo.crew import environment
 from shoal.deploy.demo.step_book import StepBook
-from shoal.deploy.demo.swarm import Child, Swarm
 from shoal.deploy.report import Committed, Contribution, Joined, Obeys, Ready, Report, Status, StepDone, read_report
 from shoal.deploy.run.run_file import write_spec
 from shoal.protocol.identity import PeerID
@@ -77,7 +77,7 @@ class RealSwarm:
     status: SwarmStatus | None = None
     peers: dict[str, Peer] = field(default_factory=dict)
     book: StepBook = field(init=False)
-    swarm: Swarm = field(init=False)
+    swarm: Children = field(init=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _missing: dict[PeerID, float] = field(default_factory=dict)
     _seen: set[PeerID] = field(default_factory=set)
@@ -85,7 +85,7 @@ class RealSwarm:
 
     def __post_init__(self) -> None:
         self.book = StepBook(lead_steps=self.scenario.spec.training.s_max + 2, patience_s=_STEP_PATIENCE_S)
-        self.swarm = Swarm(on_line=self._on_line, on_exit=self._on_exit)
+        self.swarm = Children(on_line=self._on_line, on_exit=self._on_exit)
 
     # --- what is done ---
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.deploy.children import Children
 from shoal.deploy.demo.chaos import (
     COMES_BACK_EVERY,
     HEARD_S,
@@ -23,7 +24,6 @@ from shoal.deploy.demo.chaos import (
 )
 from shoal.deploy.demo.crew import Crew, Member
 from shoal.deploy.demo.summary import FaultLine
-from shoal.deploy.demo.swarm import Swarm
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, PeerStatus, SwarmStatus
 from shoal.protocol.sim.loop import run
@@ -59,8 +59,8 @@ class PretendCrew(Crew):
     """Members without processes; writes down what is done to them."""
 
     def __init__(self, names: str) -> None:
-        swarm = Swarm(on_line=lambda child, line: None, on_exit=lambda child, code: None)
-        super().__init__(swarm, folder=Path(), spec_path=Path(), data="")
+        children = Children(on_line=lambda child, line: None, on_exit=lambda child, code: None)
+        super().__init__(children, folder=Path(), spec_path=Path(), data="")
         self.done: list[str] = []
         self._next = itertools.count(1)
         for name in names:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from shoal.deploy.children import Children
 from shoal.deploy.commands.options import said_parts
 from shoal.deploy.demo.crew import Crew, Member
-from shoal.deploy.demo.swarm import Swarm
 from shoal.deploy.report import Joined, Ready
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity, PeerID
@@ -26,7 +26,7 @@ PEERS = [Identity(bytes([number]) * 32).peer_id for number in range(6)]
 HOST = 5
 
 
-class PretendSwarm(Swarm):
+class PretendChildren(Children):
     def __init__(self) -> None:
         super().__init__(on_line=lambda child, line: None, on_exit=lambda child, status: None)
         self.told: dict[str, str] = {}
@@ -39,48 +39,48 @@ class PretendSwarm(Swarm):
         return []
 
 
-def crew_of(count: int, *, addresses: int = 1) -> tuple[Crew, PretendSwarm, list[Member]]:
-    swarm = PretendSwarm()
-    crew = Crew(swarm, folder=Path(), spec_path=Path(), data="")
+def crew_of(count: int, *, addresses: int = 1) -> tuple[Crew, PretendChildren, list[Member]]:
+    children = PretendChildren()
+    crew = Crew(children, folder=Path(), spec_path=Path(), data="")
     for number in range(count):
         child: Any = SimpleNamespace(name=f"peer-{number}", is_running=True, send=lambda signal: None)
         member = Member(child=child)
         crew.members.append(member)
         own = tuple(f"/ip4/127.0.0.{index + 1}/tcp/1/p2p/{PEERS[number]}" for index in range(addresses))
         crew.take(member, Joined(peer=PEERS[number], name=child.name, invite=make_invite(RUN, OWNER, own)))
-    return crew, swarm, crew.members
+    return crew, children, crew.members
 
 
-def invited_by(crew: Crew, swarm: PretendSwarm) -> list[int]:
+def invited_by(crew: Crew, children: PretendChildren) -> list[int]:
     """The peers behind the addresses that a newcomer is given."""
     child: Any = SimpleNamespace(name="newcomer", is_running=True)
     asyncio.run(crew.let_in(Member(child=child)))
-    invite = parse_invite(swarm.told["newcomer"])
+    invite = parse_invite(children.told["newcomer"])
     assert (invite.run, invite.owner) == (RUN, OWNER)
     return [PEERS.index(PeerID(address.rpartition("/")[2])) for address in invite.addresses]
 
 
 def test_before_anybody_has_joined_the_hosts_invite_is_all_there_is() -> None:
-    crew, swarm, (host,) = crew_of(1)
+    crew, children, (host,) = crew_of(1)
     host.invite = ""
     own = make_invite(RUN, OWNER, (f"/ip4/127.0.0.1/tcp/1/p2p/{PEERS[HOST]}",))
     crew.take(host, Ready(peer=OWNER, run=RUN, invite=own))
     assert crew.invite == own
-    assert invited_by(crew, swarm) == [HOST]
+    assert invited_by(crew, children) == [HOST]
 
 
 def test_the_dead_and_the_suspended_invite_nobody() -> None:
-    crew, swarm, members = crew_of(4)
+    crew, children, members = crew_of(4)
     asyncio.run(crew.kill(members[0]))
     crew.suspend(members[2])
-    assert invited_by(crew, swarm) == [1, 3]
+    assert invited_by(crew, children) == [1, 3]
     crew.resume(members[2])
-    assert invited_by(crew, swarm) == [1, 2, 3]
+    assert invited_by(crew, children) == [1, 2, 3]
 
 
 def test_one_address_of_each_comes_before_a_second_of_any() -> None:
-    crew, swarm, _ = crew_of(5, addresses=2)
-    assert sorted(invited_by(crew, swarm)) == sorted([0, 1, 2, 3, 4, 0, 1, 2][:ADDRESSES_MAX])
+    crew, children, _ = crew_of(5, addresses=2)
+    assert sorted(invited_by(crew, children)) == sorted([0, 1, 2, 3, 4, 0, 1, 2][:ADDRESSES_MAX])
 
 
 def test_a_namesake_is_another_member() -> None:
@@ -97,7 +97,7 @@ def test_a_namesake_is_another_member() -> None:
 def test_those_who_join_are_told_what_the_host_reads_in_its_spec(tmp_path: Path) -> None:
     started: list[list[str]] = []
 
-    class Starting(PretendSwarm):
+    class Starting(PretendChildren):
         async def start(self, name: str, argv: Any, **_: Any) -> Any:
             started.append(list(argv))
             return SimpleNamespace(name=name, is_running=True)
@@ -118,7 +118,7 @@ def test_those_who_join_are_told_what_the_host_reads_in_its_spec(tmp_path: Path)
 def test_the_cores_are_divided_and_who_comes_back_has_what_it_had(tmp_path: Path, monkeypatch: Any) -> None:
     started: list[str] = []
 
-    class Starting(PretendSwarm):
+    class Starting(PretendChildren):
         async def start(self, name: str, argv: Any, **_: Any) -> Any:
             started.append(next(word for word in argv if word.startswith("compute_share=")))
             return SimpleNamespace(name=name, is_running=True)
@@ -141,7 +141,7 @@ def test_parts_that_are_none_are_refused(text: str) -> None:
 
 
 def test_what_the_killed_leave_in_the_systems_folder_is_removed_at_the_end(tmp_path: Path) -> None:
-    crew = Crew(PretendSwarm(), folder=tmp_path, spec_path=Path(), data="")
+    crew = Crew(PretendChildren(), folder=tmp_path, spec_path=Path(), data="")
     sockets = []
     for name in ("peer-1", "peer-2"):
         path = tmp_path / f"hivemind-p2pd-{name}.sock"

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from shoal.deploy.children import Children
 from shoal.deploy.demo.chaos import ExpertKill, FaultPorts, victim
 from shoal.deploy.demo.crew import Crew, Member
 from shoal.deploy.demo.summary import FaultLine
-from shoal.deploy.demo.swarm import Swarm
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, PeerStatus, SwarmStatus
 from shoal.protocol.sim.loop import run
@@ -47,8 +47,8 @@ class PretendCrew(Crew):
     """Members without processes."""
 
     def __init__(self, names: str) -> None:
-        swarm = Swarm(on_line=lambda child, line: None, on_exit=lambda child, code: None)
-        super().__init__(swarm, folder=Path(), spec_path=Path(), data="")
+        children = Children(on_line=lambda child, line: None, on_exit=lambda child, code: None)
+        super().__init__(children, folder=Path(), spec_path=Path(), data="")
         for name in names:
             child: Any = SimpleNamespace(name=name, is_running=True, exited=asyncio.Event())
             self.members.append(Member(child=child, peer=PeerID(name), awake_since_s=-math.inf))

@@ -12,11 +12,15 @@ import ctypes
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+CLI = (sys.executable, "-m", "shoal.deploy.cli")
+"""How a child runs `shoal` itself."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -53,7 +57,7 @@ class Child:
             return 0
 
 
-class Swarm:
+class Children:
     """Starts children, hands their lines on, and ends them.
 
     Args:
@@ -62,7 +66,7 @@ class Swarm:
     """
 
     def __init__(self, *, on_line: Callable[[Child, bytes], None], on_exit: Callable[[Child, int], None]) -> None:
-        self.children: list[Child] = []
+        self.all: list[Child] = []
         """The children in the order of their starts. A name may come again."""
         self._token = secrets.token_hex(16)
         self._on_line = on_line
@@ -95,7 +99,7 @@ class Swarm:
             )
         child = Child(name=name, process=process, log=log)
         child.reader = asyncio.create_task(self._read(child), name=f"read {name}")
-        self.children.append(child)
+        self.all.append(child)
         return child
 
     async def tell(self, child: Child, text: str) -> None:
@@ -125,14 +129,14 @@ class Swarm:
 
     def terminate(self) -> None:
         """Ask every child to say good-bye and leave."""
-        for child in self.children:
+        for child in self.all:
             child.send(signal.SIGTERM)  # the child alone: its daemon must carry the good-bye
 
     async def wait(self, *, timeout_s: float) -> bool:
         """Wait for the children. Returns: whether all have ended within the time."""
         try:
             async with asyncio.timeout(timeout_s):
-                for child in self.children:
+                for child in self.all:
                     await child.exited.wait()
         except TimeoutError:
             return False
@@ -145,7 +149,7 @@ class Swarm:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             await asyncio.sleep(_POLL_S)
-        await asyncio.gather(*(child.reader for child in self.children))
+        await asyncio.gather(*(child.reader for child in self.all))
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
@@ -164,6 +168,12 @@ class Swarm:
             status = await child.process.wait()
             child.exited.set()
             self._on_exit(child, status)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a child's standard error; empty if it has said nothing."""
+    lines: Sequence[str] = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _is_there(process: psutil.Process) -> bool:

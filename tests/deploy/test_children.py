@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from shoal.deploy.demo.swarm import Child, Swarm
+from shoal.deploy.children import Child, Children
 
 # A child with a grandchild in a session of its own, as a peer has its daemon. It says who that is, then waits.
 FAMILY = """
@@ -34,7 +34,7 @@ class Recorder:
         self.lines: dict[str, list[str]] = {}
         self.exits: dict[str, int] = {}
         self.changed = asyncio.Event()
-        self.swarm = Swarm(on_line=self.on_line, on_exit=self.on_exit)
+        self.children = Children(on_line=self.on_line, on_exit=self.on_exit)
 
     def on_line(self, child: Child, line: bytes) -> None:
         self.lines.setdefault(child.name, []).append(line.decode())
@@ -52,7 +52,7 @@ class Recorder:
 
     async def start(self, name: str, log: Path, handler: str = "drain") -> Child:
         argv = [sys.executable, "-c", FAMILY.format(handler=handler)]
-        return await self.swarm.start(name, argv, env=os.environ, log=log)
+        return await self.children.start(name, argv, env=os.environ, log=log)
 
 
 def recorded(main: Callable[[Recorder], Coroutine[Any, Any, None]]) -> None:
@@ -63,7 +63,7 @@ def recorded(main: Callable[[Recorder], Coroutine[Any, Any, None]]) -> None:
         try:
             await main(seen)
         finally:
-            await seen.swarm.close()
+            await seen.children.close()
 
     asyncio.run(run())
 
@@ -79,12 +79,12 @@ def test_lines_exit_status_and_log_come_back(tmp_path: Path) -> None:
     async def main() -> None:
         seen = Recorder()
         code = "import sys; print('a'); print('b'); print('oops', file=sys.stderr); sys.exit(3)"
-        await seen.swarm.start("one", [sys.executable, "-c", code], env=os.environ, log=tmp_path / "log")
+        await seen.children.start("one", [sys.executable, "-c", code], env=os.environ, log=tmp_path / "log")
         await seen.until(lambda: bool(seen.exits))
         assert seen.lines == {"one": ["a", "b"]}
         assert seen.exits == {"one": 3}
         assert (tmp_path / "log").read_text() == "oops\n"
-        await seen.swarm.close()
+        await seen.children.close()
 
     asyncio.run(main())
 
@@ -94,13 +94,13 @@ def test_drained_children_say_good_bye_and_their_daemons_are_swept(tmp_path: Pat
         seen = Recorder()
         children = [await seen.start(name, tmp_path / name) for name in "ab"]
         for child in children:
-            await seen.swarm.tell(child, "hello\n")
+            await seen.children.tell(child, "hello\n")
         await seen.until(lambda: all(len(seen.lines.get(name, [])) == 2 for name in "ab"))
-        seen.swarm.terminate()
-        assert await seen.swarm.wait(timeout_s=20)
+        seen.children.terminate()
+        assert await seen.children.wait(timeout_s=20)
         assert seen.exits == {"a": 0, "b": 0}
         assert all(seen.lines[name][1:] == ["stdin hello", "drained"] for name in "ab")
-        await seen.swarm.close()
+        await seen.children.close()
         assert all(gone(int(seen.lines[name][0])) for name in "ab")
 
     asyncio.run(main())
@@ -110,11 +110,11 @@ def test_a_child_that_ignores_the_signal_is_killed_with_its_daemon(tmp_path: Pat
     async def main() -> None:
         seen = Recorder()
         child = await seen.start("deaf", tmp_path / "log", handler="signal.SIG_IGN")
-        await seen.swarm.tell(child, "\n")
+        await seen.children.tell(child, "\n")
         await seen.until(lambda: len(seen.lines.get("deaf", [])) == 2)
-        seen.swarm.terminate()
-        assert not await seen.swarm.wait(timeout_s=0.05)
-        await seen.swarm.close()
+        seen.children.terminate()
+        assert not await seen.children.wait(timeout_s=0.05)
+        await seen.children.close()
         assert seen.exits == {"deaf": -signal.SIGKILL}
         assert gone(int(seen.lines["deaf"][0]))
 
@@ -125,11 +125,11 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     parent = """
     import asyncio, os, sys
     from pathlib import Path
-    from shoal.deploy.demo.swarm import Swarm
+    from shoal.deploy.children import Children
     async def main():
-        swarm = Swarm(on_line=lambda child, line: None, on_exit=lambda child, status: None)
+        children = Children(on_line=lambda child, line: None, on_exit=lambda child, status: None)
         argv = [sys.executable, "-c", "import time; time.sleep(600)"]
-        child = await swarm.start("x", argv, env=os.environ, log=Path(sys.argv[1]))
+        child = await children.start("x", argv, env=os.environ, log=Path(sys.argv[1]))
         print(child.process.pid, flush=True)
         await asyncio.sleep(600)
     asyncio.run(main())
@@ -160,14 +160,14 @@ time.sleep(600)
 def test_a_kill_meets_the_child_alone_and_tells_what_outlives_it(tmp_path: Path) -> None:
     async def main(seen: Recorder) -> None:
         argv = [sys.executable, "-c", WATCHED]
-        good = await seen.swarm.start("good", argv, env=os.environ, log=tmp_path / "good")
+        good = await seen.children.start("good", argv, env=os.environ, log=tmp_path / "good")
         bad = await seen.start("bad", tmp_path / "bad")
         await seen.until(lambda: len(seen.lines) == 2)
-        assert await seen.swarm.kill(good) == []
-        assert await seen.swarm.kill(bad, patience_s=0.1) == [int(seen.lines["bad"][0])]
+        assert await seen.children.kill(good) == []
+        assert await seen.children.kill(bad, patience_s=0.1) == [int(seen.lines["bad"][0])]
         await seen.until(lambda: len(seen.exits) == 2)
         assert seen.exits == {"good": -signal.SIGKILL, "bad": -signal.SIGKILL}
-        await seen.swarm.close()
+        await seen.children.close()
         assert gone(int(seen.lines["bad"][0]))
 
     recorded(main)
@@ -177,12 +177,12 @@ def test_a_name_may_come_again(tmp_path: Path) -> None:
     async def main(seen: Recorder) -> None:
         first = await seen.start("one", tmp_path / "log")
         await seen.until(lambda: len(seen.lines.get("one", [])) == 1)
-        await seen.swarm.kill(first, patience_s=0.1)
+        await seen.children.kill(first, patience_s=0.1)
         second = await seen.start("one", tmp_path / "log")
         await seen.until(lambda: len(seen.lines["one"]) == 2)
         assert (first.is_running, second.is_running) == (False, True)
         second.send(signal.SIGTERM)
         first.send(signal.SIGTERM)  # nobody is there to get it
-        assert await seen.swarm.wait(timeout_s=20)
+        assert await seen.children.wait(timeout_s=20)
 
     recorded(main)
