@@ -90,7 +90,7 @@ def cut(
     for k, stage in enumerate(stages):
         members = list(stage)
         speed = float(topology.flop_per_s[members].sum())
-        memory = float(topology.memory_bytes[members].min())
+        memory = float(topology.memory_bytes[members].min()) - workload.memory.workspace_bytes
         needed_to = held_to + _resident_to(workload, len(members))
         flop = flop_to[None, :] - flop_to[:, None]  # [first, last]
         times = np.full(L + 1, 1.0 + workload.backward_per_forward)
@@ -109,9 +109,10 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """[L + 1], the resident bytes of the layers before a bound, in a stage of so many members."""
-    layers = range(workload.num_layers)
-    return np.cumsum([0.0] + [workload.resident_bytes(at, at + 1, members=members) for at in layers])
+    """[L + 1], the resident bytes of the layers before a bound, in a stage of so many members, without its
+    workspace."""
+    each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
+    return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 
 
 def one_a_stage(

@@ -406,7 +406,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
         workload,
         layer_flop=sums(workload.layer_flop),
         layer_parameters=sums(workload.layer_parameters),
-        layer_held_bytes=sums(workload.layer_held_bytes),
+        memory=workload.memory.by_stage(sums),
         experts=experts and replace(experts, parameters=sums(experts.parameters)),
     )
 

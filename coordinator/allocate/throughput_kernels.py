@@ -39,13 +39,14 @@ its card in both directions; the bytes/s at which it gets the state of other lay
 which stands still meanwhile."""
 HOME_FIRST, HOME_LAST = range(2)
 """The rows of the layers of which a unit has the state in the current plan."""
-FLOP_TO, PARAMETERS_TO, HELD_TO, EXPERT_TO = range(4)
-"""The rows of the sums over the layers before a bound. `EXPERT_TO` has the parameters of one placed expert."""
+FLOP_TO, PARAMETERS_TO, HELD_TO, EXPERT_TO, JOB_TO = range(5)
+"""The rows of the sums over the layers before a bound. `EXPERT_TO` has the parameters of one placed expert, `JOB_TO`
+the bytes that the running job takes."""
 MICROBATCHES, JOB_PER_FLOP, LOSS_PER_FLOP, S_MAX, HORIZON_S = range(5)
-CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES = range(5, 9)
+CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES, WORKSPACE_BYTES = range(5, 10)
 """The positions in the array that says what one step asks of the devices. A job takes `JOB_PER_FLOP` forwards, at the
 last stage `LOSS_PER_FLOP`. `CUT_BYTES` are an activation's; the three after it are a parameter's: its gradient on the
-wire, all that is in memory of it, and its state."""
+wire, all that is in memory of it, and its state. `WORKSPACE_BYTES` are a stage's."""
 OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
 """The rows of what the cost needs to know of a unit. `REDUCED` has the bytes over its card for each byte of its stage's
 gradient."""
@@ -77,11 +78,11 @@ class Problem(NamedTuple):
     q: Any
     """[N, N], microbatches/s there and back, over all paths between two units."""
     layers: Any
-    """[4, L + 1]"""
+    """[5, L + 1]"""
     beyond: Any
     """[devices + 1], how many placed experts a member of a stage of so many devices holds beyond its slots."""
     costs: Any
-    """[9]"""
+    """[10]"""
 
 
 class State(NamedTuple):
@@ -535,7 +536,8 @@ def _resident(P, S, k, first, last):
         devices += P.units[WEIGHT, S.members[k, a]]
     parameters = P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first]
     parameters += P.beyond[int(devices)] * (P.layers[EXPERT_TO, last] - P.layers[EXPERT_TO, first])
-    return P.costs[RESIDENT_BYTES] * parameters
+    job = P.layers[JOB_TO, last] - P.layers[JOB_TO, first] + P.costs[WORKSPACE_BYTES]
+    return P.costs[RESIDENT_BYTES] * parameters + job
 
 
 @_inner

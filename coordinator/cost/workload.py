@@ -3,10 +3,11 @@
 from dataclasses import dataclass, replace
 
 from shoal.coordinator.cost.layer_costs import layer_costs
+from shoal.coordinator.cost.memory import StageMemory, decoder_parameters
 from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.staleness import Price, price_of
-from shoal.protocol.tensors import expert_elements, num_elements, trunk_elements
+from shoal.protocol.tensors import expert_elements, num_elements
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 FP32_BYTES = 4.0
@@ -14,11 +15,7 @@ _MANY = 2**20
 """Elements of a tensor so large that the padding of its last tile adds next to nothing to the bytes an element."""
 BACKWARD_PER_FORWARD = 2.0
 STATE_BYTES_PER_PARAMETER = 12.0
-"""Resident bytes: the parameter and two moments, each fp32."""
-_STEP_TENSORS_BYTES = 8.0
-"""Bytes while it steps: the summed gradient, and one more copy of the parameters that microbatches in flight still
-need."""
-RESIDENT_BYTES_PER_PARAMETER = STATE_BYTES_PER_PARAMETER + _STEP_TENSORS_BYTES
+"""What travels to whoever is to hold a layer: the parameter and two moments, each fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +49,7 @@ class Workload:
     proportion, too."""
     gradient_bytes_per_parameter: float
     """The bytes of a gradient on the wire in a reduction, one way."""
-    layer_held_bytes: tuple[float, ...]
-    """[L], kept from a microbatch's forward to its backward."""
+    memory: StageMemory
     cut_bytes: float
     """Bytes on the wire between two stages for a microbatch, one way: the mean of its activation's and its gradient's.
     A stage in the middle sends one of each."""
@@ -68,6 +64,11 @@ class Workload:
     """The bytes of a reduced gradient for a peer that follows a stage's steps without being its member."""
     experts: PlacedExperts | None = None
     """None: each member holds all of its layers."""
+
+    @property
+    def layer_held_bytes(self) -> tuple[float, ...]:
+        """[L], kept from a microbatch's forward to its backward."""
+        return self.memory.layer_held_bytes
 
     @property
     def num_layers(self) -> int:
@@ -106,7 +107,8 @@ class Workload:
         parameters = sum(self.layer_parameters[first_layer:last_layer])
         if self.experts is not None:
             parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])
-        return RESIDENT_BYTES_PER_PARAMETER * parameters
+        of_the_job = sum(self.memory.layer_job_bytes[first_layer:last_layer]) + self.memory.workspace_bytes
+        return self.memory.resident_bytes_per_parameter * parameters + of_the_job
 
     def with_sums(self, form: WireFormat) -> "Workload":
         """The workload where reductions travel in that format."""
@@ -126,7 +128,7 @@ class Workload:
             layer_parameters=_layer_parameters(model, experts_held=_experts_held(spec)),
             gradient_bytes_per_parameter=_bytes_per_number(spec.wire.sums[-1]),
             mean_bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
-            layer_held_bytes=_held_bytes(model, tokens, recompute=recompute),
+            memory=StageMemory.counted(spec),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
@@ -160,28 +162,7 @@ def _experts_held(spec: RunSpec) -> int:
 
 
 def _layer_parameters(model: ModelSpec, *, experts_held: int) -> tuple[float, ...]:
-    counts = [float(sum(trunk_elements(model, index))) for index in range(model.num_layers)]
-    counts = [trunk + experts_held * expert_elements(model) for trunk in counts]
+    counts = [decoder_parameters(model, experts_held=experts_held)] * model.num_layers
     counts[0] += float(sum(num_elements(model, EMBED)))
     counts[-1] += float(sum(num_elements(model, HEAD)))
     return tuple(counts)
-
-
-def _held_bytes(model: ModelSpec, tokens: int, *, recompute: bool) -> tuple[float, ...]:
-    """What autograd keeps, in fp32: with recomputation only a stage's input, counted as one width a layer."""
-    if recompute:
-        return (FP32_BYTES * tokens * model.dim,) * model.num_layers
-    # A width each: the stream, a norm of it, and the same again of the second half; queries and what comes of them.
-    heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    widths = 4.0 * model.dim + 2.0 * heads + 2.0 * kv + 4.0 * model.ffn_dim * model.experts_computed
-    if model.num_experts:  # a row in and a row out for each token and expert
-        widths += 2.0 * model.dim * model.experts_per_token
-    if model.decoder.norms != "pre":
-        widths += 2.0 * model.dim
-    if model.decoder.qk_norm != "none":
-        widths += heads + kv
-    if model.decoder.attention_softcap:  # scores, bent ones and shares of all pairs of tokens
-        widths += 3.0 * model.num_heads * model.context
-    held = [FP32_BYTES * tokens * widths] * model.num_layers
-    held[-1] += FP32_BYTES * tokens * 2.0 * model.vocab_size
-    return tuple(held)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Topology, make_topology
@@ -15,7 +16,12 @@ def workload(*, layers: int = 6, microbatches: int = 12, s_max: int = 1, cut_byt
         backward_per_forward=2.0,
         layer_parameters=tuple([2e7] * (layers - 1) + [3e7]),
         gradient_bytes_per_parameter=4.0,
-        layer_held_bytes=(3e7,) * layers,
+        memory=StageMemory(
+            layer_held_bytes=(3e7,) * layers,
+            resident_bytes_per_parameter=20.0,
+            layer_job_bytes=(2e7,) * layers,
+            workspace_bytes=1e8,
+        ),
         cut_bytes=cut_bytes,
         microbatches=microbatches,
         tokens_per_microbatch=2048,

@@ -197,7 +197,9 @@ def test_a_peer_that_nothing_fits_is_a_spare():
     assert layout.spares == ("b",)
 
 
-WORKLOAD = Workload.of(RunSpec())
+WHOLE_RUN = Workload.of(RunSpec())
+WORKLOAD = replace(WHOLE_RUN, memory=replace(WHOLE_RUN.memory, layer_job_bytes=(), workspace_bytes=0.0))
+"""Only what layers take in proportion."""
 WHOLE_BYTES = WORKLOAD.resident_bytes(0, 6, members=1)
 
 

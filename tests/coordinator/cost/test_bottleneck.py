@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.coordinator.cost.bottleneck import Bottleneck
+from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -17,7 +18,7 @@ WORK = Workload(
     backward_per_forward=2.0,
     layer_parameters=(1e6,) * 4,
     gradient_bytes_per_parameter=4.0,
-    layer_held_bytes=(1e6,) * 4,
+    memory=StageMemory(layer_held_bytes=(1e6,) * 4, resident_bytes_per_parameter=20.0),
     cut_bytes=1e6,
     microbatches=100,
     tokens_per_microbatch=1000,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shoal.coordinator.cost.flow import fill
+from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.shares import split
@@ -25,7 +26,7 @@ def workload(*, s_max: int = 1, microbatches: int = 100, layers: int = 4, parame
         backward_per_forward=2.0,
         layer_parameters=(parameters,) * layers,
         gradient_bytes_per_parameter=4.0,
-        layer_held_bytes=(1e6,) * layers,
+        memory=StageMemory(layer_held_bytes=(1e6,) * layers, resident_bytes_per_parameter=20.0),
         cut_bytes=CUT,
         microbatches=microbatches,
         tokens_per_microbatch=1000,

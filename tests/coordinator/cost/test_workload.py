@@ -1,7 +1,8 @@
 import msgspec
 import pytest
 
-from shoal.coordinator.cost.workload import RESIDENT_BYTES_PER_PARAMETER, Workload
+from shoal.coordinator.cost.memory import COUNTED_BYTES_PER_PARAMETER
+from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, WireSpec
 
 
@@ -45,5 +46,5 @@ def test_where_a_stage_has_few_members_each_needs_room_for_more_experts(members:
     whole, placed = (Workload.of(RunSpec(model=model, swarm=SwarmSpec(expert_slots=slots))) for slots in (0, 3))
     missing = (8 - held) * 3 * model.dim * model.ffn_dim * 2
     bytes_of_all, bytes_of_some = (w.resident_bytes(1, 3, members=members) for w in (whole, placed))
-    assert bytes_of_all - bytes_of_some == RESIDENT_BYTES_PER_PARAMETER * missing
+    assert bytes_of_all - bytes_of_some == COUNTED_BYTES_PER_PARAMETER * missing
     assert placed.num_parameters == whole.num_parameters == sum(whole.layer_parameters)

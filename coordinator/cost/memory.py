@@ -1,0 +1,182 @@
+"""How many bytes a replica holds for each parameter of its stage, term by term, at the moment when that is most.
+
+That moment is the optimizer's step: the new state is made beside the old one, and while it is made the next steps'
+sums and weights are there already. A microbatch's own gradient is not: it has been added before. Checked against real
+peers by `tests/bench/memory.py` (`MEASURED.md`).
+
+On a GPU the reduced gradients lie in the host's memory. They are counted all the same, since a plan does not know which
+devices share the host's: so much is left over there.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+
+from shoal.protocol.spec import ModelSpec, RunSpec
+from shoal.protocol.tensors import expert_elements, trunk_elements
+
+FP32 = 4.0
+BF16 = 2.0
+_MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
+"""fp32 numbers beside the parameter. Muon's second moment is only of what is no hidden matrix."""
+COUNTED_BYTES_PER_PARAMETER = 20.0
+"""Plans count no more than the state, one sum and one more set of weights. A run by default takes 52 bytes, for which
+few cards have room beside their share of a model. A peer that this is too much for says so and is given less
+(`Claims.memory_bytes`)."""
+STEP_TEMPORARIES = 16.0
+"""Bytes for each parameter of the one layer that steps: the clipped gradient, the change, and what it is divided by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentTerms:
+    """Bytes a parameter."""
+
+    state: float
+    """The parameter and its moments."""
+    next_state: float
+    """The same again while the step makes it: what runs, and a newcomer that fetches, may still want the old one."""
+    weights: float
+    """Weights of other steps: one set for each step ahead, or where none may be ahead the version before, for exact
+    repair. None are kept with recomputation and steps ahead."""
+    narrow_weights: float
+    """bfloat16 copies of the sets that jobs compute with."""
+    sums: float
+    """The sum of the gradients of the step that is reduced, and of each step ahead."""
+    places: float
+    """The sums of the weights that gradients were taken at, one for each of `sums`, where the compensation asks."""
+    means: float
+    """The reduced gradient of this step, and of the last one, for mates who are behind."""
+
+    @property
+    def total(self) -> float:
+        return float(sum(astuple(self)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What stages take, whatever layers they have."""
+
+    layer_held_bytes: tuple[float, ...]
+    """[L], kept from a microbatch's forward to its backward."""
+    resident_bytes_per_parameter: float
+    """What a plan counts for a parameter that a member holds."""
+    layer_job_bytes: tuple[float, ...] = ()
+    """[L], what the one job that runs takes in each layer besides `layer_held_bytes`; empty: nothing."""
+    workspace_bytes: float = 0.0
+    """What a stage takes for a moment, however many layers it has."""
+
+    @classmethod
+    def counted(cls, spec: RunSpec) -> "StageMemory":
+        """What plans count: less than `foreseen`."""
+        return cls(
+            layer_held_bytes=held_bytes(spec),
+            resident_bytes_per_parameter=min(COUNTED_BYTES_PER_PARAMETER, resident_terms(spec).total),
+        )
+
+    @classmethod
+    def foreseen(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
+        """What real peers take (`tests/bench/memory.py`)."""
+        return cls(
+            layer_held_bytes=held_bytes(spec),
+            resident_bytes_per_parameter=resident_terms(spec).total,
+            layer_job_bytes=job_bytes(spec, experts_held=experts_held),
+            workspace_bytes=workspace_bytes(spec, experts_held=experts_held),
+        )
+
+    def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":
+        """Take each stage for one layer. Args: sums: over the layers of each stage."""
+        held, job = sums(self.layer_held_bytes), sums(self.layer_job_bytes)
+        return replace(self, layer_held_bytes=held, layer_job_bytes=job)
+
+
+def resident_terms(spec: RunSpec) -> ResidentTerms:
+    """The terms of a run. Where each peer chooses what it multiplies in, those of the one that takes more."""
+    training = spec.training
+    s_max, recompute = training.s_max, training.recomputes
+    state = FP32 * (1.0 + _moments(spec))
+    sets = max(1, s_max) if not (recompute and s_max) else 0
+    asks = training.compensation in ("eager", "dc") and s_max > 0
+    weights = FP32 * (sets + (1 if training.compensation == "calibrated" and s_max >= 2 else 0))
+
+    def terms(*, narrow: bool) -> ResidentTerms:
+        return ResidentTerms(
+            state=state,
+            next_state=state,
+            weights=weights,
+            narrow_weights=BF16 * (1 + sets) if narrow else 0.0,
+            sums=FP32 * (s_max + 1),
+            places=FP32 * (s_max + 1) if asks else 0.0,
+            means=2.0 * FP32,
+        )
+
+    if training.compute == "auto":
+        return max(terms(narrow=False), terms(narrow=True), key=lambda of: of.total)
+    return terms(narrow=training.compute == "bf16")
+
+
+def _moments(spec: RunSpec) -> float:
+    """Numbers for each parameter; of Muon's the model's mean."""
+    if spec.optimizer.name != "muon":
+        return _MOMENTS[spec.optimizer.name]
+    ends = 2.0 * spec.model.vocab_size * spec.model.dim
+    hidden = spec.model.num_layers * decoder_parameters(spec.model, experts_held=spec.model.experts_held)
+    return 1.0 + ends / (ends + hidden)
+
+
+def decoder_parameters(model: ModelSpec, *, experts_held: int) -> float:
+    """Count the parameters of one decoder layer with so many experts."""
+    return float(sum(trunk_elements(model, 0)) + experts_held * expert_elements(model))
+
+
+def held_bytes(spec: RunSpec) -> tuple[float, ...]:
+    """[L], what autograd keeps of a microbatch from its forward to its backward; with recomputation only a stage's
+    input, counted as one width a layer."""
+    model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
+    if spec.training.recomputes:
+        return (FP32 * tokens * model.dim,) * model.num_layers
+    return (tokens * _graph_bytes(spec),) * model.num_layers
+
+
+def job_bytes(spec: RunSpec, *, experts_held: int) -> tuple[float, ...]:
+    """[L], what the one job that runs takes besides, and the step of a layer that is larger than others.
+
+    With recomputation that is a graph of the whole stage. At the end it is the head's gradient and some of its logits,
+    or what its step needs, whichever is more; at the beginning what the embedding's step needs.
+    """
+    model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
+    job = [tokens * _graph_bytes(spec) if spec.training.recomputes else 0.0] * model.num_layers
+    ends = float(model.vocab_size * model.dim)
+    step = STEP_TEMPORARIES * max(0.0, ends - decoder_parameters(model, experts_held=experts_held))
+    logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
+    job[0] += step
+    job[-1] += max(step, FP32 * ends + logits)
+    return tuple(job)
+
+
+LOGITS_BYTES_MAX = 1 << 28
+"""`peer/model/head_loss.py`, `CHUNK_BYTES`."""
+
+
+def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
+    """What a stage takes for a moment, however many layers it has: one decoder layer's step, or its backward."""
+    tokens = spec.training.microbatch_size * spec.model.context
+    step = STEP_TEMPORARIES * decoder_parameters(spec.model, experts_held=experts_held)
+    return max(step, tokens * _graph_bytes(spec))
+
+
+def _graph_bytes(spec: RunSpec) -> float:
+    """A token's, in one decoder layer: residuals and what norms make of them in fp32, the rest in what is multiplied in
+    (fp32 where peers choose, which is more)."""
+    model = spec.model
+    of = BF16 if spec.training.compute == "bf16" else FP32
+    heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    # A width each: what the two halves read and give, queries and what comes of them.
+    widths = 2.0 * model.dim + 2.0 * heads + 2.0 * kv + 4.0 * model.ffn_dim * model.experts_computed
+    if model.num_experts:  # a row in and a row out for each token and expert
+        widths += 2.0 * model.dim * model.experts_per_token
+    if model.decoder.norms != "pre":
+        widths += 2.0 * model.dim
+    if model.decoder.qk_norm != "none":
+        widths += heads + kv
+    if model.decoder.attention_softcap:  # scores, bent ones and shares of all pairs of tokens
+        widths += 3.0 * model.num_heads * model.context
+    return FP32 * 4.0 * model.dim + of * widths
