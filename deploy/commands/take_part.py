@@ -191,7 +191,7 @@ def _host(
         spec = going.spec
         warnings: Sequence[str] = ()
         if going.is_new:  # of a run that has begun none of this can be changed
-            warnings = advice(spec, training_tokens=corpus.num_training, text_vocab_size=corpus.vocab_size)
+            warnings = advice(spec, training_tokens=corpus.tokens_in_training, text_vocab_size=corpus.vocab_size)
         with progress_bar("checking the weights") as tell:
             initial = open_initial(spec, lambda done, layers: tell(done / layers))
         unless_it_begins.pop_all()
@@ -260,7 +260,9 @@ def join(
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
     state_dir: StateDir = None,
-    data: Annotated[str, typer.Option(help="Where the run's text is on this machine.")] = "",
+    data: Annotated[
+        str, typer.Option(help="Where the run's text is on this machine; of several sources all, with commas between.")
+    ] = "",
     tokenizer: Annotated[str, typer.Option(help="Where its tokenizer.json is, if it has one.")] = "",
     threads: Threads = 0,
     device: Devices = "auto",
@@ -274,7 +276,7 @@ def join(
 ) -> None:
     """Take part in a run."""
     found = parse_invite(invite) if invite != "-" else None
-    text = data_source(data)
+    text = ",".join(data_source(part) for part in data.split(",")) if not Path(data).exists() else data_source(data)
     records, project = _records(record, wandb, default=False)
     shown = parse_address(dashboard) if dashboard else None
     if may_ask(answered=bool(limit) or yes or reports or invite == "-"):

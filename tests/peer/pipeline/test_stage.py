@@ -102,9 +102,9 @@ def uncut(
     params = {key: layer_layout(spec.model, key).views(flat_N) for key, flat_N in flats.items()}
     losses = []
     for microbatch in microbatches:
-        tokens_BT, targets_BT = training_microbatch(corpus, spec, microbatch.step, microbatch.index)
+        tokens_BT, labels = training_microbatch(corpus, spec, microbatch.step, microbatch.index)
         logits = llama.run_layers(spec.model, list(params), params, tokens_BT, llama.rotary_tables(spec.model))
-        loss = llama.loss(logits, targets_BT)
+        loss = llama.loss(logits, labels.targets_BT)
         torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
     return losses, torch.cat([flat_N.grad for flat_N in flats.values() if flat_N.grad is not None])
@@ -222,9 +222,9 @@ def test_validation_is_the_loss_of_the_committed_weights_and_leaves_no_trace(spe
     for runtime in pipeline:
         payload = runtime.validate(Microbatch(1, -2), payload)
     params = {k: layer_layout(spec.model, k).views(flat_N) for k, flat_N in parameters(pipeline).items()}
-    tokens_BT, targets_BT = validation_microbatch(corpus, spec, 1)
+    tokens_BT, labels = validation_microbatch(corpus, spec, 1)
     logits = llama.run_layers(spec.model, list(params), params, tokens_BT, llama.rotary_tables(spec.model))
-    assert payload == pytest.approx(float(llama.loss(logits, targets_BT)), abs=1e-6)
+    assert payload == pytest.approx(float(llama.loss(logits, labels.targets_BT)), abs=1e-6)
     for runtime, sum_N in zip(pipeline, before, strict=True):
         assert torch.equal(runtime.gradient_sum(1)(), sum_N)
         assert not runtime._contexts
