@@ -15,6 +15,7 @@ import psutil
 import safetensors
 from torch import Tensor
 
+from shoal.deploy.ship.base_model import base_of
 from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
 from shoal.deploy.ship.model_folder import own_file, read_json, tensor_files
 from shoal.deploy.words import printable
@@ -127,7 +128,8 @@ def import_model(
     model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
     weights = FolderWeights(folder, model)
     base = base or _for_fine_tuning(folder.name, model)
-    data = msgspec.structs.replace(base.data, tokenizer=_tokenizer_of(folder, model), tokenizer_digest="", digest="")
+    name, licence = base_of(folder)
+    data = msgspec.structs.replace(base.data, tokenizer=tokenizer_of(folder, model), tokenizer_digest="", digest="")
     try:
         swarm = base.swarm if stages is None else msgspec.structs.replace(base.swarm, stages=stages)
         return msgspec.structs.replace(
@@ -135,7 +137,7 @@ def import_model(
             model=model,
             data=msgspec.structs.replace(data, source=source) if source else data,
             swarm=swarm,
-            initial=InitialSpec(source=str(folder), digests=weights.digests(on_layer)),
+            initial=InitialSpec(source=str(folder), digests=weights.digests(on_layer), name=name, licence=licence),
         )
     except ValueError as error:
         raise LocalError(f"no run can be made of {folder}: {error}") from error
@@ -177,7 +179,7 @@ def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
     return msgspec.structs.replace(spec, optimizer=OptimizerSpec(name="adamw", learning_rate=rate, weight_decay=0.0))
 
 
-def _tokenizer_of(folder: Path, model: ModelSpec) -> str:
+def tokenizer_of(folder: Path, model: ModelSpec) -> str:
     """The value of `data.tokenizer`. Raises: DataError."""
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):
