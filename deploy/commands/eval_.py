@@ -58,7 +58,7 @@ def eval_(
     from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.evaluation import text_score
     from shoal.deploy.ship.loaded_model import load_model
-    from shoal.deploy.ship.scores import keep_evaluation
+    from shoal.deploy.ship.scores import in_words, keep_evaluation
     from shoal.deploy.terminal.progress import progress_bar
 
     if named:
@@ -89,7 +89,7 @@ def eval_(
         return
     typer.echo(loaded.name)
     for score in scores:
-        typer.echo(f"  {_words(score)}")
+        typer.echo(f"  {in_words(score)}")
     if found is not None:
         typer.echo("`shoal export` writes these into the model's card")
 
@@ -97,6 +97,7 @@ def eval_(
 def _validation(loaded: "LoadedModel", source: str, tokenizer: Path | None, samples: int) -> "list[Score]":
     from shoal.deploy.run.run_text import find_corpus
     from shoal.deploy.ship.evaluation import validation_scores
+    from shoal.deploy.ship.scores import source_names
     from shoal.deploy.terminal.progress import progress_bar
     from shoal.peer.data.tokenizer import BYTES
 
@@ -109,21 +110,5 @@ def _validation(loaded: "LoadedModel", source: str, tokenizer: Path | None, samp
     if corpus is None:
         raise LocalError(f"this machine is not told where the run's text is: name it with --data ({spec.data.named})")
     with progress_bar("predicting") as tell:
-        names = [one.source for one in spec.data.each]
+        names = source_names(spec.data)
         return validation_scores(loaded, corpus, names, samples_max=samples, on_progress=tell)
-
-
-def _words(score: "Score") -> str:
-    """One line, for people."""
-    parts = []
-    if score.loss is not None:
-        parts.append(
-            f"loss {score.loss:.4f} nats a token, perplexity {score.perplexity:.4g} over {score.tokens:,} tokens"
-        )
-    if score.bits_per_byte is not None:
-        parts.append(f"{score.bits_per_byte:.4f} bits a byte")
-    if score.value is not None:
-        parts.append(f"{score.value:.4f}" + (f" ± {score.stderr:.4f}" if score.stderr else ""))
-    if score.examples is not None:
-        parts.append(f"{score.examples:,} examples")
-    return f"{score.name}: {', '.join(parts)}"

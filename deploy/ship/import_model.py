@@ -8,7 +8,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import psutil
@@ -109,6 +109,7 @@ def import_model(
     *,
     base: RunSpec | None = None,
     source: str = "",
+    format: Literal["text", "chat"] | None = None,
     context: int | None = None,
     stages: int | str | None = None,
     untie: bool = False,
@@ -119,6 +120,7 @@ def import_model(
     Args:
         base: where everything comes from that the folder does not say; None: what suits fine-tuning.
         source: what to train on; empty: what `base` says.
+        format: whether that is conversations; None: what `base` says.
         context: tokens of a sample; None: what the model allows, at most 1,024.
         stages: `swarm.stages`; None: what `base` says, or "auto".
         untie: a head that is the embedding becomes a layer of its own, which begins with the same weights.
@@ -131,11 +133,15 @@ def import_model(
     name, licence = base_of(folder)
     data = msgspec.structs.replace(base.data, tokenizer=tokenizer_of(folder, model), tokenizer_digest="", digest="")
     try:
+        if source:
+            data = msgspec.structs.replace(data, source=source)
+        if format is not None:
+            data = msgspec.structs.replace(data, format=format)
         swarm = base.swarm if stages is None else msgspec.structs.replace(base.swarm, stages=stages)
         return msgspec.structs.replace(
             base,
             model=model,
-            data=msgspec.structs.replace(data, source=source) if source else data,
+            data=data,
             swarm=swarm,
             initial=InitialSpec(source=str(folder), digests=weights.digests(on_layer), name=name, licence=licence),
         )

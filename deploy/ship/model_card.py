@@ -16,9 +16,9 @@ from shoal.deploy.record.summary import amount
 from shoal.deploy.ship.base_model import CARD
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.model_folder import own_file, read_bytes
-from shoal.deploy.ship.scores import Score, evaluations_of
+from shoal.deploy.ship.scores import Score, evaluations_of, source_names
 from shoal.deploy.words import printable
-from shoal.peer.data.documents import HUB, PYTHON_LIBRARY
+from shoal.peer.data.documents import HUB
 from shoal.peer.model.layout import num_parameters
 from shoal.protocol.spec import RunSpec
 
@@ -178,13 +178,13 @@ def _sources(spec: RunSpec) -> tuple[DataSource, ...]:
     weights = [one.weight for one in spec.data.sources] or [1.0]
     return tuple(
         DataSource(
-            source=one.source if one.source == PYTHON_LIBRARY or one.source.startswith(HUB) else Path(one.source).name,
+            source=name,
             format=one.format,
             weight=weight,
             subset=one.subset,
             split=one.split if one.source.startswith(HUB) else "",
         )
-        for one, weight in zip(spec.data.each, weights, strict=True)
+        for one, weight, name in zip(spec.data.each, weights, source_names(spec.data), strict=True)
     )
 
 

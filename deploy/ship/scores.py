@@ -6,7 +6,9 @@ from pathlib import Path
 import msgspec
 
 from shoal.deploy.state import places
+from shoal.peer.data.documents import HUB, PYTHON_LIBRARY
 from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import DataSpec
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +74,33 @@ def evaluations(run: str) -> list[Evaluation]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return found
+
+
+def in_words(score: Score) -> str:
+    """A score on one line, for people."""
+    parts = []
+    if score.loss is not None:
+        over = f" over {score.tokens:,} tokens" if score.tokens is not None else ""
+        much = "" if score.perplexity is None else f", perplexity {score.perplexity:.4g}"
+        parts.append(f"loss {score.loss:.4f} nats a token{much}{over}")
+    if score.bits_per_byte is not None:
+        parts.append(f"{score.bits_per_byte:.4f} bits a byte")
+    if score.value is not None:
+        parts.append(f"{score.value:.4f}" + (f" ± {score.stderr:.4f}" if score.stderr else ""))
+    if score.examples is not None:
+        parts.append(f"{score.examples:,} examples")
+    return f"{score.name}: {', '.join(parts)}"
+
+
+def source_names(data: DataSpec) -> list[str]:
+    """What a run's sources are called where others may read it: files by their last part, each name once."""
+    names: list[str] = []
+    for one in data.each:
+        is_known = one.source == PYTHON_LIBRARY or one.source.startswith(HUB)
+        name = one.source if is_known else Path(one.source).name
+        count = sum(known == name or known.startswith(f"{name} (") for known in names)
+        names.append(f"{name} ({count + 1})" if count else name)
+    return names
 
 
 def _path(run: str) -> Path:

@@ -85,7 +85,7 @@ def test_each_source_has_a_score_of_its_own(tmp_path: Path, text: Path) -> None:
     sources = [{"source": str(text)}, {"source": str(chat), "format": "chat"}]
     _, folder = snapshot(tmp_path, msgspec.convert({"sources": sources}, DataSpec))
     scores = said(folder, "--data", f"{text},{chat}")["scores"]
-    assert [score["name"] for score in scores] == [f"validation ({text})", f"validation ({chat})"]
+    assert [score["name"] for score in scores] == ["validation (lines.jsonl)", "validation (chat.jsonl)"]
     result = run(folder, "--data", text)
     assert result.exit_code == 2
     assert "this run reads 2 sources, and --data names 1" in result.output

@@ -13,7 +13,7 @@ from shoal.deploy.ship.base_model import base_of
 from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.import_model import import_model
-from shoal.deploy.ship.scores import Score, evaluations_of, keep_evaluation
+from shoal.deploy.ship.scores import Score, evaluations_of, keep_evaluation, source_names
 from shoal.peer.data.chat import CHATML
 from shoal.peer.model.layout import all_layer_keys, init_layer
 from shoal.peer.pipeline.state import LayerState
@@ -154,6 +154,13 @@ def test_scores_are_those_of_the_version_the_newest_of_each_name(tmp_path: Path)
     assert [one["name"] for one in facts["evaluations"]] == ["validation", "arc acc"]
     assert "| validation | 2.5 |" in card
     assert "| arc acc |  |  |  | 0.5 ± 0.01 |" in card
+
+
+def test_sources_of_one_name_are_told_apart() -> None:
+    paths = ("/a/x.jsonl", "/b/x.jsonl", "hf:x.jsonl", "python-library", "/c/x.jsonl")
+    data = DataSpec(sources=tuple(SourceSpec(source=path) for path in paths))
+    assert source_names(data) == ["x.jsonl", "x.jsonl (2)", "hf:x.jsonl", "python-library", "x.jsonl (3)"]
+    assert source_names(DataSpec()) == ["python-library"]
 
 
 def test_a_run_of_bytes_that_learns_chats_is_exported_with_how_it_writes_them(tmp_path: Path) -> None:

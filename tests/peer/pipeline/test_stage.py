@@ -8,6 +8,7 @@ B samples   T tokens   D width   N parameters of a stage or of the model
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from shoal.peer.pipeline.contributions import APART_MAX
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState, initial_state
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import DataSpec, RunSpec
 
 CPU = torch.device("cpu")
 LAYERS = 3
@@ -282,6 +283,39 @@ def test_a_gradient_that_is_not_finite_never_enters_the_sum(
     assert back is not None
     assert not any(back), "the stage before must not get it either"
     assert not middle.gradient_sum(0)().any()
+
+
+@pytest.fixture
+def chat_spec(spec: RunSpec, tmp_path: Path) -> RunSpec:
+    rows = [f'{{"prompt": "{i}? ", "completion": "{"y" * (i % 9)}"}}\n' for i in range(99)]
+    (tmp_path / "chat.jsonl").write_text("".join(rows))
+    return msgspec.structs.replace(spec, data=DataSpec(source=str(tmp_path / "chat.jsonl"), format="chat"))
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, 1e9])
+def test_a_weight_that_is_none_teaches_nothing(chat_spec: RunSpec, weight: float) -> None:
+    first, last = stages(chat_spec, load_corpus(chat_spec.data, context=chat_spec.model.context), (1,))
+    m = Microbatch(0, 0)
+    payload = first.forward(m, None)
+    torch.frombuffer(payload, dtype=torch.float32)[-1] = weight
+    nats, back = loss(last, m, payload)
+    assert nats != nats
+    assert back is not None
+    assert not any(back)
+    assert not last.gradient_sum(0)().any()
+
+
+def test_a_microbatch_without_an_answer_has_no_loss_and_no_gradient(chat_spec: RunSpec) -> None:
+    first, last = stages(chat_spec, load_corpus(chat_spec.data, context=chat_spec.model.context), (1,))
+    m = Microbatch(0, 0)
+    payload = first.forward(m, None)
+    num = chat_spec.training.microbatch_size * chat_spec.model.context
+    torch.frombuffer(payload, dtype=torch.int32)[-num - 1 : -1] |= (1 << 30) - 1
+    nats, back = loss(last, m, payload)
+    assert nats == 0.0
+    assert back is not None
+    assert not any(back)
+    assert not last.gradient_sum(0)().any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
