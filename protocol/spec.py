@@ -207,7 +207,8 @@ class DataSpec(_Section, frozen=True):
     validation_fraction: float = 0.05
     """Share of the text that training never sees."""
     digest: str = ""
-    """BLAKE3 of the prepared text, filled in by the host; a stage-0 peer whose text differs is not used for stage 0."""
+    """BLAKE3 of the prepared text, of several sources one for each with a + between, filled in by the host; a stage-0
+    peer whose text differs is not used for stage 0."""
     field: str = "text"
     """Where the text is in a line of JSON, in a Parquet file or in a data set."""
     subset: str = ""
@@ -279,13 +280,19 @@ class DataSpec(_Section, frozen=True):
         )
 
     @property
+    def digests(self) -> tuple[str, ...]:
+        """What `digest` says of each source; empty: nothing yet."""
+        return tuple(self.digest.split(BETWEEN_DIGESTS)) if self.digest else ()
+
+    @property
     def named(self) -> str:
         """The source, or all of them, for people."""
         return ", ".join(one.source for one in self.sources) or self.source
 
 
-SOURCES_MAX = 32
-"""Sources of a run: its spec must fit into a record of the directory."""
+SOURCES_MAX = 16
+"""Sources of a run: its spec must fit into a record of the directory, with a digest of each."""
+BETWEEN_DIGESTS = "+"
 _OF_ONE_SOURCE = ("source", "format", "field", "subset", "split", "tokens_max")
 """What each of several sources says for itself."""
 _DATA = DataSpec()

@@ -1,4 +1,4 @@
-"""Tells what `shoal eval` finds on this machine of the run that is up here: on the terminal, the page and the record."""
+"""Tells what `shoal eval` finds on this machine of the run that is up here: on terminal, page and record."""
 
 import asyncio
 from collections.abc import Callable

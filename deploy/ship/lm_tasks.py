@@ -110,8 +110,9 @@ def _answering(loaded: LoadedModel) -> Any:
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
             tokens: list[int] = loaded.tokenizer.encode([string], special=True)[0].tolist()
-            if add_special_tokens is not False:
-                tokens = [*loaded.tokenizer.beginning, *tokens]
+            begin = list(loaded.tokenizer.beginning)
+            if add_special_tokens is not False and (not begin or tokens[: len(begin)] != begin):
+                tokens = [*begin, *tokens]
             check_vocabulary(loaded, max(tokens, default=0), "a question")
             return tokens
 

@@ -31,6 +31,8 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
     """A source that the run read."""
 
     source: str
+    digest: str
+    """BLAKE3 of its text as tokens, and of what is learnt of it; empty: it is not known."""
     format: str
     weight: float
     subset: str = ""
@@ -63,8 +65,6 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     base: Base | None
     """None: the run began with weights from its seed."""
     sources: tuple[DataSource, ...]
-    data_digest: str
-    """BLAKE3 of the text as tokens, and of what is learnt of it."""
     tokenizer_digest: str
     """BLAKE3 of the tokenizer.json; empty for bytes."""
     contributors: int | None
@@ -89,7 +89,6 @@ def provenance_of(snapshot: FoundSnapshot) -> Provenance:
         parameters=num_parameters(spec.model),
         base=base,
         sources=_sources(spec),
-        data_digest=spec.data.digest,
         tokenizer_digest=spec.data.tokenizer_digest,
         contributors=_contributors(snapshot.run),
         evaluations=tuple(evaluations_of(snapshot.run, snapshot.era, snapshot.version)),
@@ -151,9 +150,9 @@ def _data(found: Provenance) -> list[str]:
         parts += ["chats: answers alone are learnt"] if one.format == "chat" else []
         parts += [f"{one.weight / total:.0%} of the samples"] if len(found.sources) > 1 else []
         lines.append(f"- `{printable(one.source)}`" + (f" ({', '.join(parts)})" if parts else ""))
-    lines += ["", f"BLAKE3 of the prepared text: `{found.data_digest or 'not known'}`"]
+        lines += [f"  - BLAKE3 of its tokens: `{one.digest}`"] if one.digest else []
     if found.tokenizer_digest:
-        lines.append(f"  \nBLAKE3 of the tokenizer.json: `{found.tokenizer_digest}`")
+        lines.append(f"- BLAKE3 of the tokenizer.json: `{found.tokenizer_digest}`")
     return lines
 
 
@@ -176,15 +175,17 @@ def _licence(found: Provenance) -> str:
 
 def _sources(spec: RunSpec) -> tuple[DataSource, ...]:
     weights = [one.weight for one in spec.data.sources] or [1.0]
+    digests = spec.data.digests or ("",) * len(weights)
     return tuple(
         DataSource(
             source=name,
+            digest=digest,
             format=one.format,
             weight=weight,
             subset=one.subset,
             split=one.split if one.source.startswith(HUB) else "",
         )
-        for one, weight, name in zip(spec.data.each, weights, source_names(spec.data), strict=True)
+        for one, weight, name, digest in zip(spec.data.each, weights, source_names(spec.data), digests, strict=True)
     )
 
 

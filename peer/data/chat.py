@@ -75,7 +75,7 @@ class ChatTemplate:
         self.source = source
         self.digest = blake3(json.dumps([source, sorted(special.items())]).encode()).hexdigest()
         self._name = name
-        self._special = dict(special)
+        self._special: dict[str, Any] = dict(special)
         self._answers: list[tuple[int, int]] = []  # of the rendering that goes on
         self._written: list[str] = []
         try:
@@ -111,8 +111,10 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict[str, str]], *, answers: bool = False) -> tuple[str, Spans]:
         self._answers, self._written = [], []
+        # transformers says that there are neither, and templates ask in different ways.
+        given = self._special | {"tools": None, "documents": None, "add_generation_prompt": answers}
         try:
-            for piece in self._template.generate(messages=messages, add_generation_prompt=answers, **self._special):
+            for piece in self._template.generate(messages=messages, **given):
                 self._written.append(piece)
         except DataError:
             raise

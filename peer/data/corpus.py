@@ -26,7 +26,7 @@ from shoal.peer.data.packing import OnProgress, PackedText, pack
 from shoal.peer.data.samples import Blocks, Packs, Samples
 from shoal.peer.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shoal.protocol.errors import DataError
-from shoal.protocol.spec import DataSpec, ModelSpec
+from shoal.protocol.spec import BETWEEN_DIGESTS, DataSpec, ModelSpec
 
 SEPARATOR: Final = b"\n"
 """Between files; source files end in a newline already, so it reads as an empty line."""
@@ -46,7 +46,8 @@ class Corpus:
     num_files: int
     """Files, or documents where a file has several."""
     digest: str
-    """BLAKE3 (64 hex digits) of the prepared tokens and of where they are split."""
+    """BLAKE3 (64 hex digits) of the prepared tokens and of where they are split; of several sources all, one behind the
+    other."""
     vocab_size: int = 256
     """Tokens are below it."""
     tokenizer_digest: str = ""
@@ -126,7 +127,7 @@ def load_corpus(
         return first
     return replace(
         first,
-        digest=blake3("".join(corpus.digest for corpus in corpora).encode()).hexdigest(),
+        digest=BETWEEN_DIGESTS.join(corpus.digest for corpus in corpora),
         vocab_size=max(corpus.vocab_size for corpus in corpora),
         num_files=sum(corpus.num_files for corpus in corpora),
         others=tuple(others),

@@ -1,12 +1,17 @@
 """A swarm that learns the answers of chats is one model: it follows the plain single-process loop, whatever the cut."""
 
 import json
+from itertools import pairwise
 
 import msgspec
 import pytest
+import torch
 
+from shoal.deploy.ship.hf_config import config_of
 from shoal.peer.data.corpus import load_corpus
+from shoal.peer.data.labels import IGNORED
 from shoal.peer.data.microbatch import microbatch
+from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.single_process import train, validate
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -72,6 +77,39 @@ def test_a_swarm_that_learns_answers_equals_one_process(make_swarm, tiny_spec, d
     found = {report.step: report.loss for report in swarm.validations}
     assert set(found) & set(validated)
     assert all(found[step] == pytest.approx(validated[step], abs=1e-4) for step in set(found) & set(validated))
+
+
+def test_a_step_learns_what_transformers_would_of_each_conversation_alone(tiny_spec, data):
+    """Its loss with labels of -100 before each answer, the mean over all tokens of all answers in the step."""
+    transformers = pytest.importorskip("transformers")
+    model = msgspec.structs.replace(tiny_spec.model, context=256)
+    chats = DataSpec(source=data.sources[0].source, format="chat", validation_fraction=0.2)
+    spec = msgspec.structs.replace(tiny_spec, data=chats, model=model)
+    config = config_of(model, dtype="float32", begin_of_text=None, end_of_text=None)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    layouts = [layer_layout(model, key) for key in all_layer_keys(model)]
+    views = [layout.views(init_layer(model, layout.key, spec.seed)) for layout in layouts]
+    theirs.load_state_dict({name: tensor for of_layer in views for name, tensor in of_layer.items()})
+    corpus = load_corpus(chats, context=256)
+    total, count, packed = 0.0, 0, 0
+    for index in range(spec.training.microbatches_per_step):
+        tokens_BT, labels = microbatch(corpus, spec, 0, index)
+        for tokens_T, targets_T, begins_T in zip(tokens_BT, labels.targets_BT, labels.begins_BT, strict=True):
+            for begin, end in pairwise([*begins_T.nonzero().flatten().tolist(), 256]):
+                learnt = targets_T[begin:end]
+                if not (learnt >= 0).any():
+                    continue
+                # What they call labels are the tokens themselves, which they shift by one.
+                last = int((learnt >= 0).nonzero().max()) + 1
+                conversation = torch.cat((tokens_T[begin : begin + last], learnt[last - 1 :][:1]))
+                wanted = torch.cat((torch.tensor([IGNORED]), learnt[:last]))
+                with torch.no_grad():
+                    loss = theirs(input_ids=conversation[None], labels=wanted[None]).loss
+                num = int((learnt >= 0).sum())
+                total, count, packed = total + num * float(loss), count + num, packed + 1
+    assert packed > 2 * spec.training.microbatches_per_step * spec.training.microbatch_size, "nothing is packed"
+    first = next(iter(train(spec, corpus, steps=1)))
+    assert first.loss == pytest.approx(total / count, abs=1e-5)
 
 
 def test_the_loss_of_a_step_is_the_mean_over_all_answers_in_it(tiny_spec, data):

@@ -175,6 +175,12 @@ def test_each_of_several_sources_is_like_a_spec_of_its_own() -> None:
     ]  # fmt: skip
     assert all(one.tokenizer == "x.json" and one.masks_documents and not one.sources for one in each)
     assert DataSpec(sources=sources).found_at(("c", "d")).named == "c, d"
+    assert DataSpec(sources=sources, digest="aa+bb").digests == ("aa", "bb")
+    assert DataSpec().digests == ()
+    full = tuple(SourceSpec(source="/" + "x" * 200, format="chat", weight=1 / 3, tokens_max=10**9) for _ in range(16))
+    assert (
+        len(encode_spec(RunSpec(data=DataSpec(sources=full, digest="+".join(["0" * 64] * 16))))) < RECORD_BYTES_MAX / 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,7 @@ def test_each_of_several_sources_is_like_a_spec_of_its_own() -> None:
         ({"sources": [{"source": "a"}], "tokens_max": 3}, "tokens_max means nothing beside sources"),
         ({"sources": [{"source": "a", "weight": 0}]}, "weight must be positive, is 0"),
         ({"sources": [{"source": ""}]}, "source and field must not be empty"),
-        ({"sources": [{"source": "a"}] * 33}, "at most 32 sources, not 33"),
+        ({"sources": [{"source": "a"}] * 17}, "at most 16 sources, not 17"),
         ({"format": "poem"}, "Invalid enum value 'poem'"),
     ],
 )

@@ -51,7 +51,7 @@ def exported(tmp_path: Path, spec: RunSpec, name: str = "out") -> tuple[dict[str
 
 def test_a_run_from_scratch_says_its_run_steps_tokens_and_data(tmp_path: Path) -> None:
     data = DataSpec(
-        digest="ab" * 32,
+        digest="ab" * 32 + "+" + "cd" * 32,
         sources=(
             SourceSpec(source="/home/ana/secret folder/notes", weight=3.0),
             SourceSpec(source="hf:fish/chats", format="chat", split="train_sft"),
@@ -66,11 +66,11 @@ def test_a_run_from_scratch_says_its_run_steps_tokens_and_data(tmp_path: Path) -
     assert (facts["run"], facts["steps"], facts["steps_planned"]) == ("0099aabb", 7, 400)
     assert facts["tokens"] == 7 * spec.tokens_per_step
     assert [one["source"] for one in facts["sources"]] == ["notes", "hf:fish/chats"]
-    assert facts["data_digest"] == "ab" * 32
+    assert [one["digest"] for one in facts["sources"]] == ["ab" * 32, "cd" * 32]
     assert facts["contributors"] is None
     assert "| steps | 7 of 400 |" in card
     assert "- `hf:fish/chats` (split train_sft, chats: answers alone are learnt, 25% of the samples)" in card
-    assert "ab" * 32 in card
+    assert "  - BLAKE3 of its tokens: `" + "cd" * 32 + "`" in card
     assert "secret" not in card + json.dumps(facts), "where somebody keeps a text is nobody's business"
 
 

@@ -30,6 +30,10 @@ LLAMA3 = (
     " + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
+TOOLS = (
+    "{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools is not none %}TOOLS {% endif %}"
+    "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}"
+) + CHATML
 MARKED = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}A: {% generation %}{{ message['content'] }};"
     "{% endgeneration %}\n{% else %}Q: {{ message['content'] }}\n{% endif %}{% endfor %}"
@@ -57,11 +61,17 @@ def answers(source: str, talk: list[dict[str, str]]) -> list[str]:
         (LLAMA3, ["Plankton, mostly.<|eot_id|>", "Nothing: 今日 is Friday.<|eot_id|>"]),
         (MARKED, ["Plankton, mostly.\n;", "Nothing: 今日 is Friday.;"]),
         (FORGETFUL, ["[Nothing: 今日 is Friday.]"]),
+        (TOOLS, ["Plankton, mostly.\n<|im_end|>\n", "Nothing: 今日 is Friday.<|im_end|>\n"]),
     ],
-    ids=["chatml", "llama 3", "marked", "forgetful"],
+    ids=["chatml", "llama 3", "marked", "forgetful", "tools"],
 )
 def test_what_is_learnt_is_what_the_assistant_writes_with_the_end_of_its_turn(source: str, learnt: list[str]) -> None:
     assert answers(source, TALK) == learnt
+
+
+def test_a_template_is_told_that_there_are_no_tools_and_no_clock() -> None:
+    text, _ = ChatTemplate(TOOLS, {}, name="it").conversation(messages(TALK[:2]))
+    assert text.startswith("2024<|im_start|>system")
 
 
 @pytest.fixture
