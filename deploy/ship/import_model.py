@@ -15,7 +15,7 @@ import psutil
 import safetensors
 from torch import Tensor
 
-from shoal.deploy.ship.base_model import base_of
+from shoal.deploy.ship.base_card import base_of
 from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
 from shoal.deploy.ship.model_folder import own_file, read_json, tensor_files
 from shoal.deploy.words import printable

@@ -13,7 +13,7 @@ import msgspec
 from shoal.deploy.record.found import records
 from shoal.deploy.record.reading import read_record
 from shoal.deploy.record.summary import amount
-from shoal.deploy.ship.base_model import CARD
+from shoal.deploy.ship.base_card import CARD
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.model_folder import own_file, read_bytes
 from shoal.deploy.ship.scores import Score, evaluations_of, source_names

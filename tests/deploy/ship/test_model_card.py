@@ -9,7 +9,7 @@ import yaml
 
 from record_lines import step
 from shoal.deploy.record.lines import PeerLine, encode_line
-from shoal.deploy.ship.base_model import base_of
+from shoal.deploy.ship.base_card import base_of
 from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.import_model import import_model
