@@ -30,6 +30,11 @@ Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 With it a forward of one more token looks at those before it without their forward; `rotary` begins at the new ones."""
 
 
+GROUPED_WITH_MASK = ("cpu",)
+"""Devices on which a fused attention of torch takes a mask and grouped heads together. Elsewhere its documentation says
+that there is none, and all scores would lie in memory; keys and values that are repeated take less."""
+
+
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
     """int64 [B, T] -> [B, T, D]."""
     weight_VD = params["model.embed_tokens.weight"]
@@ -213,6 +218,9 @@ def _attend(
             query_BHTK, key_BGSK, value_BGSK, is_causal=S == T, scale=scale, enable_gqa=is_grouped
         )
     mask = _mask(T, S, window, query_BHTK.device) if mask_B1TS is None else mask_B1TS
+    if not cap and mask_B1TS is not None and is_grouped and query_BHTK.device.type not in GROUPED_WITH_MASK:
+        times, is_grouped = model.num_heads // model.num_kv_heads, False
+        key_BGSK, value_BGSK = (x.repeat_interleave(times, dim=1) for x in (key_BGSK, value_BGSK))
     if not cap:
         return functional.scaled_dot_product_attention(
             query_BHTK, key_BGSK, value_BGSK, attn_mask=mask, scale=scale, enable_gqa=is_grouped

@@ -3,9 +3,12 @@
 B samples   T tokens
 """
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
+from torch.nn import functional
 
 from shoal.peer.model.documents import Documents
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
@@ -72,6 +75,27 @@ def test_logits_of_packed_documents_are_those_of_each_alone(changes: dict) -> No
             at += size
     assert (unmasked[0] - packed[0]).abs().max() > 1e-3, "without documents they would see each other"
     torch.testing.assert_close(unmasked[1], packed[1], atol=1e-5, rtol=0)
+
+
+def test_where_no_kernel_takes_grouped_heads_with_a_mask_they_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = msgspec.convert(PLAIN, ModelSpec)
+    keys, documents = all_layer_keys(model), Documents(begins_BT(LENGTHS))
+    rotary = documents.positioned(rotary_tables(model))
+    params = {key: layer_layout(model, key).views(init_layer(model, key, 3)) for key in keys}
+    tokens_BT = torch.randint(model.vocab_size, (len(LENGTHS), CONTEXT), generator=torch.Generator().manual_seed(1))
+    grouped = run_layers(model, keys, params, tokens_BT, rotary, documents=documents)
+    seen = []
+    plain = functional.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, key: torch.Tensor, *rest: torch.Tensor, **how: Any) -> torch.Tensor:
+        seen.append((key.shape[1], how["enable_gqa"]))
+        return plain(query, key, *rest, **how)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr("shoal.peer.model.llama.GROUPED_WITH_MASK", ())
+    repeated = run_layers(model, keys, params, tokens_BT, rotary, documents=documents)
+    torch.testing.assert_close(repeated, grouped, atol=1e-5, rtol=0)
+    assert seen == [(model.num_heads, False)] * model.num_layers
 
 
 def test_gradients_do_not_cross_a_documents_end() -> None:
