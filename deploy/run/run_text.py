@@ -4,9 +4,11 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.deploy.ship.scores import source_names
 from shoal.deploy.state import places
 from shoal.deploy.terminal.progress import progress_bar
 from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
+from shoal.peer.data.microbatch import passes
 from shoal.peer.data.packing import OnProgress
 from shoal.peer.data.tokenizer import BYTES
 from shoal.protocol.errors import DataError
@@ -24,6 +26,13 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
         raise DataError(f"{spec.data.named} has not the digest that the run spec names: remove `digest`, or restore it")
     data = msgspec.structs.replace(spec.data, digest=corpus.digest, tokenizer_digest=corpus.tokenizer_digest)
     return msgspec.structs.replace(spec, data=data), corpus
+
+
+def passes_in_words(spec: RunSpec, corpus: Corpus) -> str:
+    """How often the run goes through its text, for whoever chose its steps."""
+    of_each = passes(corpus, spec)
+    over = [f"{number:.3g} over {name}" for number, name in zip(of_each, source_names(spec.data), strict=True)]
+    return f"data passes in {spec.training.steps:,} steps: {', '.join(over)}"
 
 
 def find_corpus(

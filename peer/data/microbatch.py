@@ -60,6 +60,16 @@ def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Te
     return _made(_of_validation(corpus, spec, index), *_weighed(corpus, spec, None, index))
 
 
+def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
+    """How many data passes the run's steps make over each source. Raises: DataError: one has not one sample."""
+    training, counts = spec.training, shares(corpus.weights, ROUND)
+    total = training.steps * training.microbatches_per_step * training.microbatch_size
+    return tuple(
+        total * count / ROUND / source.samples(spec.model.context).count
+        for source, count in zip(corpus.sources, counts, strict=True)
+    )
+
+
 def permuted(place: int, size: int, *, key: bytes) -> int:
     """Where a keyed permutation of [0, size) takes `place`.
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from shoal.deploy import cli
 from shoal.deploy.run.run_file import dump_spec, with_changes
-from shoal.deploy.run.run_text import find_corpus, load_own_corpus
+from shoal.deploy.run.run_text import find_corpus, load_own_corpus, passes_in_words
 from shoal.deploy.state import places
 from shoal.peer.data import documents
 from shoal.peer.data.tokenizer import FileTokenizer
@@ -88,6 +88,9 @@ def test_a_volunteer_names_all_of_several_sources_in_their_order(stories: Path, 
     )
     hosted, corpus = load_own_corpus(RunSpec(model=ModelSpec(context=16), data=DataSpec(sources=sources)))
     assert len(hosted.data.digests) == len(corpus.sources) == 3
+    words = passes_in_words(hosted, corpus)
+    assert words.startswith("data passes in 400 steps: ")
+    assert [part.split()[-1] for part in words.split(", ")] == ["stories.jsonl", "chats.jsonl", "python-library"]
     elsewhere = msgspec.structs.replace(hosted, data=hosted.data.found_at(("/host/a", "/host/b", "python-library")))
     assert find_corpus(elsewhere) is None
     found = find_corpus(elsewhere, data=f"{stories},{chats},python-library")

@@ -3,13 +3,14 @@
 import dataclasses
 import itertools
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.data.microbatch import ROUND, microbatch, permuted, shares, validation_microbatch
+from shoal.peer.data.microbatch import ROUND, microbatch, passes, permuted, shares, validation_microbatch
 from shoal.protocol.errors import DataError
 from shoal.protocol.spec import ModelSpec, RunSpec, TrainingSpec
 
@@ -194,6 +195,15 @@ def test_each_source_goes_through_whole_passes_of_its_own() -> None:
     assert all(sorted(one) == list(range(10)) for one in passes)
     assert len({tuple(one) for one in passes}) > len(passes) // 2
     assert sorted(of_second[:20]) == list(range(100, 120))
+
+
+def test_passes_are_how_often_each_source_is_gone_through() -> None:
+    spec = spec_of(M=8, B=4)
+    spec = msgspec.structs.replace(spec, training=msgspec.structs.replace(spec.training, steps=64))  # two rounds
+    corpus = mixed(spec, 3.0, 1.0)
+    found = sources_of(corpus, spec, 64)
+    assert passes(corpus, spec) == (found.count(0) / 10, found.count(1) / 20)
+    assert passes(corpus_of(1 + 7 * 64, 60), spec) == (32.0,)
 
 
 def test_validation_has_each_source_by_its_weight() -> None:
