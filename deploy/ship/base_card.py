@@ -14,7 +14,7 @@ _CACHED: Final = re.compile(r"models--(.+?)--(.+)")
 """What a folder of the hub's cache is called."""
 
 
-def base_of(folder: Path) -> tuple[str, str]:
+def name_and_licence(folder: Path) -> tuple[str, str]:
     """(the name, the licence) of a model's folder as its card says them; empty where it does not."""
     cached = next((found for part in folder.parts if (found := _CACHED.fullmatch(part))), None)
     name = f"{cached[1]}/{cached[2]}" if cached else folder.name

@@ -15,7 +15,7 @@ import psutil
 import safetensors
 from torch import Tensor
 
-from shoal.deploy.ship.base_card import base_of
+from shoal.deploy.ship.base_card import name_and_licence
 from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
 from shoal.deploy.ship.model_folder import own_file, read_json, tensor_files
 from shoal.deploy.words import printable
@@ -130,7 +130,7 @@ def import_model(
     model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
     weights = FolderWeights(folder, model)
     base = base or _for_fine_tuning(folder.name, model)
-    name, licence = base_of(folder)
+    name, licence = name_and_licence(folder)
     data = msgspec.structs.replace(base.data, tokenizer=tokenizer_of(folder, model), tokenizer_digest="", digest="")
     try:
         if source:

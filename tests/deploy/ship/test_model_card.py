@@ -9,7 +9,7 @@ import yaml
 
 from record_lines import step
 from shoal.deploy.record.lines import PeerLine, encode_line
-from shoal.deploy.ship.base_card import base_of
+from shoal.deploy.ship.base_card import name_and_licence
 from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
 from shoal.deploy.ship.import_model import import_model
@@ -123,7 +123,7 @@ def test_the_licence_is_read_from_the_front_of_a_card(tmp_path: Path, front: str
     folder = tmp_path / "models--fish--Small" / "snapshots" / "abc"
     folder.mkdir(parents=True)
     (folder / "README.md").write_text(f"---\n{front}---\nlicense: not this\n")
-    assert base_of(folder) == ("fish/Small", licence)
+    assert name_and_licence(folder) == ("fish/Small", licence)
 
 
 def test_contributors_are_those_in_the_record_on_this_machine(tmp_path: Path) -> None:
