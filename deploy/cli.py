@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from shoal.deploy.commands.config import check, path, set_, show
 from shoal.deploy.commands.demo import demo
 from shoal.deploy.commands.doctor import doctor
+from shoal.deploy.commands.eval_ import eval_
 from shoal.deploy.commands.export import export
 from shoal.deploy.commands.generate import generate
 from shoal.deploy.commands.import_ import import_
@@ -105,6 +106,7 @@ for command in (
 ):
     app.command(cls=_Command, epilog=examples_of(command))(command)
 app.command("continue", cls=_Command, epilog=examples_of(continue_))(continue_)
+app.command("eval", cls=_Command, epilog=examples_of(eval_))(eval_)
 app.command("import", epilog=examples_of(import_))(import_)
 
 config = typer.Typer(

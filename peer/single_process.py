@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from shoal.peer.data.corpus import Corpus
+from shoal.peer.data.labels import Labels
 from shoal.peer.data.microbatch import microbatch, validation_microbatch
+from shoal.peer.model.documents import Documents
 from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, layer_layout, unit_keys
 from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Mixture
+from shoal.peer.model.rotary import Rotary
 from shoal.peer.model.schedule import rate_of
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.layers import stage_layer_keys
@@ -68,15 +71,16 @@ def train(
             optimizer.zero_grad()
         total = 0.0
         for index in range(M):
-            tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
+            tokens_BT, labels = microbatch(corpus, spec, step, index)
+            here, documents = _of_documents(rotary, labels)
             used = _narrowed(params_by_key) if spec.training.compute == "bf16" else params_by_key
             balances: list[Tensor] = []
             mixture, logits = Mixture(balances=balances), tokens_BT
             for layer, part in enumerate(_parts(spec)):
                 if layer and between is not None:
                     logits = between(logits, Microbatch(step, index), layer)
-                logits = run_layers(spec.model, part, used, logits, rotary, mixture=mixture)
-            value = loss(logits, targets_BT)
+                logits = run_layers(spec.model, part, used, logits, here, mixture=mixture, documents=documents)
+            value = _weighed_loss(logits, labels)
             entire = value + spec.model.router_aux_loss * torch.stack(balances).sum() if balances else value
             if used is params_by_key:
                 torch.autograd.backward(entire / M)
@@ -126,9 +130,25 @@ def validate(spec: RunSpec, corpus: Corpus, params_by_key: Mapping[str, Params])
     rotary = rotary_tables(spec.model)
     total = 0.0
     for index in range(spec.training.validation_microbatches):
-        tokens_BT, targets_BT = validation_microbatch(corpus, spec, index)
-        total += loss(run_layers(spec.model, keys, params_by_key, tokens_BT, rotary), targets_BT).item()
+        tokens_BT, labels = validation_microbatch(corpus, spec, index)
+        here, documents = _of_documents(rotary, labels)
+        logits = run_layers(spec.model, keys, params_by_key, tokens_BT, here, documents=documents)
+        total += _weighed_loss(logits, labels).item()
     return total / spec.training.validation_microbatches
+
+
+def _of_documents(rotary: Rotary, labels: Labels) -> tuple[Rotary, Documents | None]:
+    if labels.begins_BT is None:
+        return rotary, None
+    documents = Documents(labels.begins_BT)
+    return documents.positioned(rotary), documents
+
+
+def _weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
+    """In nats a token, so that the mean over a step's microbatches is the mean over all tokens that it learns."""
+    if labels.counted == 0:
+        return 0.0 * logits_BTV.sum()
+    return labels.weight * loss(logits_BTV, labels.targets_BT)
 
 
 def _parts(spec: RunSpec) -> list[tuple[str, ...]]:

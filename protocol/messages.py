@@ -913,7 +913,8 @@ Message = (
 
 
 class Activation(EraMessage, frozen=True):
-    """Goes to the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32."""
+    """Goes to the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32; where
+    the run leaves some out, their weight behind them (`peer/pipeline/wire.py`)."""
 
     stage: int
     """The receiver's stage."""

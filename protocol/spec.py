@@ -43,6 +43,8 @@ AUTO_STAGES: Final = "auto"
 """What `swarm.stages` says where the coordinator is free to choose the number of stages."""
 CONTINUED_MAX = 64
 """Revisions of a spec: it must fit into a record of the directory."""
+BASE_CHARS_MAX = 120
+"""Characters of the name of the model that a run begins with, and of its licence's."""
 _TARGET_BYTES = 4
 """Each token's target travels with its activation."""
 
@@ -177,6 +179,25 @@ _OF_EXPERTS = {"experts_per_token": 2, "router_aux_loss": 0.01}
 """Fields that a dense model leaves at their defaults, which are these."""
 
 
+class SourceSpec(_Section, frozen=True):
+    """One of several sources that a run reads. What it does not say itself is as in `DataSpec`."""
+
+    source: str
+    """What `data.source` would say."""
+    weight: float = 1.0
+    """Its share of the run's samples, beside the weights of the other sources."""
+    format: Literal["text", "chat"] = "text"
+    field: str = "text"
+    subset: str = ""
+    split: str = "train"
+    tokens_max: int = 0
+
+    def __post_init__(self) -> None:
+        _require(bool(self.source) and bool(self.field), "source and field must not be empty")
+        _require(0 < self.weight < math.inf, f"weight must be positive, is {self.weight}")
+        _require(self.tokens_max >= 0, f"tokens_max must not be negative, is {self.tokens_max}")
+
+
 class DataSpec(_Section, frozen=True):
     """Says what the run reads. Only stage-0 peers need it."""
 
@@ -186,7 +207,8 @@ class DataSpec(_Section, frozen=True):
     validation_fraction: float = 0.05
     """Share of the text that training never sees."""
     digest: str = ""
-    """BLAKE3 of the prepared text, filled in by the host; a stage-0 peer whose text differs is not used for stage 0."""
+    """BLAKE3 of the prepared text, of several sources one for each with a + between, filled in by the host; a stage-0
+    peer whose text differs is not used for stage 0."""
     field: str = "text"
     """Where the text is in a line of JSON, in a Parquet file or in a data set."""
     subset: str = ""
@@ -199,16 +221,85 @@ class DataSpec(_Section, frozen=True):
     """`bytes`, or the path of a tokenizer.json."""
     tokenizer_digest: str = ""
     """BLAKE3 of that file, filled in by the host."""
+    format: Literal["text", "chat"] = "text"
+    """`chat`: each line, row or example has `messages` (a list of `role` and `content`) or `prompt` and `completion`.
+    Only what the assistant says is learnt, and a sample is made of whole conversations. The chat template lies beside
+    the tokenizer.json."""
+    document_masks: bool | None = None
+    """Whether attention ends, and positions begin anew, where a document does. None: if anything here is a chat."""
+    sources: tuple[SourceSpec, ...] = ()
+    """Several sources in the place of one; then nothing of the one is said."""
 
     def __post_init__(self) -> None:
         _require(bool(self.source), "source is empty")
+        _require(len(self.sources) <= SOURCES_MAX, f"there are at most {SOURCES_MAX} sources, not {len(self.sources)}")
+        for name in _OF_ONE_SOURCE if self.sources else ():
+            default = next(field.default for field in msgspec.structs.fields(DataSpec) if field.name == name)
+            _require(getattr(self, name) == default, f"{name} means nothing beside sources: say it there")
         _require(bool(self.field) and bool(self.tokenizer), "field and tokenizer must not be empty")
         _require(self.tokens_max >= 0, f"tokens_max must not be negative, is {self.tokens_max}")
         _require(0 < self.validation_fraction < 0.5, f"validation_fraction {self.validation_fraction} not in (0, 0.5)")
 
+    @property
+    def has_chats(self) -> bool:
+        return "chat" in (self.format, *(one.format for one in self.sources))
 
+    @property
+    def masks_documents(self) -> bool:
+        """Whether tokens look at their own document only."""
+        return self.has_chats if self.document_masks is None else self.document_masks
+
+    @property
+    def leaves_out_targets(self) -> bool:
+        """Whether some tokens are not learnt, so that microbatches may differ in how many are."""
+        return self.has_chats or self.masks_documents
+
+    @property
+    def each(self) -> tuple["DataSpec", ...]:
+        """The sources one by one, each as if it were the only one."""
+        if not self.sources:
+            return (self,)
+        masks = self.masks_documents
+        return tuple(
+            msgspec.structs.replace(
+                self,
+                sources=(),
+                document_masks=masks,
+                **{name: getattr(one, name) for name in _OF_ONE_SOURCE},
+            )
+            for one in self.sources
+        )
+
+    def found_at(self, sources: tuple[str, ...]) -> "DataSpec":
+        """The same data where its sources, as many as it has, are elsewhere."""
+        if not self.sources:
+            return msgspec.structs.replace(self, source=sources[0])
+        moved = zip(self.sources, sources, strict=True)
+        return msgspec.structs.replace(
+            self, sources=tuple(msgspec.structs.replace(one, source=source) for one, source in moved)
+        )
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """What `digest` says of each source; empty: nothing yet."""
+        return tuple(self.digest.split(BETWEEN_DIGESTS)) if self.digest else ()
+
+    @property
+    def named(self) -> str:
+        """The source, or all of them, for people."""
+        return ", ".join(one.source for one in self.sources) or self.source
+
+
+SOURCES_MAX = 16
+"""Sources of a run: its spec must fit into a record of the directory, with a digest of each."""
+BETWEEN_DIGESTS = "+"
+_OF_ONE_SOURCE = ("source", "format", "field", "subset", "split", "tokens_max")
+"""What each of several sources says for itself."""
 _DATA = DataSpec()
-_LATER_OF_DATA = ("field", "subset", "split", "tokens_max", "tokenizer", "tokenizer_digest")
+_LATER_OF_DATA = (
+    *("field", "subset", "split", "tokens_max", "tokenizer", "tokenizer_digest"),
+    *("format", "document_masks", "sources"),
+)
 """Fields that the first specs did not have."""
 
 
@@ -398,9 +489,16 @@ class InitialSpec(_Section, frozen=True):
     """Folder on the host's machine; everybody else asks the host."""
     digests: tuple[str, ...] = ()
     """BLAKE3 (32 hex digits) of each layer's parameters, embedding first; empty: weights come from the seed."""
+    name: str = ""
+    """What the model with these weights is called, as far as its folder says: `owner/name` of a hub."""
+    licence: str = ""
+    """Its licence, as the model's card says it: `apache-2.0`."""
 
     def __post_init__(self) -> None:
         _require(bool(self.source) == bool(self.digests), "source and digests come together")
+        for name in ("name", "licence"):
+            value = getattr(self, name)
+            _require(len(value) <= BASE_CHARS_MAX and value.isprintable(), f"{name} is no name: {value[:40]!r}")
 
 
 class ContinuedSpec(_Section, frozen=True):
@@ -546,6 +644,10 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         del tables["swarm"]["open"]
     if not spec.initial.digests:
         del tables["initial"]
+    else:
+        for name in ("name", "licence"):
+            if not getattr(spec.initial, name):
+                del tables["initial"][name]
     if spec.training.compute == "auto":
         del tables["training"]["compute"]
     if spec.wire.activation_gradients is None:

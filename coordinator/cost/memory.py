@@ -179,4 +179,6 @@ def _graph_bytes(spec: RunSpec) -> float:
         widths += heads + kv
     if model.decoder.attention_softcap:  # scores, bent ones and shares of all pairs of tokens
         widths += 3.0 * model.num_heads * model.context
+    if spec.data.masks_documents:  # the mask, of which some devices' attention keeps a copy of its own
+        widths += model.context
     return FP32 * 4.0 * model.dim + of * widths

@@ -1,7 +1,7 @@
 """`shoal import`: a run that goes on from somebody's weights."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,6 +14,7 @@ from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
 
 @examples(
     "shoal import ./Llama-3.2-1B run.toml --data ./stories.jsonl  # then: shoal host run.toml",
+    "shoal import ./Qwen3-0.6B run.toml --untie --data chats.jsonl --format chat  # teach it answers",
     "shoal import ./my-model run.toml --spec base.toml  # steps, rate and stages as in base.toml",
     "shoal import ./SmolLM2-135M run.toml --untie  # the head is the embedding there: it becomes a layer of its own",
     "shoal import ./my-model run.toml --context 512 --stages 2  # shorter samples, two stages at most",
@@ -22,6 +23,9 @@ def import_(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="config.json, *.safetensors and a tokenizer.json.")],
     run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec to write, for `shoal host`.")],
     data: Annotated[str, typer.Option(help="What to train on: a path, or hf:NAME. RUN.toml says more.")] = "",
+    format: Annotated[
+        Literal["text", "chat"] | None, typer.Option(help="chat: learn the answers of conversations alone.")
+    ] = None,
     spec: Annotated[Path | None, typer.Option(help="A run spec that says what FOLDER does not.")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample. Default: at most 1,024.")] = None,
     stages: Annotated[
@@ -51,6 +55,7 @@ def import_(
             folder,
             base=base,
             source=source,
+            format=format,
             context=context,
             stages=chosen,
             untie=untie,
@@ -81,7 +86,7 @@ def import_(
             "parameters of its own, and `shoal export` says tie_word_embeddings = false"
         )
     cut = number_of_stages(made.swarm.stages)
-    typer.echo(f"{made.data.source} in {cut}; the weights stay in {made.initial.source}")
+    typer.echo(f"{made.data.named} in {cut}; the weights stay in {made.initial.source}")
     typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")
 
 

@@ -175,9 +175,10 @@ def _host(
 
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import pick_device
-        from shoal.deploy.run.run_text import load_own_corpus
+        from shoal.deploy.run.run_text import load_own_corpus, passes_in_words
         from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
+        from shoal.peer.data.microbatch import passes
         from shoal.protocol.live.loop import run
 
     folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(asked.spec.name))
@@ -190,8 +191,12 @@ def _host(
             return
         spec = going.spec
         warnings: Sequence[str] = ()
+        said: tuple[str, ...] = ()
         if going.is_new:  # of a run that has begun none of this can be changed
-            warnings = advice(spec, training_tokens=corpus.num_training, text_vocab_size=corpus.vocab_size)
+            # Of several sources the one that is read most often: that is learnt by heart first.
+            tokens = spec.training.steps * spec.tokens_per_step / max(passes(corpus, spec))
+            warnings = advice(spec, training_tokens=round(tokens), text_vocab_size=corpus.vocab_size)
+            said = (passes_in_words(spec, corpus),)
         with progress_bar("checking the weights") as tell:
             initial = open_initial(spec, lambda done, layers: tell(done / layers))
         unless_it_begins.pop_all()
@@ -206,7 +211,7 @@ def _host(
         records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
         initial=initial,
-        first_said=(*going.sentences, *(f"warning: {line}" for line in warnings)),
+        first_said=(*going.sentences, *said, *(f"warning: {line}" for line in warnings)),
     )
     run(host_run(spec, corpus, chosen))
 
@@ -260,7 +265,9 @@ def join(
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
     state_dir: StateDir = None,
-    data: Annotated[str, typer.Option(help="Where the run's text is on this machine.")] = "",
+    data: Annotated[
+        str, typer.Option(help="Where the run's text is on this machine; of several sources all, with commas between.")
+    ] = "",
     tokenizer: Annotated[str, typer.Option(help="Where its tokenizer.json is, if it has one.")] = "",
     threads: Threads = 0,
     device: Devices = "auto",
@@ -274,7 +281,7 @@ def join(
 ) -> None:
     """Take part in a run."""
     found = parse_invite(invite) if invite != "-" else None
-    text = data_source(data)
+    text = ",".join(data_source(part) for part in data.split(",")) if not Path(data).exists() else data_source(data)
     records, project = _records(record, wandb, default=False)
     shown = parse_address(dashboard) if dashboard else None
     if may_ask(answered=bool(limit) or yes or reports or invite == "-"):

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.deploy.ship.scores import source_names
 from shoal.deploy.state import places
 from shoal.deploy.terminal.progress import progress_bar
 from shoal.peer.data.corpus import PYTHON_LIBRARY, Corpus, load_corpus
+from shoal.peer.data.microbatch import passes
 from shoal.peer.data.packing import OnProgress
 from shoal.peer.data.tokenizer import BYTES
 from shoal.protocol.errors import DataError
@@ -21,11 +23,16 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
     with progress_bar("reading the text") as tell:
         corpus = _load(spec.data, spec, on_progress=tell)
     if spec.data.digest not in ("", corpus.digest):
-        raise DataError(
-            f"{spec.data.source} has not the digest that the run spec names: remove `digest`, or restore it"
-        )
+        raise DataError(f"{spec.data.named} has not the digest that the run spec names: remove `digest`, or restore it")
     data = msgspec.structs.replace(spec.data, digest=corpus.digest, tokenizer_digest=corpus.tokenizer_digest)
     return msgspec.structs.replace(spec, data=data), corpus
+
+
+def passes_in_words(spec: RunSpec, corpus: Corpus) -> str:
+    """How often the run goes through its text, for whoever chose its steps."""
+    of_each = passes(corpus, spec)
+    over = [f"{number:.3g} over {name}" for number, name in zip(of_each, source_names(spec.data), strict=True)]
+    return f"data passes in {spec.training.steps:,} steps: {', '.join(over)}"
 
 
 def find_corpus(
@@ -37,16 +44,24 @@ def find_corpus(
     fetch from the hub.
 
     Args:
-        data: what the user named as the run's text; empty: nothing.
+        data: what the user named as the run's text, of several sources all, in the spec's order and with commas
+            between them; empty: nothing.
         tokenizer: where the user says that the run's tokenizer.json is; empty: nowhere.
     Raises: DataError: the user named a text, and it is missing or not the run's.
     """
-    needs_tokenizer = spec.data.tokenizer != BYTES
-    if not data and (spec.data.source != PYTHON_LIBRARY or (needs_tokenizer and not tokenizer)):
+    needs_tokenizer, each = spec.data.tokenizer != BYTES, spec.data.each
+    is_here = all(one.source == PYTHON_LIBRARY for one in each)
+    if not data and (not is_here or (needs_tokenizer and not tokenizer)):
         return None
     if needs_tokenizer and not tokenizer:
         raise DataError("this run has a vocabulary of its own: give its tokenizer.json with --tokenizer")
-    wanted = msgspec.structs.replace(spec.data, source=data or spec.data.source)
+    sources = (data,) if len(each) == 1 else tuple(data.split(","))
+    if data and len(sources) != len(each):
+        raise DataError(
+            f"this run reads {len(each)} sources, and --data names {len(sources)}: name all, in the order of "
+            "`data.sources`, with commas between them"
+        )
+    wanted = spec.data.found_at(sources) if data else spec.data
     try:
         path = Path(tokenizer).expanduser() if needs_tokenizer else None
         corpus = _load(wanted, spec, tokenizer=path, on_progress=on_progress)

@@ -54,6 +54,7 @@ from shoal.deploy.session.knock import why_refused
 from shoal.deploy.session.network import Network, open_network
 from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
+from shoal.deploy.session.telling_scores import tell_scores
 from shoal.deploy.session.trimming import TrimsAfterSteps
 from shoal.deploy.state.places import announced, note_folder
 from shoal.deploy.state.run_folder import RunFolder
@@ -409,12 +410,18 @@ async def _train(
                 )
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             noting = StandingNote.begun(node, options.folder)
-            telling = asyncio.create_task(_tell_invites(inviting, node.peer_id, output), name="tell fresh invites")
+            telling = [
+                asyncio.create_task(_tell_invites(inviting, node.peer_id, output), name="tell fresh invites"),
+                asyncio.create_task(
+                    tell_scores(node.run, lambda text: output.say(Note(text=text))), name="tell what shoal eval finds"
+                ),
+            ]
             try:
                 ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder, keeper)
             finally:
-                telling.cancel()
-                await asyncio.gather(telling, return_exceptions=True)
+                for task in telling:
+                    task.cancel()
+                await asyncio.gather(*telling, return_exceptions=True)
             noting.end(finished=ended is Ended.DONE)
         if not isinstance(ended, Ended):
             output.say(Note(text=f"the run's owner has continued it: it goes on to step {ended[0].training.steps}"))

@@ -17,14 +17,16 @@ from torch import Tensor
 
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.hf_config import config_of, generation_config_of, tokenizer_config_of
+from shoal.deploy.ship.model_card import card_files
 from shoal.deploy.ship.model_folder import own_file, read_bytes, read_json
+from shoal.peer.data.chat import CHATML, TEMPLATE_FILE
 from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.snapshot import DamagedSnapshot, log_damage
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
 
-_CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
 """Files beside a tokenizer.json that say how it is used."""
 _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """What the config of an exported model has from the one that its run began with: training changes none of it."""
@@ -81,7 +83,7 @@ def export(
 def _export(
     snapshot: FoundSnapshot, out: Path, dtype: str, shard_bytes: int, tokenizer: Path | None, on_bytes: OnBytes | None
 ) -> Exported:
-    files = _small_files(snapshot.spec, dtype, tokenizer)
+    files = _small_files(snapshot.spec, dtype, tokenizer) | card_files(snapshot)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.parent / f".unfinished-{out.name}-{os.getpid()}"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -119,7 +121,7 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
         "tokenizer_config.json": tokenizer_config_of(spec.model, begin_of_text=begin_text, end_of_text=end_text),
     }
     if spec.data.tokenizer == BYTES:
-        carried = {}
+        carried = {TEMPLATE_FILE: CHATML.encode()} if spec.data.has_chats else {}
     else:
         folder = (tokenizer_path or Path(spec.data.tokenizer).expanduser()).parent
         carried = _carried(folder, began_there=bool(spec.initial.digests))

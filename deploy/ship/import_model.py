@@ -8,13 +8,14 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import psutil
 import safetensors
 from torch import Tensor
 
+from shoal.deploy.ship.base_card import name_and_licence
 from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
 from shoal.deploy.ship.model_folder import own_file, read_json, tensor_files
 from shoal.deploy.words import printable
@@ -108,6 +109,7 @@ def import_model(
     *,
     base: RunSpec | None = None,
     source: str = "",
+    format: Literal["text", "chat"] | None = None,
     context: int | None = None,
     stages: int | str | None = None,
     untie: bool = False,
@@ -118,6 +120,7 @@ def import_model(
     Args:
         base: where everything comes from that the folder does not say; None: what suits fine-tuning.
         source: what to train on; empty: what `base` says.
+        format: whether that is conversations; None: what `base` says.
         context: tokens of a sample; None: what the model allows, at most 1,024.
         stages: `swarm.stages`; None: what `base` says, or "auto".
         untie: a head that is the embedding becomes a layer of its own, which begins with the same weights.
@@ -127,15 +130,20 @@ def import_model(
     model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
     weights = FolderWeights(folder, model)
     base = base or _for_fine_tuning(folder.name, model)
-    data = msgspec.structs.replace(base.data, tokenizer=_tokenizer_of(folder, model), tokenizer_digest="", digest="")
+    name, licence = name_and_licence(folder)
+    data = msgspec.structs.replace(base.data, tokenizer=tokenizer_of(folder, model), tokenizer_digest="", digest="")
     try:
+        if source:
+            data = msgspec.structs.replace(data, source=source)
+        if format is not None:
+            data = msgspec.structs.replace(data, format=format)
         swarm = base.swarm if stages is None else msgspec.structs.replace(base.swarm, stages=stages)
         return msgspec.structs.replace(
             base,
             model=model,
-            data=msgspec.structs.replace(data, source=source) if source else data,
+            data=data,
             swarm=swarm,
-            initial=InitialSpec(source=str(folder), digests=weights.digests(on_layer)),
+            initial=InitialSpec(source=str(folder), digests=weights.digests(on_layer), name=name, licence=licence),
         )
     except ValueError as error:
         raise LocalError(f"no run can be made of {folder}: {error}") from error
@@ -177,7 +185,7 @@ def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
     return msgspec.structs.replace(spec, optimizer=OptimizerSpec(name="adamw", learning_rate=rate, weight_decay=0.0))
 
 
-def _tokenizer_of(folder: Path, model: ModelSpec) -> str:
+def tokenizer_of(folder: Path, model: ModelSpec) -> str:
     """The value of `data.tokenizer`. Raises: DataError."""
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):

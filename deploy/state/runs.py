@@ -145,6 +145,7 @@ def _remove(run: FoundRun) -> None:
         shutil.rmtree(folder)
         return
     shutil.rmtree(folder / run.run)
+    (places.state_root() / "evaluations" / f"{run.run}.jsonl").unlink(missing_ok=True)
     (folder / f"mandated-{run.run}.txt").unlink(missing_ok=True)
     if runs_in(folder):
         return  # the key is that of the others too
@@ -160,7 +161,7 @@ def _texts_of(run: FoundRun) -> list[str]:
     folder = Path(run.folder)
     known = [RunFolder(folder, run.run)] if run.role != "demo" else _peers_of_demo(folder)
     specs = [spec for one in known if (spec := one.spec()) is not None]
-    return [spec.data.digest for spec in specs if spec.data.digest]
+    return [digest for spec in specs for digest in spec.data.digests]
 
 
 def _remove_texts(digests: set[str]) -> int:

@@ -3,10 +3,13 @@
 `python-library` is the source of Python's standard library; anything else is a path, or a data set of the hub
 (`documents.py`). Text files as bytes are read here; everything else is packed (`packing.py`). Files are taken in the
 order of their names, so that every machine with the same files prepares the same tokens; `digest` says whether it did.
+A run with several sources has a corpus of each.
 """
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,20 +19,25 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.peer.data.chat import load_template
 from shoal.peer.data.documents import HUB, Files, find_files, read_text
 from shoal.peer.data.documents import PYTHON_LIBRARY as PYTHON_LIBRARY
-from shoal.peer.data.packing import OnProgress, pack
-from shoal.peer.data.tokenizer import BYTES, load_tokenizer
+from shoal.peer.data.packing import OnProgress, PackedText, pack
+from shoal.peer.data.samples import Blocks, Packs, Samples
+from shoal.peer.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shoal.protocol.errors import DataError
-from shoal.protocol.spec import DataSpec, ModelSpec
+from shoal.protocol.spec import BETWEEN_DIGESTS, DataSpec, ModelSpec
 
 SEPARATOR: Final = b"\n"
 """Between files; source files end in a newline already, so it reads as an empty line."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens in memory, or mapped into it: uint8, uint16 or int32 [N]."""
+    """Tokens in memory, or mapped into it: uint8, uint16 or int32 [N]. Of several sources, those of the first."""
 
     text_N: Tensor
     """Training text, then validation text."""
@@ -38,11 +46,41 @@ class Corpus:
     num_files: int
     """Files, or documents where a file has several."""
     digest: str
-    """BLAKE3 (64 hex digits) of the prepared tokens and of where they are split."""
+    """BLAKE3 (64 hex digits) of the prepared tokens and of where they are split; of several sources all, one behind the
+    other."""
     vocab_size: int = 256
     """Tokens are below it."""
     tokenizer_digest: str = ""
     """Of the tokenizer.json; empty for bytes."""
+    start_D: NDArray[np.int64] | None = None
+    """Where documents begin, if tokens are to look at their own only."""
+    packs: tuple[Packs, Packs] | None = None
+    """Samples of conversations, for training and for validation. None: it is a text, which is cut into blocks."""
+    others: tuple["Corpus", ...] = ()
+    """The other sources of a run that has several."""
+    weights: tuple[float, ...] = (1.0,)
+    """Of all sources, this one first."""
+
+    @property
+    def sources(self) -> tuple["Corpus", ...]:
+        return (self, *self.others)
+
+    @property
+    def tokens_in_training(self) -> int:
+        """Of all sources together."""
+        return sum(source.num_training for source in self.sources)
+
+    def samples(self, context: int, *, validates: bool = False) -> Samples:
+        """Of this source alone. Raises: DataError: there is not one."""
+        if self.packs is not None:
+            packs = self.packs[validates]
+            assert packs.context == context, "the conversations were packed for another context"
+            return packs
+        text_N, start_D = self.validation if validates else self.training, self.start_D
+        if start_D is not None:
+            first = int(np.searchsorted(start_D, self.num_training))
+            start_D = start_D[first:] - self.num_training if validates else start_D[:first]
+        return Blocks(text_N, context, start_D)
 
     @property
     def training(self) -> Tensor:
@@ -69,7 +107,7 @@ def load_corpus(
     cache: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Corpus:
-    """Read and split the text of `spec`.
+    """Read and split the text of `spec`, or all of its sources.
 
     Validation is whole files or documents, chosen by a hash of their names or texts, until the share is reached; where
     no choice of whole ones comes near the share (one file, or few large ones), it is the tail of all text.
@@ -80,11 +118,39 @@ def load_corpus(
         cache: where to keep what is packed; None keeps nothing.
     Raises: DataError: nothing there, no text in it, or too little.
     """
+    corpora = []
+    for done, one in enumerate(spec.each):
+        tell = None if on_progress is None else partial(_tell_part, on_progress, done, len(spec.each))
+        corpora.append(_load_one(one, context, tokenizer, cache, tell))
+    first, *others = corpora
+    if not others:
+        return first
+    return replace(
+        first,
+        digest=BETWEEN_DIGESTS.join(corpus.digest for corpus in corpora),
+        vocab_size=max(corpus.vocab_size for corpus in corpora),
+        num_files=sum(corpus.num_files for corpus in corpora),
+        others=tuple(others),
+        weights=tuple(one.weight for one in spec.sources),
+    )
+
+
+def _tell_part(on_progress: OnProgress, done: int, parts: int, share: float) -> None:
+    on_progress((done + share) / parts)
+
+
+def _load_one(
+    spec: DataSpec, context: int, tokenizer: Path | None, cache: Path | None, on_progress: OnProgress | None
+) -> Corpus:
+    """Load the one source of `spec`."""
     is_hub = spec.source.startswith(HUB)
     files = None if is_hub else find_files(spec.source)
     where = spec.source if files is None else str(files.root)
-    if files is not None and files.are_text and spec.tokenizer == BYTES and not spec.tokens_max:
+    is_plain = spec.tokenizer == BYTES and not spec.tokens_max and not spec.leaves_out_targets
+    if files is not None and files.are_text and is_plain:
         corpus = _read_bytes(files, spec.validation_fraction)
+    elif spec.format == "chat":
+        return _read_chats(spec, context, tokenizer, cache, on_progress, where)
     else:
         corpus = _read_packed(spec, tokenizer, cache, on_progress, where)
     shortest = min(corpus.num_training, corpus.text_N.numel() - corpus.num_training)
@@ -101,16 +167,56 @@ def _read_packed(
     spec: DataSpec, tokenizer_path: Path | None, cache: Path | None, on_progress: OnProgress | None, where: str
 ) -> Corpus:
     tokenizer = load_tokenizer(spec, path=tokenizer_path)
-    tokens_N, packed = pack(spec, tokenizer, cache=cache, on_progress=on_progress)
-    if not packed.num_documents:
+    packed = pack(spec, tokenizer, cache=cache, on_progress=on_progress)
+    if not packed.about.num_documents:
         raise DataError(f"{where} has no text")
+    return _corpus_of(packed, tokenizer, start_D=packed.start_D if spec.masks_documents else None)
+
+
+def _read_chats(
+    spec: DataSpec,
+    context: int,
+    tokenizer_path: Path | None,
+    cache: Path | None,
+    on_progress: OnProgress | None,
+    where: str,
+) -> Corpus:
+    tokenizer = load_tokenizer(spec, path=tokenizer_path)
+    is_bytes = spec.tokenizer == BYTES
+    template = load_template(None if is_bytes else tokenizer_path or Path(spec.tokenizer).expanduser())
+    packed = pack(spec, tokenizer, template=template, cache=cache, on_progress=on_progress)
+    num, split = packed.about.num_documents, packed.about.num_training
+    if num < 2:
+        raise DataError(
+            f"{where} has {'one conversation' if num else 'no conversations'}: training and validation take one each"
+        )
+    assert packed.counted_N is not None
+    text_N, counted_N = torch.from_numpy(packed.token_N), torch.from_numpy(packed.counted_N)
+    first = int(np.searchsorted(packed.start_D, split))
+    parts = (slice(None, split), packed.start_D[:first]), (slice(split, None), packed.start_D[first:] - split)
+    try:
+        training, validation = (Packs(text_N[part], counted_N[part], starts_D, context) for part, starts_D in parts)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    shortened = training.num_shortened + validation.num_shortened
+    left_out = training.num_left_out + validation.num_left_out
+    if shortened or left_out:
+        logger.warning(
+            "of the %d conversations in %s %d lose their end, as they are longer than model.context %d, and %d are "
+            "left out, as no answer is within it", num, where, shortened, context, left_out,
+        )  # fmt: skip
+    return replace(_corpus_of(packed, tokenizer), packs=(training, validation))
+
+
+def _corpus_of(packed: PackedText, tokenizer: Tokenizer, start_D: NDArray[np.int64] | None = None) -> Corpus:
     return Corpus(
-        text_N=torch.from_numpy(tokens_N),
-        num_training=packed.num_training,
-        num_files=packed.num_documents,
-        digest=packed.digest,
+        text_N=torch.from_numpy(packed.token_N),
+        num_training=packed.about.num_training,
+        num_files=packed.about.num_documents,
+        digest=packed.about.digest,
         vocab_size=tokenizer.vocab_size,
         tokenizer_digest=tokenizer.digest,
+        start_D=start_D,
     )
 
 

@@ -1,4 +1,5 @@
-"""Where text comes from: files and folders of text, JSON lines or Parquet, and data sets of the Hugging Face hub.
+"""Where text comes from: files and folders of text, JSON lines or Parquet, and data sets of the Hugging Face hub; and
+conversations, from all but files of plain text (`chat.py` writes them).
 
 Each is read as a stream of documents in an order of its own, so that every machine with the same source reads the same
 ones, and none is ever in memory as a whole.
@@ -15,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from shoal.peer.data.chat import FIELDS, ChatRow, ChatTemplate, Spans, read_row
 from shoal.protocol.errors import DataError
 from shoal.protocol.spec import DataSpec
 
@@ -37,6 +39,10 @@ class Document(NamedTuple):
     text: str
     done: float
     """Share of the source that has been read with it; 0 if nobody knows."""
+    answers: Spans = ()
+    """Of a conversation, what is learnt of it."""
+    is_framed: bool = True
+    """Whether it takes what the vocabulary puts around a document; a chat template writes all of that itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,19 +85,22 @@ def identify(spec: DataSpec) -> list[Any]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def read_documents(spec: DataSpec) -> Iterator[Document]:
-    """Raises: DataError: something cannot be read; the line says where."""
+def read_documents(spec: DataSpec, template: ChatTemplate | None = None) -> Iterator[Document]:
+    """Args: template: that of the run's vocabulary, where `spec` says that the source is a chat.
+
+    Raises: DataError: something cannot be read; the line says where.
+    """
     if spec.source.startswith(HUB):
-        yield from _read_hub(spec)
+        yield from _read_hub(spec, template)
         return
     files = find_files(spec.source)
     sizes = [path.stat().st_size for path in files.paths]
     total = max(1, sum(sizes))
     before = 0
     for path, size in zip(files.paths, sizes, strict=True):
-        for text, done in _read_file(path, spec.field):
-            if text:
-                yield Document(text, (before + done * size) / total)
+        for document in _read_file(path, spec.field, template):
+            if document.text:
+                yield document._replace(done=(before + document.done * size) / total)
         before += size
 
 
@@ -132,19 +141,22 @@ def _is_text(text: bytes, *, whole: bool) -> bool:
     return True
 
 
-def _read_file(path: Path, field: str) -> Iterator[Document]:
+def _read_file(path: Path, field: str, template: ChatTemplate | None) -> Iterator[Document]:
     """`done` is the share of this file."""
     if path.name.endswith(JSON_LINES):
-        yield from _read_json_lines(path, field)
+        yield from _read_json_lines(path, field, template)
     elif path.name.endswith(PARQUET):
-        yield from _read_parquet(path, field)
+        yield from _read_parquet(path, field, template)
+    elif template is not None:
+        raise DataError(f"{path} has no chats: they are read from JSON lines (.jsonl), Parquet and data sets")
     elif (text := read_text(path)) is not None:
         yield Document(text.decode(), 1.0)
 
 
-def _read_json_lines(path: Path, field: str) -> Iterator[Document]:
-    """Only the wanted field of a line is made; the others are skipped over."""
-    decoder: Any = msgspec.json.Decoder(msgspec.defstruct("Line", [("text", str | None)], rename={"text": field}))
+def _read_json_lines(path: Path, field: str, template: ChatTemplate | None) -> Iterator[Document]:
+    """Only the wanted fields of a line are made; the others are skipped over."""
+    line_type = ChatRow if template else msgspec.defstruct("Line", [("text", str | None)], rename={"text": field})
+    decoder: Any = msgspec.json.Decoder(line_type)
     size = max(1, path.stat().st_size)
     try:
         with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as lines:
@@ -152,32 +164,54 @@ def _read_json_lines(path: Path, field: str) -> Iterator[Document]:
                 if not line.strip():
                     continue
                 try:
-                    yield Document(decoder.decode(line).text or "", raw.tell() / size)
+                    row = decoder.decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise DataError(f"{path}, line {number}: {_first_line(error)}") from error
+                done = raw.tell() / size
+                if template is None:
+                    yield Document(row.text or "", done)
+                else:
+                    yield _chat(row, template, f"{path}, line {number}", done)
     except (OSError, EOFError) as error:  # gzip's errors are OSErrors too; a cut one ends in EOFError
         raise DataError(f"cannot read {path}: {_first_line(error)}") from error
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[Document]:
+def _chat(row: object, template: ChatTemplate, where: str, done: float) -> Document:
+    """A conversation from a decoded line, or from a row as a dict."""
+    try:
+        said = row if isinstance(row, ChatRow) else msgspec.convert(row, ChatRow)
+        text, answers, is_whole = read_row(said, template)
+    except (msgspec.ValidationError, DataError) as error:
+        raise DataError(f"{where}: {_first_line(error)}") from error
+    return Document(text, done, answers, not is_whole)
+
+
+def _read_parquet(path: Path, field: str, template: ChatTemplate | None) -> Iterator[Document]:
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"{path} needs the pyarrow library: pip install 'shoal[data]'") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if field not in file.schema_arrow.names:
-                raise DataError(f"{path} has no column {field}: it has {', '.join(file.schema_arrow.names)}")
-            row, rows = 0, max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield Document(_as_text(text, f"{path}, row {row}", field), row / rows)
+            names = file.schema_arrow.names
+            columns = [name for name in (FIELDS if template else (field,)) if name in names]
+            if not columns:
+                wanted = f"column {field}" if template is None else f"columns {', '.join(FIELDS)}"
+                raise DataError(f"{path} has no {wanted}: it has {', '.join(names)}")
+            number, rows = 0, max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=_ROWS, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    where, done = f"{path}, row {number}", number / rows
+                    if template is None:
+                        yield Document(_as_text(row[field], where, field), done)
+                    else:
+                        yield _chat(row, template, where, done)
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {path}: {_first_line(error)}") from error
 
 
-def _read_hub(spec: DataSpec) -> Iterator[Document]:
+def _read_hub(spec: DataSpec, template: ChatTemplate | None) -> Iterator[Document]:
     """Nothing is downloaded beyond what is read."""
     name = spec.source.removeprefix(HUB)
     try:
@@ -197,9 +231,13 @@ def _read_hub(spec: DataSpec) -> Iterator[Document]:
         if row is None:
             return
         number += 1
+        where = f"the data set {name}, row {number}"
+        if template is not None:
+            yield _chat({field: row[field] for field in FIELDS if field in row}, template, where, 0.0)
+            continue
         if spec.field not in row:
             raise DataError(f"the data set {name} has no field {spec.field}: it has {', '.join(map(str, row))}")
-        yield Document(_as_text(row[spec.field], f"the data set {name}, row {number}", spec.field), 0.0)
+        yield Document(_as_text(row[spec.field], where, spec.field), 0.0)
 
 
 def _as_text(value: object, where: str, field: str) -> str:

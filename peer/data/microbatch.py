@@ -1,54 +1,73 @@
 """Microbatch (t, i) as a pure function of the run's seed.
 
-The training text is cut into blocks of `context` tokens plus the next one as the last target. One data pass visits
-every block once, in an order that is a keyed permutation of the block numbers; it is computed block by block, so a
-large corpus costs no memory and any microbatch can be made without the ones before it.
+A source is so many samples (`samples.py`). One data pass visits every sample once, in an order that is a keyed
+permutation of their numbers; it is computed sample by sample, so a large corpus costs no memory and any microbatch can
+be made without the ones before it.
 
-B samples   T tokens   N tokens of the text
+Of several sources each goes through its own passes. Which one has the next sample is drawn without replacement: each
+round of `ROUND` samples has as many of each source as its weight says, in an order of its own.
+
+B samples   T tokens
 """
+
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus
-from shoal.protocol.errors import DataError
+from shoal.peer.data.labels import Labels, weight_of
+from shoal.peer.data.samples import Samples
 from shoal.protocol.spec import RunSpec
 
 FEISTEL_ROUNDS = 4
 """Four rounds with a good round function are a strong pseudo-random permutation (Luby and Rackoff, 1988)."""
+ROUND = 1024
+"""Samples in which every source has its share. A smaller weight than one of them counts as one."""
+_STEPS_KEPT = 16
+"""Steps of which it is remembered how much their microbatches learn: more than are ever in flight."""
+
+_Chosen = tuple[Samples, int]
+"""A source's samples, and the number of one."""
 
 
-def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Tensor, Tensor]:
-    """The samples of microbatch (step, index): int64 (tokens [B, T], targets [B, T]).
+def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Tensor, Labels]:
+    """The samples of microbatch (step, index): int64 tokens [B, T], and what they are to predict.
 
-    Microbatches follow one another through the blocks: (t, i) has blocks [(t M + i) B, +B) of an endless sequence of
+    Microbatches follow one another through the samples: (t, i) has those at [(t M + i) B, +B) of an endless sequence of
     passes, each in its own order.
-    Raises: DataError: the text has not one block. ValueError: no such microbatch.
+    Raises: DataError: the text has not one sample. ValueError: no such microbatch.
     """
-    M, B, T = spec.training.microbatches_per_step, spec.training.microbatch_size, spec.model.context
+    M = spec.training.microbatches_per_step
     if step < 0 or not 0 <= index < M:
         raise ValueError(f"there is no microbatch ({step}, {index}) with {M} a step")
-    num_blocks = _num_blocks(corpus.training, T)
-    blocks = []
-    for position in range((step * M + index) * B, (step * M + index + 1) * B):
-        data_pass, place = divmod(position, num_blocks)
-        blocks.append(permuted(place, num_blocks, key=_key(spec.seed, data_pass)))
-    return _samples(corpus.training, [block * T for block in blocks], T)
+    return _made(_of_training(corpus, spec, step, index), *_weighed(corpus, spec, step, index))
 
 
-def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Tensor, Tensor]:
-    """The samples of validation microbatch `index`, the same in every run: int64 (tokens [B, T], targets [B, T]).
+def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Tensor, Labels]:
+    """The samples of validation microbatch `index`, the same in every run: int64 tokens [B, T], and what they are to
+    predict.
 
-    All `validation_microbatches` together are spread evenly over the validation text.
+    All `validation_microbatches` together are spread evenly over the validation text; of several sources each has as
+    many samples as its weight says.
     Raises: as `microbatch`.
     """
-    B, T, count = spec.training.microbatch_size, spec.model.context, spec.training.validation_microbatches
+    count = spec.training.validation_microbatches
     if not 0 <= index < count:
         raise ValueError(f"there is no validation microbatch {index} of {count}")
-    num_blocks = _num_blocks(corpus.validation, T)
-    blocks = [place * num_blocks // (count * B) for place in range(index * B, (index + 1) * B)]
-    return _samples(corpus.validation, [block * T for block in blocks], T)
+    return _made(_of_validation(corpus, spec, index), *_weighed(corpus, spec, None, index))
+
+
+def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
+    """How many data passes the run's steps make over each source. Raises: DataError: one has not one sample."""
+    training, counts = spec.training, shares(corpus.weights, ROUND)
+    total = training.steps * training.microbatches_per_step * training.microbatch_size
+    return tuple(
+        total * count / ROUND / source.samples(spec.model.context).count
+        for source, count in zip(corpus.sources, counts, strict=True)
+    )
 
 
 def permuted(place: int, size: int, *, key: bytes) -> int:
@@ -69,19 +88,97 @@ def permuted(place: int, size: int, *, key: bytes) -> int:
             return place
 
 
-def _key(seed: int, data_pass: int) -> bytes:
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """`total` divided by weight in whole numbers, each at least 1 if that is possible."""
+    exact = [weight / sum(weights) * total for weight in weights]
+    least = int(total >= len(weights))
+    found = [max(int(share), least) for share in exact]
+    numbers = range(len(weights))
+    while sum(found) < total:
+        found[max(numbers, key=lambda k: (exact[k] - found[k], -k))] += 1
+    while sum(found) > total:
+        found[max((k for k in numbers if found[k] > least), key=lambda k: (found[k] - exact[k], -k))] -= 1
+    return found
+
+
+def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_Chosen]:
+    M, B, T = spec.training.microbatches_per_step, spec.training.microbatch_size, spec.model.context
+    chosen = []
+    for position in range((step * M + index) * B, (step * M + index + 1) * B):
+        source, place, words = _source_at(corpus, spec.seed, position)
+        samples = source.samples(T)
+        data_pass, place = divmod(place, samples.count)
+        chosen.append((samples, permuted(place, samples.count, key=_key(f"{spec.seed} {data_pass}{words}"))))
+    return chosen
+
+
+def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
+    """(the source of the sample at `position`, how many that source had before, what tells its order from others')."""
+    if not corpus.others:
+        return corpus, position, ""
+    this_round, slot = divmod(position, ROUND)
+    k, before = _round(corpus.weights, seed, this_round)[slot]
+    return corpus.sources[k], this_round * shares(corpus.weights, ROUND)[k] + before, f" {k}"
+
+
+@lru_cache(maxsize=_STEPS_KEPT)
+def _round(weights: tuple[float, ...], seed: int, number: int) -> tuple[tuple[int, int], ...]:
+    """Of each sample of a round (its source, how many that source had before in the round)."""
+    cards = [k for k, count in enumerate(shares(weights, ROUND)) for _ in range(count)]
+    key = _key(f"{seed} sources {number}")
+    had, drawn = [0] * len(weights), []
+    for slot in range(ROUND):
+        k = cards[permuted(slot, ROUND, key=key)]
+        drawn.append((k, had[k]))
+        had[k] += 1
+    return tuple(drawn)
+
+
+def _of_validation(corpus: Corpus, spec: RunSpec, index: int) -> list[_Chosen]:
+    B, T = spec.training.microbatch_size, spec.model.context
+    total = spec.training.validation_microbatches * B
+    of_all: list[tuple[Corpus, int, int]] = [
+        (source, place, count)
+        for source, count in zip(corpus.sources, shares(corpus.weights, total), strict=True)
+        for place in range(count)
+    ]
+    chosen = []
+    for source, place, count in of_all[index * B : (index + 1) * B]:
+        samples = source.samples(T, validates=True)
+        chosen.append((samples, place * samples.count // count))
+    return chosen
+
+
+def _weighed(corpus: Corpus, spec: RunSpec, step: int | None, index: int) -> tuple[int | None, float]:
+    """How many targets a microbatch learns (None: all), and its weight. `step`: None for validation."""
+    if not spec.data.leaves_out_targets:
+        return None, 1.0
+    counts = _counts(corpus, spec, step)
+    return counts[index], weight_of(counts[index], sum(counts), len(counts))
+
+
+@lru_cache(maxsize=_STEPS_KEPT)
+def _counts(corpus: Corpus, spec: RunSpec, step: int | None) -> tuple[int, ...]:
+    training = spec.training
+    if step is None:
+        of_each = [_of_validation(corpus, spec, index) for index in range(training.validation_microbatches)]
+    else:
+        of_each = [_of_training(corpus, spec, step, index) for index in range(training.microbatches_per_step)]
+    return tuple(sum(samples.counted(number) for samples, number in chosen) for chosen in of_each)
+
+
+def _made(chosen: list[_Chosen], counted: int | None, weight: float) -> tuple[Tensor, Labels]:
+    made = [samples.sample(number) for samples, number in chosen]
+    begins = [sample.begins_T for sample in made if sample.begins_T is not None]
+    labels = Labels(
+        targets_BT=torch.stack([sample.targets_T for sample in made]),
+        begins_BT=torch.stack(begins) if begins else None,
+        counted=counted,
+        weight=weight,
+    )
+    return torch.stack([sample.tokens_T for sample in made]), labels
+
+
+def _key(words: str) -> bytes:
     """32 bytes that decide the order of one data pass."""
-    return blake3(f"shoal data order {seed} {data_pass}".encode()).digest()
-
-
-def _num_blocks(text_N: Tensor, context: int) -> int:
-    num_blocks = (text_N.numel() - 1) // context
-    if num_blocks < 1:
-        raise DataError(f"{text_N.numel()} tokens of text are too few for one sample of {context + 1}")
-    return num_blocks
-
-
-def _samples(text_N: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
-    # To int64 before anything else: torch does little with uint16.
-    sample_BT = torch.stack([text_N[start : start + context + 1].long() for start in starts])
-    return sample_BT[:, :-1].contiguous(), sample_BT[:, 1:].contiguous()
+    return blake3(f"shoal data order {words}".encode()).digest()

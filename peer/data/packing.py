@@ -1,8 +1,8 @@
 """Documents packed into one long row of tokens: training first, then the part that training never sees.
 
-Documents stand one behind the other with a separator between them (the vocabulary's end of text), and samples are cut
-from the row wherever they fall. Which documents are for validation is decided by a hash of their text, so one that
-comes twice is never on both sides.
+Documents stand one behind the other with a separator between them (the vocabulary's end of text); beside the row is
+where each begins and, of chats, which tokens are learnt (`samples.py` makes samples of it). Which documents are for
+validation is decided by a hash of their text, so one that comes twice is never on both sides.
 
 What has been packed once is kept on disk and mapped from there: a corpus larger than memory is no trouble, and a
 restart does not tokenise again.
@@ -12,7 +12,9 @@ import contextlib
 import os
 import shutil
 import tempfile
+from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -21,16 +23,21 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from shoal.peer.data.chat import ChatTemplate
 from shoal.peer.data.documents import Document, identify, read_documents
-from shoal.peer.data.tokenizer import Tokenizer
+from shoal.peer.data.tokenizer import Tokenizer, Tokens
 from shoal.protocol.errors import DataError
 from shoal.protocol.spec import DataSpec
 
 OnProgress = Callable[[float], None]
 """Told which share of the source is done; 0 while nobody knows."""
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _TOKENS, _META = "tokens.bin", "meta.json"
+_STARTS: Final = "documents.bin"
+"""int64 [D], where documents begin."""
+_COUNTED: Final = "counted.bin"
+"""uint8 [N], whether a token is learnt. Of chats only: of a text all are."""
 _BATCH_CHARACTERS: Final = 1 << 20
 _HASH_BYTES: Final = 8
 
@@ -44,26 +51,42 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens [0, num_training) are for training."""
     num_documents: int
     digest: str
-    """BLAKE3 (64 hex digits) of the tokens and of where they are split."""
+    """BLAKE3 (64 hex digits) of the tokens and of where they are split; where documents matter, of these too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedText:
+    """A source as tokens: uint8, uint16 or int32 [N]."""
+
+    about: Packed
+    token_N: NDArray[Any]
+    start_D: NDArray[np.int64]
+    counted_N: NDArray[np.uint8] | None
 
 
 def pack(
-    spec: DataSpec, tokenizer: Tokenizer, *, cache: Path | None = None, on_progress: OnProgress | None = None
-) -> tuple[NDArray[Any], Packed]:
-    """Read and tokenise the source of `spec`, unless `cache` has it already.
+    spec: DataSpec,
+    tokenizer: Tokenizer,
+    *,
+    template: ChatTemplate | None = None,
+    cache: Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> PackedText:
+    """Read and tokenise the source of `spec`, which has one, unless `cache` has it already.
 
-    Returns: the tokens, uint8, uint16 or int32 [N], mapped from `cache` (in memory without one); and what they are.
+    Args: template: of a chat, the template that writes its conversations.
+    Returns: what was read, mapped from `cache` (in memory without one).
     Raises: DataError: the source cannot be read, or there is no room.
     """
+    source = _Source(spec, tokenizer, template)
     try:
         if cache is None:
             with tempfile.TemporaryDirectory(prefix="shoal-") as temporary:
-                packed = _write(Path(temporary), spec, tokenizer, on_progress)
-                return np.fromfile(Path(temporary, _TOKENS), dtype=packed.dtype), packed
-        folder = cache / _cache_key(spec, tokenizer)
-        packed = _known(folder) or _write_for_good(folder, spec, tokenizer, on_progress)
-        # Copy on write: torch wants memory that it may write to, and never does.
-        return np.memmap(folder / _TOKENS, dtype=packed.dtype, mode="c", shape=(packed.num_tokens,)), packed
+                packed = _write(Path(temporary), source, on_progress)
+                return _opened(Path(temporary), packed, mapped=False)
+        folder = cache / _cache_key(source)
+        packed = _known(folder) or _write_for_good(folder, source, on_progress)
+        return _opened(folder, packed, mapped=True)
     except OSError as error:
         where = cache or tempfile.gettempdir()
         raise DataError(f"cannot keep the prepared text in {where}: {error.strerror or error}") from error
@@ -76,9 +99,10 @@ def training_texts(spec: DataSpec, *, bytes_max: int, on_progress: OnProgress | 
     Raises: DataError: nothing there, or no text in it.
     """
     size, kept_back = 0, ""
-    for text, done in read_documents(spec):
+    for document in read_documents(spec):
+        text = document.text
         if on_progress is not None:
-            on_progress(max(done, min(1.0, size / bytes_max)))
+            on_progress(max(document.done, min(1.0, size / bytes_max)))
         if _is_validation(text, spec):
             kept_back = kept_back or text
             continue
@@ -92,8 +116,45 @@ def training_texts(spec: DataSpec, *, bytes_max: int, on_progress: OnProgress | 
         yield kept_back
 
 
-def _cache_key(spec: DataSpec, tokenizer: Tokenizer) -> str:
-    about = [_FORMAT, identify(spec), spec.field, spec.validation_fraction, spec.tokens_max, tokenizer.digest]
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One source, and what makes tokens of it."""
+
+    spec: DataSpec
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+@dataclass(slots=True)
+class _Side:
+    """Training or validation, while it is written."""
+
+    tokens: IO[bytes]
+    counted: IO[bytes] | None
+    num_tokens: int = 0
+    starts: "array[int]" = field(default_factory=lambda: array("q"))
+
+
+def _opened(folder: Path, packed: Packed, *, mapped: bool) -> PackedText:
+    def column(name: str, dtype: Any, count: int) -> NDArray[Any]:
+        if not mapped or not count:
+            return np.fromfile(folder / name, dtype=dtype)
+        # Copy on write: torch wants memory that it may write to, and never does.
+        return np.memmap(folder / name, dtype=dtype, mode="c", shape=(count,))
+
+    is_counted = (folder / _COUNTED).exists()
+    return PackedText(
+        about=packed,
+        token_N=column(_TOKENS, packed.dtype, packed.num_tokens),
+        start_D=column(_STARTS, np.int64, packed.num_documents),
+        counted_N=column(_COUNTED, np.uint8, packed.num_tokens) if is_counted else None,
+    )
+
+
+def _cache_key(source: _Source) -> str:
+    spec = source.spec
+    about = [_FORMAT, identify(spec), spec.field, spec.validation_fraction, spec.tokens_max, source.tokenizer.digest]
+    about += [spec.masks_documents, source.template.digest if source.template else ""]
     return blake3(msgspec.json.encode(about)).hexdigest(length=16)
 
 
@@ -101,19 +162,21 @@ def _known(folder: Path) -> Packed | None:
     """What an earlier call has left, if it is whole."""
     try:
         packed = msgspec.json.decode((folder / _META).read_bytes(), type=Packed)
-        size = (folder / _TOKENS).stat().st_size
+        size, starts = (folder / _TOKENS).stat().st_size, (folder / _STARTS).stat().st_size
+        counted = (folder / _COUNTED).stat().st_size if (folder / _COUNTED).exists() else packed.num_tokens
     except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return packed if size == packed.num_tokens * np.dtype(packed.dtype).itemsize else None
+    is_whole = size == packed.num_tokens * np.dtype(packed.dtype).itemsize
+    return packed if is_whole and starts == packed.num_documents * 8 and counted == packed.num_tokens else None
 
 
-def _write_for_good(folder: Path, spec: DataSpec, tokenizer: Tokenizer, on_progress: OnProgress | None) -> Packed:
+def _write_for_good(folder: Path, source: _Source, on_progress: OnProgress | None) -> Packed:
     """Several processes may do so at once; the last one's stays, and all are the same."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as unfinished:
-        packed = _write(Path(unfinished), spec, tokenizer, on_progress)
+        packed = _write(Path(unfinished), source, on_progress)
         if not packed.num_tokens:
-            raise DataError(f"{spec.source} has no text")
+            raise DataError(f"{source.spec.source} has no text")
         if _known(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # somebody was faster
@@ -125,50 +188,90 @@ def _write_for_good(folder: Path, spec: DataSpec, tokenizer: Tokenizer, on_progr
     return found
 
 
-def _write(folder: Path, spec: DataSpec, tokenizer: Tokenizer, on_progress: OnProgress | None) -> Packed:
-    with open(folder / _TOKENS, "w+b") as training, open(folder / "validation.bin", "w+b") as validation:
-        num_documents = _tokenise(spec, tokenizer, training, validation, on_progress)
-        itemsize = tokenizer.dtype.itemsize
-        num_training, num_validation = training.tell() // itemsize, validation.tell() // itemsize
-        validation.seek(0)
-        shutil.copyfileobj(validation, training, 1 << 24)
-        training.flush()
-        os.fsync(training.fileno())
-    (folder / "validation.bin").unlink()
-    total = num_training + num_validation
-    wanted = int(total * spec.validation_fraction)
-    if not wanted / 2 <= num_validation <= 2 * wanted:
+def _write(folder: Path, source: _Source, on_progress: OnProgress | None) -> Packed:
+    spec, dtype = source.spec, source.tokenizer.dtype
+    names = [_TOKENS, *([_COUNTED] if source.template else [])]
+    with contextlib.ExitStack() as opened:
+
+        def side(prefix: str) -> _Side:
+            files = [opened.enter_context(open(folder / (prefix + name), "w+b")) for name in names]
+            return _Side(files[0], files[1] if source.template else None)
+
+        training, validation = side(""), side("validation-")
+        num_documents = _tokenise(source, training, validation, on_progress)
+        for into, rest in ((training.tokens, validation.tokens), (training.counted, validation.counted)):
+            if into is not None and rest is not None:
+                rest.seek(0)
+                shutil.copyfileobj(rest, into, 1 << 24)
+                into.flush()
+                os.fsync(into.fileno())
+    for name in names:
+        (folder / f"validation-{name}").unlink()
+    total = training.num_tokens + validation.num_tokens
+    start_D = np.concatenate(
+        (np.array(training.starts, dtype=np.int64), np.array(validation.starts, dtype=np.int64) + training.num_tokens)
+    )
+    (folder / _STARTS).write_bytes(start_D.tobytes())
+    num_training, wanted = training.num_tokens, int(total * spec.validation_fraction)
+    if not wanted / 2 <= validation.num_tokens <= 2 * wanted:
         num_training = total - wanted  # few documents, or large ones: the tail, wherever that cuts
+        if source.template and num_documents > 1:  # but not through a conversation
+            at = int(np.searchsorted(start_D, num_training, side="right")) - 1
+            num_training = int(start_D[max(1, at)])
+    apart = [folder / name for name in (_STARTS if spec.masks_documents else "", *names[1:]) if name]
     packed = Packed(
-        dtype=tokenizer.dtype.name,
+        dtype=dtype.name,
         num_tokens=total,
         num_training=num_training,
         num_documents=num_documents,
-        digest=_digest(folder / _TOKENS, num_training),
+        digest=_digest([folder / _TOKENS, *apart], num_training),
     )
     (folder / _META).write_bytes(msgspec.json.encode(packed))
     return packed
 
 
-def _tokenise(
-    spec: DataSpec, tokenizer: Tokenizer, training: IO[bytes], validation: IO[bytes], on_progress: OnProgress | None
-) -> int:
+def _tokenise(source: _Source, training: _Side, validation: _Side, on_progress: OnProgress | None) -> int:
     """Returns: how many documents there were."""
+    spec, tokenizer = source.spec, source.tokenizer
     before, behind = (
-        np.array(list(tokens), dtype=tokenizer.dtype).tobytes() for tokens in (tokenizer.beginning, tokenizer.separator)
+        np.array(list(tokens), dtype=tokenizer.dtype) for tokens in (tokenizer.beginning, tokenizer.separator)
     )
     num_documents = num_tokens = 0
-    for batch in _batches(read_documents(spec)):
-        for document, tokens in zip(batch, tokenizer.encode([document.text for document in batch]), strict=True):
+    for batch in _batches(read_documents(spec, source.template)):
+        for document, tokens, counted in _encoded(batch, source):
             if spec.tokens_max and num_tokens >= spec.tokens_max:
                 return num_documents
-            into = validation if _is_validation(document.text, spec) else training
-            into.writelines((before, tokens.tobytes(), behind))
+            side = validation if _is_validation(document.text, spec) else training
+            row = np.concatenate((before, tokens, behind)) if document.is_framed else tokens
+            side.starts.append(side.num_tokens)
+            side.tokens.write(row.tobytes())
+            if side.counted is not None:
+                around = (len(before), len(behind)) if document.is_framed else (0, 0)
+                # The end of a text that is learnt is learnt too; its beginning is given.
+                parts = (np.zeros(around[0], np.uint8), counted, np.full(around[1], counted.any(), np.uint8))
+                side.counted.write(np.concatenate(parts).tobytes())
+            side.num_tokens += len(row)
             num_documents += 1
-            num_tokens += len(tokenizer.beginning) + len(tokens) + len(tokenizer.separator)
+            num_tokens += len(row)
         if on_progress is not None:
             on_progress(max(batch[-1].done, min(1.0, num_tokens / spec.tokens_max) if spec.tokens_max else 0.0))
     return num_documents
+
+
+def _encoded(batch: list[Document], source: _Source) -> Iterator[tuple[Document, Tokens, NDArray[np.uint8]]]:
+    """Each document with its tokens, and of a chat with which of them are learnt: those with a part in an answer."""
+    texts = [document.text for document in batch]
+    if source.template is None:
+        nothing = np.zeros(0, np.uint8)
+        for document, tokens in zip(batch, source.tokenizer.encode(texts), strict=True):
+            yield document, tokens, nothing
+        return
+    # What a template writes has the vocabulary's special tokens as text; so may what somebody says in it.
+    for document, (tokens, place_N2) in zip(batch, source.tokenizer.encode_placed(texts, special=True), strict=True):
+        counted_N = np.zeros(len(tokens), np.uint8)
+        for begin, end in document.answers:
+            counted_N[(place_N2[:, 0] < end) & (place_N2[:, 1] > begin)] = 1
+        yield document, tokens, counted_N
 
 
 def _is_validation(text: str, spec: DataSpec) -> bool:
@@ -190,9 +293,10 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _digest(path: Path, num_training: int) -> str:
+def _digest(paths: list[Path], num_training: int) -> str:
     hasher = blake3(num_training.to_bytes(8))
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            hasher.update(block)
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                hasher.update(block)
     return hasher.hexdigest()

@@ -27,6 +27,8 @@ _UNDECODED_TOKENS_MAX: Final = 8
 
 Tokens = NDArray[Any]
 """uint8, uint16 or int32 [N], by the size of the vocabulary."""
+Places = NDArray[np.int64]
+"""int64 [N, 2], the characters [begin, end) of its text that each token stands for."""
 
 
 class Tokenizer(Protocol):
@@ -43,6 +45,10 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
         """`special`: what looks like a special token is one; never so for text that others wrote."""
+        ...
+
+    def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
+        """As `encode`, with where each token stands in its text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -62,6 +68,13 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
         return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8) for text in texts]
+
+    def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
+        placed = []
+        for tokens in self.encode(texts):
+            begin = np.cumsum((tokens & 0xC0) != 0x80, dtype=np.int64) - 1  # the others go on with a character
+            placed.append((tokens, np.stack((begin, begin + 1), axis=1)))
+        return placed
 
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(_byte(token) for token in tokens).decode(errors="replace")
@@ -101,6 +114,14 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]
+
+    def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
+        self._tokenizer.encode_special_tokens = not special
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(one.ids, dtype=self.dtype), np.array(one.offsets, dtype=np.int64).reshape(-1, 2))
+            for one in encoded
+        ]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))

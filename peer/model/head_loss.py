@@ -21,29 +21,37 @@ CHUNK_BYTES: Final = 1 << 28
 """Of logits in float32, at a time."""
 
 
-def head_loss(x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, cap: float = 0.0) -> Tensor:
+def head_loss(
+    x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, cap: float = 0.0, counted: int | None = None
+) -> Tensor:
     """Mean cross entropy of `x_ND @ weight_VD.T` in nats a token, a float32 scalar.
 
     Args:
         x_ND: in what the products are to be computed in.
         weight_VD: of the same dtype. Its gradient is added up in it, chunk by chunk.
-        target_N: int64, from 0 to V - 1.
+        target_N: int64, from 0 to V - 1; with `counted` negative where a row has none.
         cap: c, where a logit becomes c tanh(logit / c); 0: it does not.
+        counted: rows that have a target, over which the mean is; the loss is 0 if there are none. None: all.
     """
     wants = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, target_N, cap, wants)  # type: ignore[no-untyped-call]
+    loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, target_N, cap, counted, wants)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, cap: float, wants: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, cap: float, counted: int | None, wants: bool
+    ) -> Tensor:
         num_rows, vocabulary = len(target_N), len(weight_VD)
+        mean_over = num_rows if counted is None else max(1, counted)
         rows = max(1, min(num_rows, CHUNK_BYTES // (4 * vocabulary)))
         total = torch.zeros((), device=x_ND.device)
         grad_ND, grad_VD = (torch.empty_like(x_ND), torch.zeros_like(weight_VD)) if wants else (None, None)
         for start in range(0, num_rows, rows):
             x_CD, target_C1 = x_ND[start : start + rows], target_N[start : start + rows, None]
+            has_target_C1 = None if counted is None else target_C1 >= 0
+            target_C1 = target_C1 if counted is None else target_C1.clamp(min=0)
             logit_CV = (x_CD @ weight_VD.T).float()
             slope_CV = None
             if cap:
@@ -54,21 +62,24 @@ class _HeadLoss(torch.autograd.Function):
             wanted_C1 = logit_CV.gather(1, target_C1)
             exp_CV = logit_CV.exp_()
             sum_C1 = exp_CV.sum(1, keepdim=True)
-            total += (sum_C1.log() - wanted_C1).sum()
+            loss_C1 = sum_C1.log() - wanted_C1
+            total += (loss_C1 if has_target_C1 is None else loss_C1.where(has_target_C1, 0.0)).sum()
             if grad_ND is None or grad_VD is None:
                 continue
-            exp_CV /= sum_C1 * num_rows
-            exp_CV.scatter_add_(1, target_C1, torch.full_like(wanted_C1, -1.0 / num_rows))
+            exp_CV /= sum_C1 * mean_over
+            exp_CV.scatter_add_(1, target_C1, torch.full_like(wanted_C1, -1.0 / mean_over))
+            if has_target_C1 is not None:
+                exp_CV *= has_target_C1
             if slope_CV is not None:
                 exp_CV *= slope_CV
             grad_CV = exp_CV.to(x_ND.dtype)
             torch.mm(grad_CV, weight_VD, out=grad_ND[start : start + rows])
             torch.addmm(grad_VD, grad_CV.T, x_CD, out=grad_VD)
         ctx.gradients = grad_ND, grad_VD
-        return total / num_rows
+        return total / mean_over
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_ND, grad_VD = ctx.gradients
-        return grad_ND.mul_(grad), grad_VD.mul_(grad), None, None, None
+        return grad_ND.mul_(grad), grad_VD.mul_(grad), None, None, None, None

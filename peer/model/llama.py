@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shoal.peer.model.documents import Documents
 from shoal.peer.model.head_loss import head_loss
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
 from shoal.peer.model.mixture import LOCAL, Mixture, mixture_layer
@@ -27,6 +28,11 @@ Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the keys and values of new tokens, [B, G, T, K] each; returns those of all tokens so far, the new ones last.
 
 With it a forward of one more token looks at those before it without their forward; `rotary` begins at the new ones."""
+
+
+GROUPED_WITH_MASK = ("cpu",)
+"""Devices on which a fused attention of torch takes a mask and grouped heads together. Elsewhere its documentation says
+that there is none, and all scores would lie in memory; keys and values that are repeated take less."""
 
 
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
@@ -52,10 +58,11 @@ def decoder_layer(
     remember: Remember | None = None,
     *,
     mixture: Mixture = LOCAL,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attention and feed-forward, or a mixture of them, with residuals: [B, T, D] -> [B, T, D]. T is at most the
     context, and with what is remembered 1 after the first call."""
-    x_BTD, normed_BTD = attend(model, index, params, x_BTD, rotary, remember)
+    x_BTD, normed_BTD = attend(model, index, params, x_BTD, rotary, remember, documents=documents)
     if model.num_experts:
         return x_BTD + mixture_layer(model, index, params, normed_BTD.flatten(0, 1), mixture).view_as(x_BTD)
     at = f"model.layers.{index}."
@@ -66,12 +73,19 @@ def decoder_layer(
 
 
 def attend(
-    model: ModelSpec, index: int, params: Params, x_BTD: Tensor, rotary: Rotary, remember: Remember | None = None
+    model: ModelSpec,
+    index: int,
+    params: Params,
+    x_BTD: Tensor,
+    rotary: Rotary,
+    remember: Remember | None = None,
+    *,
+    documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The first half of a layer. Returns: ([B, T, D] with the residual, that normalised for the second half)."""
     at, norms = f"model.layers.{index}.", model.decoder.norms
     normed_BTD = x_BTD if norms == "post" else _norm(model, params, at + "input_layernorm", x_BTD)
-    out_BTD = _attention(model, index, params, normed_BTD, rotary, remember)
+    out_BTD = _attention(model, index, params, normed_BTD, rotary, remember, documents)
     if norms == "pre":
         x_BTD = x_BTD + out_BTD
         return x_BTD, _norm(model, params, at + "post_attention_layernorm", x_BTD)
@@ -86,17 +100,19 @@ def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
     return (logits_BTV / cap).tanh() * cap if cap else logits_BTV
 
 
-def loss_of_head(model: ModelSpec, params: Params, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+def loss_of_head(
+    model: ModelSpec, params: Params, x_BTD: Tensor, targets_BT: Tensor, counted: int | None = None
+) -> Tensor:
     """Apply the final norm and the output projection and take the mean cross entropy: [B, T, D] and int64 targets
     [B, T] -> float32 scalar, nats a token. The same as `loss(head(...), targets_BT)`, but never holds all logits
-    (`head_loss.py`)."""
+    (`head_loss.py`). `counted`: targets that are not negative; None: all."""
     x_BTD = _norm(model, params, "model.norm", x_BTD)
     weight_VD, cap = params["lm_head.weight"], model.decoder.logit_softcap
-    return head_loss(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), cap)
+    return head_loss(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), cap, counted)
 
 
 def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy in nats a token, float32 scalar."""
+    """Mean cross entropy in nats a token, float32 scalar. Targets of -100 are left out; NaN if all are."""
     return functional.cross_entropy(logits_BTV.flatten(0, -2).float(), targets_BT.flatten())
 
 
@@ -109,8 +125,10 @@ def run_layers(
     remember: Mapping[str, Remember] | None = None,
     *,
     mixture: Mixture = LOCAL,
+    documents: Documents | None = None,
 ) -> Tensor:
-    """Chain the layers `keys`: a stage's forward. `remember`: by layer, for sampling.
+    """Chain the layers `keys`: a stage's forward. `remember`: by layer, for sampling. `documents`: where tokens look at
+    their own document only; `rotary` is then what `documents` makes of it.
 
     `x` is int64 tokens [B, T] if keys[0] is "embed", otherwise [B, T, D]; the result is logits [B, T, V] if keys[-1]
     is "head", otherwise [B, T, D].
@@ -123,7 +141,9 @@ def run_layers(
             x = head(model, params, x)
         else:
             remembered = remember[key] if remember else None
-            x = decoder_layer(model, layer_index(key), params, x, rotary, remembered, mixture=mixture)
+            x = decoder_layer(
+                model, layer_index(key), params, x, rotary, remembered, mixture=mixture, documents=documents
+            )
     return x
 
 
@@ -153,7 +173,13 @@ def _feed_forward(model: ModelSpec, at: str, params: Params, x_BTD: Tensor) -> T
 
 
 def _attention(
-    model: ModelSpec, index: int, params: Params, x_BTD: Tensor, rotary: Rotary, remember: Remember | None
+    model: ModelSpec,
+    index: int,
+    params: Params,
+    x_BTD: Tensor,
+    rotary: Rotary,
+    remember: Remember | None,
+    documents: Documents | None,
 ) -> Tensor:
     B, T, _ = x_BTD.shape
     at, decoder, window = f"model.layers.{index}.self_attn.", model.decoder, model.window_of(index)
@@ -172,25 +198,32 @@ def _attention(
         key_BGTK, value_BGTK = remember(key_BGTK, value_BGTK)
     if T == 1 and window:
         key_BGTK, value_BGTK = key_BGTK[:, :, -window:], value_BGTK[:, :, -window:]
-    out_BHTK = _attend(model, query_BHTK, key_BGTK, value_BGTK, window)
+    mask = None if documents is None else documents.mask(window, query_BHTK.dtype)
+    out_BHTK = _attend(model, query_BHTK, key_BGTK, value_BGTK, window, mask)
     return _linear(params, at + "o_proj", out_BHTK.transpose(1, 2).reshape(B, T, -1))
 
 
-def _attend(model: ModelSpec, query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, window: int) -> Tensor:
-    """Each query looks at the keys before it, its own among them, and at no more than `window` of them; 0: at all."""
+def _attend(
+    model: ModelSpec, query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, window: int, mask_B1TS: Tensor | None
+) -> Tensor:
+    """Each query looks at the keys before it, its own among them, and at no more than `window` of them; 0: at all.
+    `mask_B1TS`: says all of this itself, 0 or -inf."""
     T, S = query_BHTK.shape[2], key_BGSK.shape[2]
     decoder = model.decoder
     scale = None if decoder.score_dim is None else decoder.score_dim**-0.5
     is_grouped = model.num_heads != model.num_kv_heads
     cap = decoder.attention_softcap
-    if not cap and (not window or window >= S):
+    if not cap and mask_B1TS is None and (not window or window >= S):
         return functional.scaled_dot_product_attention(
             query_BHTK, key_BGSK, value_BGSK, is_causal=S == T, scale=scale, enable_gqa=is_grouped
         )
-    mask_TS = _mask(T, S, window, query_BHTK.device)
+    mask = _mask(T, S, window, query_BHTK.device) if mask_B1TS is None else mask_B1TS
+    if not cap and mask_B1TS is not None and is_grouped and query_BHTK.device.type not in GROUPED_WITH_MASK:
+        times, is_grouped = model.num_heads // model.num_kv_heads, False
+        key_BGSK, value_BGSK = (x.repeat_interleave(times, dim=1) for x in (key_BGSK, value_BGSK))
     if not cap:
         return functional.scaled_dot_product_attention(
-            query_BHTK, key_BGSK, value_BGSK, attn_mask=mask_TS, scale=scale, enable_gqa=is_grouped
+            query_BHTK, key_BGSK, value_BGSK, attn_mask=mask, scale=scale, enable_gqa=is_grouped
         )
     # torch has no fused attention with a cap.
     B, H, _, K = query_BHTK.shape
@@ -199,7 +232,11 @@ def _attend(model: ModelSpec, query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: 
     score_BGHTS: Tensor = query_BGHTK @ key_BGSK.unsqueeze(2).transpose(-1, -2)
     score_BGHTS = cap * (score_BGHTS / cap).tanh()
     wide = torch.promote_types(score_BGHTS.dtype, torch.float32)
-    share_BGHTS: Tensor = score_BGHTS.masked_fill(~mask_TS, -math.inf).softmax(-1, dtype=wide).to(value_BGSK.dtype)
+    if mask_B1TS is None:
+        score_BGHTS = score_BGHTS.masked_fill(~mask, -math.inf)
+    else:
+        score_BGHTS = score_BGHTS + mask_B1TS.unsqueeze(2)
+    share_BGHTS: Tensor = score_BGHTS.softmax(-1, dtype=wide).to(value_BGSK.dtype)
     out_BGHTK: Tensor = share_BGHTS @ value_BGSK.unsqueeze(2)
     return out_BGHTK.view(B, H, T, K)
 

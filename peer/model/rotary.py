@@ -12,7 +12,8 @@ from shoal.protocol.decoder import RopeScaling
 from shoal.protocol.spec import ModelSpec
 
 Rotary = tuple[Tensor, Tensor]
-"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK): see `rotary_tables`."""
+"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK): see `rotary_tables`. Where samples differ in their positions, both
+begin with B and 1 (`at_positions`)."""
 
 
 def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
@@ -29,6 +30,12 @@ def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: t
     return cos.to(device, dtype), turned.to(device, dtype)
 
 
+def at_positions(rotary: Rotary, position_BT: Tensor) -> Rotary:
+    """The tables at the positions of each sample's tokens, int64 [B, T]: [B, 1, T, K], or [B, 1, T, 2, K]."""
+    cos, turned = (table[position_BT].unsqueeze(1) for table in rotary)
+    return cos, turned
+
+
 def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
     """Turn each pair (k, k + K/2) by its position's angle: Hugging Face's `rotate_half`, the same bits. The sign of the
     half that comes to the front is in the table: one operation for the exchange of the halves, where it was three.
@@ -36,8 +43,20 @@ def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
     Args: windowed: of a layer with a window.
     """
     T, K = x_BHTK.shape[2:]
-    cos_TK, turned_TK = (table[:T] if table.ndim == 2 else table[:T, int(windowed)] for table in rotary)
-    return (x_BHTK * cos_TK + x_BHTK.roll(K // 2, dims=-1) * turned_TK).to(x_BHTK.dtype)
+    cos, turned = (_of_kind(table, T, int(windowed)) for table in rotary)
+    return (x_BHTK * cos + x_BHTK.roll(K // 2, dims=-1) * turned).to(x_BHTK.dtype)
+
+
+def _of_kind(table: Tensor, num_tokens: int, kind: int) -> Tensor:
+    match table.ndim:
+        case 2:
+            return table[:num_tokens]
+        case 3:
+            return table[:num_tokens, kind]
+        case 4:
+            return table
+        case _:
+            return table[..., kind, :]
 
 
 def _tables(model: ModelSpec, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus
+from shoal.peer.data.labels import IGNORED, Labels
 from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model import llama
@@ -34,30 +35,36 @@ class Boundary:
         self._device = device
         self._wire = ActivationWire(spec)
 
-    def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Tensor]:
+    def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
         """Returns: (the activation [B, T, D], or the tokens [B, T] where `payload` is None: stage 0 reads the data;
-        the targets [B, T])."""
+        what the tokens are to predict)."""
         if payload is not None:
-            x_BTD, targets_BT = self._wire.decode_activation(payload, self._device)
-            return x_BTD.requires_grad_(not microbatch.validates), targets_BT
+            x_BTD, labels = self._wire.decode_activation(payload, self._device)
+            return x_BTD.requires_grad_(not microbatch.validates), labels
         assert self._corpus is not None, "only stage 0 reads the data"
         if microbatch.validates:
-            tokens_BT, targets_BT = validation_microbatch(self._corpus, self._spec, -1 - microbatch.index)
+            tokens_BT, labels = validation_microbatch(self._corpus, self._spec, -1 - microbatch.index)
         else:
-            tokens_BT, targets_BT = training_microbatch(self._corpus, self._spec, microbatch.step, microbatch.index)
-        return tokens_BT.to(self._device), targets_BT.to(self._device)
+            tokens_BT, labels = training_microbatch(self._corpus, self._spec, microbatch.step, microbatch.index)
+        return tokens_BT.to(self._device), labels.to(self._device)
 
-    def send(self, y_BTD: Tensor, targets_BT: Tensor) -> bytearray:
+    def send(self, y_BTD: Tensor, labels: Labels) -> bytearray:
         """The activation, as the next stage gets it."""
-        return self._wire.encode_activation(y_BTD.detach(), targets_BT)
+        return self._wire.encode_activation(y_BTD.detach(), labels)
 
-    def loss(self, params: llama.Params, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Of the head `params`, in nats a token. NaN if a target is no token: a neighbour sent nonsense, and torch
-        would raise, or lose its GPU's context."""
-        last = self._spec.model.vocab_size - 1
+    def loss(self, params: llama.Params, x_BTD: Tensor, labels: Labels) -> Tensor:
+        """Of the head `params`, in nats a token, times the microbatch's weight. NaN if a target is no token, or the
+        weight none: a neighbour sent nonsense, and torch would raise, or lose its GPU's context."""
+        last, targets_BT, training = self._spec.model.vocab_size - 1, labels.targets_BT, self._spec.training
         tokens_BT = targets_BT.clamp(0, last)
-        loss = llama.loss_of_head(self._spec.model, params, x_BTD, tokens_BT)
-        return torch.where((tokens_BT == targets_BT).all(), loss, math.nan)
+        if labels.counted is None:
+            loss = llama.loss_of_head(self._spec.model, params, x_BTD, tokens_BT)
+            return torch.where((tokens_BT == targets_BT).all(), loss, math.nan)
+        tokens_BT = torch.where(targets_BT == IGNORED, IGNORED, tokens_BT)
+        loss = llama.loss_of_head(self._spec.model, params, x_BTD, tokens_BT, labels.counted)
+        weight_max = max(training.microbatches_per_step, training.validation_microbatches)
+        weight = labels.weight if 0 <= labels.weight <= weight_max else math.nan
+        return weight * torch.where((tokens_BT == targets_BT).all(), loss, math.nan)
 
     def receive_gradient(self, payload: Payload) -> Tensor:
         """The gradient of our output, float32 [B, T, D]."""

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus
+from shoal.peer.data.labels import Labels
 from shoal.peer.model import llama
 from shoal.peer.model.backward import backward
+from shoal.peer.model.documents import Documents
 from shoal.peer.model.finite import finite
 from shoal.peer.model.flop import forward_flop, job_flop
 from shoal.peer.model.layout import HEAD, stage_layer_keys
@@ -41,6 +43,7 @@ class _Context:
     """A microbatch between its forward and its backward."""
 
     x: Tensor
+    labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, Tensor] | None
     """The weights that the forward took, the same as autograd leaves, and the output [B, T, D] with its graph. None:
@@ -80,13 +83,13 @@ class StageRuntime(Shard):
 
         `contributes`: its gradient is wanted; a mate's sum has it otherwise.
         """
-        x, targets_BT = self._boundary.receive(microbatch, payload)
+        x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
         recomputes = self.spec.training.recomputes
         with torch.set_grad_enabled(not recomputes):
-            y_BTD = self._run_layers(leaves, x, Mixture(loads=self.expert_loads))
-        self._contexts[microbatch] = _Context(x, contributes, None if recomputes else (weights, leaves, y_BTD))
-        return self._boundary.send(y_BTD, targets_BT)
+            y_BTD = self._run_layers(leaves, x, labels, Mixture(loads=self.expert_loads))
+        self._contexts[microbatch] = _Context(x, labels, contributes, None if recomputes else (weights, leaves, y_BTD))
+        return self._boundary.send(y_BTD, labels)
 
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
@@ -96,10 +99,10 @@ class StageRuntime(Shard):
         Returns: (loss in nats a token, gradient for the stage before; None if there is none). If the loss is not
         finite, the gradient is zero and nothing is added: no non-finite number may reach an optimizer.
         """
-        x, targets_BT = self._boundary.receive(microbatch, payload)
+        x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
-        y_BTD = self._run_layers(leaves, x, Mixture(loads=self.expert_loads))
-        loss = self._boundary.loss(leaves[HEAD], y_BTD, targets_BT)
+        y_BTD = self._run_layers(leaves, x, labels, Mixture(loads=self.expert_loads))
+        loss = self._boundary.loss(leaves[HEAD], y_BTD, labels)
         self._collect(microbatch, weights, leaves, contributes)
         torch.autograd.backward(loss)
         fine = finite(loss.detach())
@@ -120,7 +123,7 @@ class StageRuntime(Shard):
         self._collect(microbatch, weights, leaves, context.contributes)
         fine = finite(grad_BTD)
         if y_BTD is None:
-            y_BTD = self._run_layers(leaves, context.x, Mixture())
+            y_BTD = self._run_layers(leaves, context.x, context.labels, Mixture())
         backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
         # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
         counts = self._contributions.zero_unless_finite(microbatch, fine)
@@ -135,18 +138,18 @@ class StageRuntime(Shard):
     @torch.no_grad()
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float:
         """Forward at the committed version. Returns: the activation, or the loss at the last stage."""
-        x, targets_BT = self._boundary.receive(microbatch, payload)
+        x, labels = self._boundary.receive(microbatch, payload)
         _, leaves = self._weights_of(microbatch)
-        y = self._run_layers(leaves, x, Mixture())
+        y = self._run_layers(leaves, x, labels, Mixture())
         if self.keys[-1] == HEAD:
-            return float(self._boundary.loss(leaves[HEAD], y, targets_BT))
-        return self._boundary.send(y, targets_BT)
+            return float(self._boundary.loss(leaves[HEAD], y, labels))
+        return self._boundary.send(y, labels)
 
     def make_room(self) -> None:
         """Let every microbatch that waits for its backward run its forward again, as with `keep = "recompute"`."""
         for microbatch, context in list(self._contexts.items()):
             context.x.grad = None
-            self._contexts[microbatch] = _Context(context.x, context.contributes, None)
+            self._contexts[microbatch] = _Context(context.x, context.labels, context.contributes, None)
         super().make_room()
 
     def forget(self, microbatch: Microbatch) -> None:
@@ -154,9 +157,13 @@ class StageRuntime(Shard):
         self._contexts.pop(microbatch, None)
         super().forget(microbatch)
 
-    def _run_layers(self, leaves: Leaves, x: Tensor, mixture: Mixture) -> Tensor:
+    def _run_layers(self, leaves: Leaves, x: Tensor, labels: Labels, mixture: Mixture) -> Tensor:
         """All but the head, which ends in the loss."""
         if x.is_floating_point():
             x = x.to(self.dtype)
         keys = [key for key in self.keys if key != HEAD]
-        return llama.run_layers(self.spec.model, keys, leaves, x, self._rotary, mixture=mixture)
+        rotary, documents = self._rotary, None
+        if labels.begins_BT is not None:
+            documents = Documents(labels.begins_BT)
+            rotary = documents.positioned(rotary)
+        return llama.run_layers(self.spec.model, keys, leaves, x, rotary, mixture=mixture, documents=documents)

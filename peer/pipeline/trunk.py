@@ -21,14 +21,17 @@ from torch.nn import functional
 
 from shoal.kernels.dispatch import Groups, combine, group, permute
 from shoal.peer.data.corpus import Corpus
+from shoal.peer.data.labels import Labels
 from shoal.peer.experts.call import Calling, ExpertCall
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model import llama
 from shoal.peer.model.backward import backward
+from shoal.peer.model.documents import Documents
 from shoal.peer.model.finite import finite
 from shoal.peer.model.flop import job_flop, part_flop, trunk_flop
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads, Routing, route
+from shoal.peer.model.rotary import Rotary
 from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.shard import Leaves, Shard
@@ -73,6 +76,7 @@ class _Context:
     """A microbatch between its forward and its backward."""
 
     x: Tensor
+    labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, _Graph] | None
     """None: the backward runs the forward again."""
@@ -112,22 +116,22 @@ class StageTrunk(Shard):
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> Calling[bytearray]:
         """As `StageRuntime.forward`."""
-        x, targets_BT = self._boundary.receive(microbatch, payload)
+        x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
         recomputes = self.spec.training.recomputes
-        y_BTD, cuts = yield from self._run_layers(leaves, x, self.expert_loads, grad=not recomputes)
+        y_BTD, cuts = yield from self._run_layers(leaves, x, labels, self.expert_loads, grad=not recomputes)
         kept = None if recomputes else (weights, leaves, (y_BTD, cuts))
-        self._contexts[microbatch] = _Context(x, contributes, kept)
-        return self._boundary.send(y_BTD, targets_BT)
+        self._contexts[microbatch] = _Context(x, labels, contributes, kept)
+        return self._boundary.send(y_BTD, labels)
 
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> Calling[tuple[float, bytearray | None]]:
         """As `StageRuntime.loss`."""
-        x, targets_BT = self._boundary.receive(microbatch, payload)
+        x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
-        y_BTD, cuts = yield from self._run_layers(leaves, x, self.expert_loads, grad=True)
-        loss = self._boundary.loss(leaves[HEAD], y_BTD, targets_BT)
+        y_BTD, cuts = yield from self._run_layers(leaves, x, labels, self.expert_loads, grad=True)
+        loss = self._boundary.loss(leaves[HEAD], y_BTD, labels)
         self._collect(microbatch, weights, leaves, contributes)
         value, fine = float(loss.detach()), finite(loss.detach())
         if math.isfinite(value):
@@ -147,7 +151,7 @@ class StageTrunk(Shard):
         self._collect(microbatch, weights, leaves, context.contributes)
         fine = finite(grad_BTD)
         if bool(fine):
-            y_BTD, cuts = graph or (yield from self._run_layers(leaves, context.x, None, grad=True))
+            y_BTD, cuts = graph or (yield from self._run_layers(leaves, context.x, context.labels, None, grad=True))
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
             yield from self._back_through(cuts)
             # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
@@ -159,13 +163,13 @@ class StageTrunk(Shard):
 
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Calling[bytearray | float]:
         """As `StageRuntime.validate`."""
-        x, targets_BT = self._boundary.receive(microbatch, payload)
+        x, labels = self._boundary.receive(microbatch, payload)
         _, leaves = self._weights_of(microbatch)
-        y, _ = yield from self._run_layers(leaves, x, None, grad=False)
+        y, _ = yield from self._run_layers(leaves, x, labels, None, grad=False)
         if self.keys[-1] == HEAD:
             with torch.no_grad():
-                return float(self._boundary.loss(leaves[HEAD], y, targets_BT))
-        return self._boundary.send(y, targets_BT)
+                return float(self._boundary.loss(leaves[HEAD], y, labels))
+        return self._boundary.send(y, labels)
 
     def forget(self, microbatch: Microbatch) -> None:
         """Nobody will ask for the microbatch any more."""
@@ -174,9 +178,13 @@ class StageTrunk(Shard):
 
     # --- inside ---
 
-    def _run_layers(self, leaves: Leaves, x: Tensor, loads: ExpertLoads | None, *, grad: bool) -> Calling[_Graph]:
+    def _run_layers(
+        self, leaves: Leaves, x: Tensor, labels: Labels, loads: ExpertLoads | None, *, grad: bool
+    ) -> Calling[_Graph]:
         """The forward, experts included, of all but the head. `loads` counts the run, if given."""
         model, cuts = self.spec.model, list[_Cut]()
+        documents = None if labels.begins_BT is None else Documents(labels.begins_BT)
+        rotary = self._rotary if documents is None else documents.positioned(self._rotary)
         if x.is_floating_point():
             with torch.set_grad_enabled(grad):
                 x = x.to(self.dtype)
@@ -187,7 +195,7 @@ class StageTrunk(Shard):
                     continue
                 if key == HEAD:
                     break
-                front = self._attend_and_route(key, params, x, loads)
+                front = self._attend_and_route(key, params, x, rotary, documents, loads)
             output = yield front.call
             assert output is not None
             weight_NK = front.routing.weight_NK
@@ -203,11 +211,17 @@ class StageTrunk(Shard):
         return x, cuts
 
     def _attend_and_route(
-        self, key: str, params: dict[str, Tensor], x_BTD: Tensor, loads: ExpertLoads | None
+        self,
+        key: str,
+        params: dict[str, Tensor],
+        x_BTD: Tensor,
+        rotary: Rotary,
+        documents: Documents | None,
+        loads: ExpertLoads | None,
     ) -> _Front:
         """One layer up to its experts."""
         model, layer = self.spec.model, layer_index(key.rpartition(".")[0])
-        h_BTD, normed_BTD = llama.attend(model, layer, params, x_BTD, self._rotary)
+        h_BTD, normed_BTD = llama.attend(model, layer, params, x_BTD, rotary, documents=documents)
         x_ND = normed_BTD.flatten(0, 1)
         gate_ED = params[router_name(model, layer)]
         routing = route(functional.linear(x_ND, gate_ED), model.experts_per_token)

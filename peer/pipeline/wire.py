@@ -3,9 +3,14 @@
 In few bits (`kernels/codec`) activations are rounded to the nearest and their gradients by chance, so that they are
 right in the mean: by numbers of the microbatch and the layer, so that whoever computes them again gets the same bytes.
 
+With an activation go its labels: of each token what it is to predict, and where the run says that documents are apart
+or that some targets are not learnt, in the same four bytes whether a document begins at it, and behind all of them the
+microbatch's weight.
+
 B samples   T tokens   D width
 """
 
+import math
 from typing import Final
 
 import torch
@@ -13,6 +18,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.kernels import codec
+from shoal.peer.data.labels import IGNORED, Labels
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
@@ -21,6 +27,10 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_BEGINS: Final = 1 << 30
+"""The bit of a label that says that a document begins; the target is in the bits below."""
+_NOTHING: Final = _BEGINS - 1
+"""In the place of a target that is not learnt. No vocabulary has so many tokens (`VOCABULARY_MAX`)."""
 
 
 class ActivationWire:
@@ -35,7 +45,9 @@ class ActivationWire:
         self.activation_bytes = tensor_bytes(self._forward, self._numel)
         """Without the targets."""
         self.gradient_bytes = tensor_bytes(self._backward, self._numel)
-        self.targets_bytes = 4 * spec.training.microbatch_size * spec.model.context
+        self._leaves_out, self._masks = spec.data.leaves_out_targets, spec.data.masks_documents
+        words = spec.training.microbatch_size * spec.model.context + self._leaves_out
+        self.targets_bytes = 4 * words
 
     def check_activation(self, payload: Payload, source: PeerID) -> None:
         """Raises: RemoteError: `source` sent another number of bytes than this run's activations have."""
@@ -45,18 +57,45 @@ class ActivationWire:
         """Raises: RemoteError."""
         self._check(payload, self.gradient_bytes, source)
 
-    def encode_activation(self, x_BTD: Tensor, targets_BT: Tensor) -> bytearray:
+    def encode_activation(self, x_BTD: Tensor, labels: Labels) -> bytearray:
         payload = bytearray(self.activation_bytes + self.targets_bytes)
         self._write(x_BTD, payload, self._forward)
-        at = self.activation_bytes
-        torch.frombuffer(payload, dtype=torch.int32, offset=at).view(self._shape_BT).copy_(targets_BT)
+        at, num = self.activation_bytes, math.prod(self._shape_BT)
+        word_BT, weight_1 = self._words(payload, num)
+        targets_BT = labels.targets_BT
+        if not self._leaves_out:
+            word_BT.copy_(targets_BT)
+            return payload
+        word_BT.copy_(torch.where(targets_BT == IGNORED, _NOTHING, targets_BT))
+        if labels.begins_BT is not None:
+            word_BT += _BEGINS * labels.begins_BT.to(word_BT.device, torch.int32)
+        weight_1.fill_(labels.weight)
+        assert at + 4 * (num + 1) == len(payload)
         return payload
 
-    def decode_activation(self, payload: Payload, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns: (float32 [B, T, D] on `device`, nobody else's; int64 targets [B, T] there)."""
+    def decode_activation(self, payload: Payload, device: torch.device) -> tuple[Tensor, Labels]:
+        """Returns: (float32 [B, T, D] on `device`, nobody else's; its labels there)."""
         x_BTD = self._read(payload, self.activation_bytes, self._forward, device)
-        targets_BT = torch.frombuffer(payload, dtype=torch.int32, offset=self.activation_bytes).view(self._shape_BT)
-        return x_BTD, targets_BT.to(device, torch.int64)
+        word_BT, weight_1 = self._words(payload, math.prod(self._shape_BT))
+        if not self._leaves_out:
+            return x_BTD, Labels(targets_BT=word_BT.to(device, torch.int64))
+        targets_BT = word_BT.to(torch.int64) & _NOTHING
+        targets_BT.masked_fill_(targets_BT == _NOTHING, IGNORED)
+        labels = Labels(
+            targets_BT=targets_BT,
+            begins_BT=(word_BT & _BEGINS) != 0 if self._masks else None,
+            counted=int((targets_BT != IGNORED).sum()),
+            weight=float(weight_1),
+        )
+        return x_BTD, labels.to(device)
+
+    def _words(self, payload: Payload, num: int) -> tuple[Tensor, Tensor]:
+        """The labels in a payload, int32 [B, T], and the place of the weight behind them, float32 [1] or [0]."""
+        at = self.activation_bytes
+        word_BT = torch.frombuffer(payload, dtype=torch.int32, offset=at, count=num).view(self._shape_BT)
+        if not self._leaves_out:
+            return word_BT, torch.empty(0)
+        return word_BT, torch.frombuffer(payload, dtype=torch.float32, offset=at + 4 * num, count=1)
 
     def encode_gradient(self, grad_BTD: Tensor, microbatch: Microbatch, layer: int) -> bytearray:
         """Args: grad_BTD: of the input of decoder layer `layer`, float32 [B, T, D]."""

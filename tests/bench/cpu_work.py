@@ -291,6 +291,7 @@ def train_plainly(spec_file: Path, *, threads: int) -> None:
     from torch.nn import functional
 
     from shoal.peer.data.corpus import load_corpus
+    from shoal.peer.data.labels import Labels
     from shoal.peer.data.microbatch import microbatch, validation_microbatch
     from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
     from shoal.peer.model.schedule import learning_rate
@@ -384,8 +385,8 @@ def train_plainly(spec_file: Path, *, threads: int) -> None:
     by_layer.append([*model.model.norm.parameters(), *model.lm_head.parameters()])
     corpus = load_corpus(spec.data, context=model_spec.context)
 
-    def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    def loss_of(tokens: torch.Tensor, labels: Labels) -> torch.Tensor:
+        return functional.cross_entropy(model(tokens).flatten(0, 1), labels.targets_BT.flatten())
 
     for step in range(spec.training.steps):
         total = 0.0

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.peer.data.labels import Labels
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.pipeline.microbatch import Microbatch, bitmap_of
 from shoal.peer.pipeline.wire import ActivationWire
@@ -23,8 +24,8 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, wire: ActivationWire, microbatch: Microbatch, layer: int) -> Tensor:
         ctx.at = wire, microbatch, layer
-        targets_BT = torch.zeros(x_BTD.shape[:2], dtype=torch.int32)
-        return wire.decode_activation(wire.encode_activation(x_BTD, targets_BT), CPU)[0]
+        labels = Labels(targets_BT=torch.zeros(x_BTD.shape[:2], dtype=torch.int64))
+        return wire.decode_activation(wire.encode_activation(x_BTD, labels), CPU)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None, None, None]:

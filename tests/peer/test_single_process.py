@@ -48,8 +48,8 @@ def train_flat(spec: RunSpec, corpus: Corpus, steps: int) -> list[tuple[float, f
         total = 0.0
         for index in range(M):
             leaves = {key: layer_layout(spec.model, key).leaves(state[key][0], gradients[key]) for key in keys}
-            tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
-            value = loss(run_layers(spec.model, keys, leaves, tokens_BT, rotary), targets_BT)
+            tokens_BT, labels = microbatch(corpus, spec, step, index)
+            value = loss(run_layers(spec.model, keys, leaves, tokens_BT, rotary), labels.targets_BT)
             torch.autograd.backward(value)
             total += value.item()
         norms = []

@@ -84,9 +84,9 @@ def losses_of_transformers(transformers, spec, steps):
         adamw.zero_grad()
         total = 0.0
         for index in range(number):
-            tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
+            tokens_BT, labels = microbatch(corpus, spec, step, index)
             logits_BTV = model(tokens_BT).logits
-            loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+            loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels.targets_BT.flatten())
             torch.autograd.backward(loss / number)
             total += loss.item()
         for layout in layouts:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from shoal.peer.data.labels import Labels
 from shoal.peer.group import reductions
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.replica.supply import Supply
@@ -214,7 +215,7 @@ def test_an_activation_from_no_neighbour_is_neither_learnt_from_nor_answered(mak
         wire = ActivationWire(swarm.spec)
         training, model = swarm.spec.training, swarm.spec.model
         x_BTD = torch.ones(training.microbatch_size, model.context, model.dim)
-        payload = wire.encode_activation(x_BTD, torch.zeros(x_BTD.shape[:2], dtype=torch.int64))
+        payload = wire.encode_activation(x_BTD, Labels(targets_BT=torch.zeros(x_BTD.shape[:2], dtype=torch.int64)))
         for index in range(training.microbatches_per_step):
             meta = Activation(stage=1, step=target.version + 1, index=index)
             send = stranger.send(swarm.peer("1.0").peer_id, meta, payload, priority=Priority.ACTIVATION)

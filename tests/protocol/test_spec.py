@@ -16,6 +16,7 @@ from shoal.protocol.spec import (
     ModelSpec,
     OptimizerSpec,
     RunSpec,
+    SourceSpec,
     SwarmSpec,
     TrainingSpec,
     continued_spec,
@@ -132,7 +133,12 @@ def test_what_is_new_is_in_the_bytes_where_it_says_something() -> None:
         RunSpec(data=DataSpec(tokenizer="x.json", tokenizer_digest="00")),
         RunSpec(data=DataSpec(tokens_max=5)),
         RunSpec(data=DataSpec(field="content")),
+        RunSpec(data=DataSpec(format="chat")),
+        RunSpec(data=DataSpec(document_masks=True)),
+        RunSpec(data=DataSpec(document_masks=False)),
+        RunSpec(data=DataSpec(sources=(SourceSpec(source="a"), SourceSpec(source="b", weight=2.0)))),
         RunSpec(initial=InitialSpec(source="/weights", digests=("00",) * 8)),
+        RunSpec(initial=InitialSpec(source="/weights", digests=("00",) * 8, name="fish/7B", licence="apache-2.0")),
         RunSpec(training=TrainingSpec(synchronous_steps=RunSpec().synchronous_steps)),
         RunSpec(optimizer=OptimizerSpec(schedule="constant")),
         RunSpec(optimizer=OptimizerSpec(schedule="wsd")),
@@ -142,6 +148,55 @@ def test_what_is_new_is_in_the_bytes_where_it_says_something() -> None:
     ]
     assert len({encode_spec(spec) for spec in specs}) == len(specs)
     assert [decode_spec(encode_spec(spec)) for spec in specs] == specs
+
+
+def test_a_text_that_says_nothing_new_is_named_as_before() -> None:
+    """Its bytes, and so its run's id, have nothing of chats, masks or several sources."""
+    tables = msgspec.msgpack.decode(encode_spec(RunSpec()))
+    assert set(tables["data"]) == {"source", "validation_fraction", "digest"}
+
+
+def test_chats_mask_documents_unless_it_is_said_otherwise() -> None:
+    chat, text = SourceSpec(source="a", format="chat"), SourceSpec(source="b")
+    assert not DataSpec().masks_documents
+    assert not DataSpec().leaves_out_targets
+    assert DataSpec(format="chat").masks_documents
+    assert DataSpec(sources=(text, chat)).masks_documents
+    assert not DataSpec(sources=(text, chat), document_masks=False).masks_documents
+    assert DataSpec(sources=(text, chat), document_masks=False).leaves_out_targets
+    assert DataSpec(document_masks=True).leaves_out_targets
+
+
+def test_each_of_several_sources_is_like_a_spec_of_its_own() -> None:
+    sources = (SourceSpec(source="a", format="chat"), SourceSpec(source="b", field="story", tokens_max=9))
+    each = DataSpec(sources=sources, tokenizer="x.json").each
+    assert [(one.source, one.format, one.field, one.tokens_max) for one in each] == [
+        ("a", "chat", "text", 0), ("b", "text", "story", 9),
+    ]  # fmt: skip
+    assert all(one.tokenizer == "x.json" and one.masks_documents and not one.sources for one in each)
+    assert DataSpec(sources=sources).found_at(("c", "d")).named == "c, d"
+    assert DataSpec(sources=sources, digest="aa+bb").digests == ("aa", "bb")
+    assert DataSpec().digests == ()
+    full = tuple(SourceSpec(source="/" + "x" * 200, format="chat", weight=1 / 3, tokens_max=10**9) for _ in range(16))
+    assert (
+        len(encode_spec(RunSpec(data=DataSpec(sources=full, digest="+".join(["0" * 64] * 16))))) < RECORD_BYTES_MAX / 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sources": [{"source": "a"}], "source": "b"}, "source means nothing beside sources: say it there"),
+        ({"sources": [{"source": "a"}], "tokens_max": 3}, "tokens_max means nothing beside sources"),
+        ({"sources": [{"source": "a", "weight": 0}]}, "weight must be positive, is 0"),
+        ({"sources": [{"source": ""}]}, "source and field must not be empty"),
+        ({"sources": [{"source": "a"}] * 17}, "at most 16 sources, not 17"),
+        ({"format": "poem"}, "Invalid enum value 'poem'"),
+    ],
+)
+def test_sources_that_contradict_are_refused(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=sentence):
+        msgspec.convert(changes, DataSpec)
 
 
 def test_initial_weights_need_a_digest_of_every_layer() -> None:

@@ -122,7 +122,8 @@ class ByteGPT:
         return init_layer(self.spec.model, key, self.spec.seed)
 
     def microbatch(self, step: int, index: int) -> Batch:
-        return microbatch(self.corpus, self.spec, step, index)
+        tokens_BT, labels = microbatch(self.corpus, self.spec, step, index)
+        return tokens_BT, labels.targets_BT
 
     def validation(self, *, brief: bool) -> Sequence[Batch]:
         whole = _validation(self)
@@ -158,7 +159,8 @@ def _corpus(data: DataSpec, context: int) -> Corpus:
 def _validation(task: ByteGPT) -> list[Batch]:
     """The run's validation microbatches, put together into batches that are fast."""
     count = task.spec.training.validation_microbatches
-    parts = [validation_microbatch(task.corpus, task.spec, index) for index in range(count)]
+    made = [validation_microbatch(task.corpus, task.spec, index) for index in range(count)]
+    parts = [(tokens_BT, labels.targets_BT) for tokens_BT, labels in made]
     return chunks(parts, task.chunk_samples)
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from shoal.coordinator.cost.memory import COUNTED_BYTES_PER_PARAMETER
 from shoal.coordinator.cost.workload import Workload
-from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, WireSpec
+from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,14 @@ def test_what_travels_is_as_wide_as_the_wire_says(
     numbers = spec.training.microbatch_size * spec.model.context * spec.model.dim
     assert workload.cut_bytes == cut_bytes_per_number * numbers
     assert workload.gradient_bytes_per_parameter == gradient_bytes
+
+
+def test_masked_documents_take_the_room_of_a_mask_in_each_layer() -> None:
+    plain = msgspec.structs.replace(RunSpec(), training=TrainingSpec(compute="fp32"))
+    masked = msgspec.structs.replace(plain, data=DataSpec(document_masks=True))
+    held, more = (Workload.of(spec).layer_held_bytes for spec in (plain, masked))
+    mask = 4 * plain.training.microbatch_size * plain.model.context**2
+    assert [after - before for before, after in zip(held, more, strict=True)] == [mask] * len(held)
 
 
 def test_of_placed_experts_a_member_holds_and_reduces_what_its_slots_do() -> None:

@@ -12,6 +12,7 @@ from shoal.deploy import cli
 from shoal.deploy.run.going_on import ended_in_words, going_on, learning_rate_in_words, new_run_note, same_run
 from shoal.deploy.run.run_file import with_changes
 from shoal.deploy.run.spec_record import seal_spec
+from shoal.deploy.ship.scores import Score, keep_evaluation
 from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, Standing, runs_in
 from shoal.deploy.state.runs import all_runs, find, find_hosted
@@ -20,7 +21,7 @@ from shoal.peer.snapshot_name import SnapshotName
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
-from shoal.protocol.spec import ContinuedSpec, DataSpec, RunSpec, TrainingSpec, continued_spec, run_id
+from shoal.protocol.spec import ContinuedSpec, DataSpec, RunSpec, SourceSpec, TrainingSpec, continued_spec, run_id
 
 OWNER = Identity(bytes(32))
 SPEC = RunSpec(name="notes", training=TrainingSpec(steps=100), data=DataSpec(source="notes/", digest="aa" * 32))
@@ -261,6 +262,20 @@ def test_removing_asks_and_takes_the_text_that_nobody_else_uses(home: Path) -> N
     assert not peer.exists()
     assert not text.exists()
     assert all_runs() == []
+
+
+def test_a_run_of_several_sources_goes_with_all_of_their_texts_and_with_its_scores(home: Path) -> None:
+    data = DataSpec(sources=(SourceSpec(source="a"), SourceSpec(source="b")), digest="aa+bb")
+    spec = RunSpec(name="mixed", data=data)
+    run_folder(spec, step=3)
+    texts = [places.cache_root() / "text" / digest for digest in ("aa", "bb", "cc")]
+    for text in texts:
+        text.mkdir(parents=True)
+        (text / "meta.json").write_bytes(msgspec.json.encode({"digest": text.name}))
+    scores = keep_evaluation(run_id(spec, OWNER.peer_id), 0, 3, [Score(name="validation", loss=1.0)])
+    said("runs", "remove", "mixed", "--yes")
+    assert [text.exists() for text in texts] == [False, False, True]
+    assert not scores.exists()
 
 
 def test_a_volunteers_folder_goes_with_its_run_and_a_demo_as_a_whole() -> None:

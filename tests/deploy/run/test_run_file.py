@@ -4,7 +4,7 @@ import pytest
 
 from shoal.deploy.run.run_file import DEMO_SPEC, MOE_SPEC, dump_spec, with_changes, write_spec
 from shoal.protocol.errors import SpecError
-from shoal.protocol.spec import ContinuedSpec, DataSpec, OptimizerSpec, RunSpec
+from shoal.protocol.spec import ContinuedSpec, DataSpec, OptimizerSpec, RunSpec, SourceSpec
 from shoal.protocol.toml.spec_file import load_spec
 
 
@@ -24,6 +24,17 @@ def test_a_run_that_was_continued_reads_back_equal(tmp_path: Path) -> None:
     spec = RunSpec(continued=parts)
     write_spec(spec, tmp_path / "run.toml")
     assert load_spec(tmp_path / "run.toml") == spec
+
+
+def test_several_sources_read_back_equal(tmp_path: Path) -> None:
+    sources = (SourceSpec(source="/a b/ü", weight=0.1), SourceSpec(source="hf:fish/chats", format="chat", tokens_max=9))
+    spec = RunSpec(data=DataSpec(sources=sources, document_masks=False, digest="aa+bb"))
+    write_spec(spec, tmp_path / "run.toml")
+    assert load_spec(tmp_path / "run.toml") == spec
+    tables = '[[data.sources]]\nsource = "a"\nweight = 3\n\n[[data.sources]]\nsource = "b"\nformat = "chat"\n'
+    (tmp_path / "by-hand.toml").write_text(tables)
+    read = load_spec(tmp_path / "by-hand.toml")
+    assert read.data.sources == (SourceSpec(source="a", weight=3.0), SourceSpec(source="b", format="chat"))
 
 
 def test_changes_reach_sections_and_the_top() -> None:

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from shoal.deploy import cli
 from shoal.deploy.run.run_file import dump_spec, with_changes
-from shoal.deploy.run.run_text import find_corpus, load_own_corpus
+from shoal.deploy.run.run_text import find_corpus, load_own_corpus, passes_in_words
 from shoal.deploy.state import places
 from shoal.peer.data import documents
 from shoal.peer.data.tokenizer import FileTokenizer
 from shoal.protocol.errors import DataError
-from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec
+from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SourceSpec
 from shoal.protocol.toml.spec_file import load_spec
 
 TEXTS = [f"the {i % 7}th fish of shoal {i % 13} schwimmt größer" for i in range(300)]
@@ -76,6 +76,30 @@ def test_a_volunteer_who_names_text_and_vocabulary_has_the_run(hosted: RunSpec, 
     found = find_corpus(stranger, data=str(stories), tokenizer=str(tokenizer))
     assert found is not None
     assert found.digest == hosted.data.digest
+
+
+def test_a_volunteer_names_all_of_several_sources_in_their_order(stories: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"prompt": f"{i}?", "completion": f"{i}!"}) + "\n" for i in range(60)))
+    sources = (
+        SourceSpec(source=str(stories), field="story"),
+        SourceSpec(source=str(chats), format="chat", weight=2.0),
+        SourceSpec(source="python-library"),
+    )
+    hosted, corpus = load_own_corpus(RunSpec(model=ModelSpec(context=16), data=DataSpec(sources=sources)))
+    assert len(hosted.data.digests) == len(corpus.sources) == 3
+    words = passes_in_words(hosted, corpus)
+    assert words.startswith("data passes in 400 steps: ")
+    assert [part.split()[-1] for part in words.split(", ")] == ["stories.jsonl", "chats.jsonl", "python-library"]
+    elsewhere = msgspec.structs.replace(hosted, data=hosted.data.found_at(("/host/a", "/host/b", "python-library")))
+    assert find_corpus(elsewhere) is None
+    found = find_corpus(elsewhere, data=f"{stories},{chats},python-library")
+    assert found is not None
+    assert found.digest == hosted.data.digest
+    with pytest.raises(DataError, match=r"reads 3 sources, and --data names 1: name all, in the order of"):
+        find_corpus(elsewhere, data=str(stories))
+    with pytest.raises(DataError):
+        find_corpus(elsewhere, data=f"{chats},{stories},python-library")
 
 
 def test_a_volunteer_who_names_nothing_reads_nothing(hosted: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,11 +209,12 @@ def test_microbatches_of_a_mapped_corpus_are_those_of_one_in_memory(tmp_path: Pa
     spec = RunSpec(seed=4, model=ModelSpec(vocab_size=300, context=8))
     mapped, in_memory = bpe_corpus(tmp_path, bpe, tmp_path / "cache"), bpe_corpus(tmp_path, bpe)
     for step, index in ((0, 0), (3, 5), (1000, 7)):
-        for one, other in zip(microbatch(mapped, spec, step, index), microbatch(in_memory, spec, step, index)):  # noqa: B905
-            assert one.dtype == torch.int64
-            assert torch.equal(one, other)
-    tokens_BT, targets_BT = validation_microbatch(mapped, spec, 1)
-    assert torch.equal(tokens_BT[:, 1:], targets_BT[:, :-1])
+        one, other = (microbatch(corpus, spec, step, index) for corpus in (mapped, in_memory))
+        assert one[0].dtype == torch.int64
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1].targets_BT, other[1].targets_BT)
+    tokens_BT, labels = validation_microbatch(mapped, spec, 1)
+    assert torch.equal(tokens_BT[:, 1:], labels.targets_BT[:, :-1])
 
 
 def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, bpe: Path) -> None:

@@ -2,6 +2,7 @@
 holds what, and whoever dies."""
 
 import asyncio
+import json
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
+from shoal.protocol.spec import DataSpec
 
 STAGES = [["a", "b", "c"], ["d", "e", "f"]]
 EXPERTS = [
@@ -58,10 +60,22 @@ def check_groups(swarm, steps):
             assert commit.dissenting == 0
 
 
+@pytest.fixture
+def answers(tmp_path):
+    """Prompts and completions of very different lengths."""
+    rows = [json.dumps({"prompt": "fish? ", "completion": "yes" * (1 + i % 4 // 3 * 4)}) + "\n" for i in range(90)]
+    (tmp_path / "answers.jsonl").write_text("".join(rows))
+    return DataSpec(source=str(tmp_path / "answers.jsonl"), format="chat", validation_fraction=0.2)
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("training", [{}, {"keep": "recompute"}], ids=["stash", "recompute"])
-def test_two_stages_of_three_peers_equal_one_process(make_swarm, tiny_spec, training):
+@pytest.mark.parametrize("learns", ["all", "answers"])
+def test_two_stages_of_three_peers_equal_one_process(make_swarm, tiny_spec, answers, training, learns):
     spec = tiny(tiny_spec, **training)
+    if learns == "answers":
+        model = msgspec.structs.replace(spec.model, context=48)
+        spec = msgspec.structs.replace(spec, data=answers, model=model)
 
     async def main():
         swarm = await started(make_swarm, spec)

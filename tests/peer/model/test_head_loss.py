@@ -61,3 +61,25 @@ def test_one_that_is_not_finite_is_not_hidden():
     with torch.no_grad():
         x_ND[3, 2] = torch.nan
     assert head_loss(x_ND, weight_VD, target_N).isnan()
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 8, 1000])
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_rows_without_a_target_count_for_nothing(monkeypatch, rows_at_once, cap):
+    x_ND, weight_VD, target_N = inputs()
+    target_N[torch.arange(37) % 3 != 0] = -100
+    monkeypatch.setattr(module, "CHUNK_BYTES", rows_at_once * 4 * len(weight_VD))
+    logits_NV = x_ND @ weight_VD.T
+    wanted = functional.cross_entropy(cap * (logits_NV / cap).tanh() if cap else logits_NV, target_N)
+    gradients = torch.autograd.grad(wanted, (x_ND, weight_VD))
+    found = head_loss(x_ND, weight_VD, target_N, cap, counted=13)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    for mine, theirs in zip(torch.autograd.grad(found, (x_ND, weight_VD)), gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_single_target_the_loss_and_its_gradients_are_zero():
+    x_ND, weight_VD, target_N = inputs()
+    found = head_loss(x_ND, weight_VD, torch.full_like(target_N, -100), counted=0)
+    assert found.item() == 0.0
+    assert not any(gradient.any() for gradient in torch.autograd.grad(found, (x_ND, weight_VD)))

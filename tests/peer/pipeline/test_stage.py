@@ -8,6 +8,7 @@ B samples   T tokens   D width   N parameters of a stage or of the model
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from shoal.peer.pipeline.contributions import APART_MAX
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import StageState, initial_state
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import DataSpec, RunSpec
 
 CPU = torch.device("cpu")
 LAYERS = 3
@@ -102,9 +103,9 @@ def uncut(
     params = {key: layer_layout(spec.model, key).views(flat_N) for key, flat_N in flats.items()}
     losses = []
     for microbatch in microbatches:
-        tokens_BT, targets_BT = training_microbatch(corpus, spec, microbatch.step, microbatch.index)
+        tokens_BT, labels = training_microbatch(corpus, spec, microbatch.step, microbatch.index)
         logits = llama.run_layers(spec.model, list(params), params, tokens_BT, llama.rotary_tables(spec.model))
-        loss = llama.loss(logits, targets_BT)
+        loss = llama.loss(logits, labels.targets_BT)
         torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
     return losses, torch.cat([flat_N.grad for flat_N in flats.values() if flat_N.grad is not None])
@@ -222,9 +223,9 @@ def test_validation_is_the_loss_of_the_committed_weights_and_leaves_no_trace(spe
     for runtime in pipeline:
         payload = runtime.validate(Microbatch(1, -2), payload)
     params = {k: layer_layout(spec.model, k).views(flat_N) for k, flat_N in parameters(pipeline).items()}
-    tokens_BT, targets_BT = validation_microbatch(corpus, spec, 1)
+    tokens_BT, labels = validation_microbatch(corpus, spec, 1)
     logits = llama.run_layers(spec.model, list(params), params, tokens_BT, llama.rotary_tables(spec.model))
-    assert payload == pytest.approx(float(llama.loss(logits, targets_BT)), abs=1e-6)
+    assert payload == pytest.approx(float(llama.loss(logits, labels.targets_BT)), abs=1e-6)
     for runtime, sum_N in zip(pipeline, before, strict=True):
         assert torch.equal(runtime.gradient_sum(1)(), sum_N)
         assert not runtime._contexts
@@ -282,6 +283,39 @@ def test_a_gradient_that_is_not_finite_never_enters_the_sum(
     assert back is not None
     assert not any(back), "the stage before must not get it either"
     assert not middle.gradient_sum(0)().any()
+
+
+@pytest.fixture
+def chat_spec(spec: RunSpec, tmp_path: Path) -> RunSpec:
+    rows = [f'{{"prompt": "{i}? ", "completion": "{"y" * (i % 9)}"}}\n' for i in range(99)]
+    (tmp_path / "chat.jsonl").write_text("".join(rows))
+    return msgspec.structs.replace(spec, data=DataSpec(source=str(tmp_path / "chat.jsonl"), format="chat"))
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0, 1e9])
+def test_a_weight_that_is_none_teaches_nothing(chat_spec: RunSpec, weight: float) -> None:
+    first, last = stages(chat_spec, load_corpus(chat_spec.data, context=chat_spec.model.context), (1,))
+    m = Microbatch(0, 0)
+    payload = first.forward(m, None)
+    torch.frombuffer(payload, dtype=torch.float32)[-1] = weight
+    nats, back = loss(last, m, payload)
+    assert nats != nats
+    assert back is not None
+    assert not any(back)
+    assert not last.gradient_sum(0)().any()
+
+
+def test_a_microbatch_without_an_answer_has_no_loss_and_no_gradient(chat_spec: RunSpec) -> None:
+    first, last = stages(chat_spec, load_corpus(chat_spec.data, context=chat_spec.model.context), (1,))
+    m = Microbatch(0, 0)
+    payload = first.forward(m, None)
+    num = chat_spec.training.microbatch_size * chat_spec.model.context
+    torch.frombuffer(payload, dtype=torch.int32)[-num - 1 : -1] |= (1 << 30) - 1
+    nats, back = loss(last, m, payload)
+    assert nats == 0.0
+    assert back is not None
+    assert not any(back)
+    assert not last.gradient_sum(0)().any()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -71,13 +71,13 @@ def uncut(spec: RunSpec, corpus: Corpus) -> tuple[list[float], Tensor]:
     params = {key: layer_layout(spec.model, key).views(flat_N) for key, flat_N in flats.items()}
     losses = []
     for microbatch in STEP_0:
-        tokens_BT, targets_BT = training_microbatch(corpus, spec, microbatch.step, microbatch.index)
+        tokens_BT, labels = training_microbatch(corpus, spec, microbatch.step, microbatch.index)
         balances: list[Tensor] = []
         rotary = llama.rotary_tables(spec.model)
         logits = llama.run_layers(
             spec.model, list(params), params, tokens_BT, rotary, mixture=Mixture(balances=balances)
         )
-        loss = llama.loss(logits, targets_BT)
+        loss = llama.loss(logits, labels.targets_BT)
         torch.autograd.backward(loss + spec.model.router_aux_loss * torch.stack(balances).sum())
         losses.append(float(loss.detach()))
     return losses, torch.cat([flat_N.grad for flat_N in flats.values() if flat_N.grad is not None])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
+from shoal.peer.data.labels import Labels
 from shoal.peer.model import llama
 from shoal.peer.model.layout import layer_layout
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -64,7 +65,9 @@ def numbers(spec: RunSpec, seed: int) -> Tensor:
 
 def forward(runtime: StageRuntime, microbatch: Microbatch) -> bytearray:
     x_BTD = numbers(runtime.spec, microbatch.index)
-    payload = ActivationWire(runtime.spec).encode_activation(x_BTD, torch.zeros(x_BTD.shape[:2]))
+    payload = ActivationWire(runtime.spec).encode_activation(
+        x_BTD, Labels(targets_BT=torch.zeros(x_BTD.shape[:2], dtype=torch.int64))
+    )
     return runtime.forward(microbatch, payload)
 
 

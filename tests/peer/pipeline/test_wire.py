@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.peer.data.labels import IGNORED, Labels, weight_of
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import VOCABULARY_MAX
 from shoal.protocol.spec import RunSpec, WireSpec
 
 CPU = torch.device("cpu")
@@ -36,6 +38,10 @@ def targets_BT() -> Tensor:
     return torch.randint(256, SHAPE_BTD[:2], generator=torch.Generator().manual_seed(1))
 
 
+def labels() -> Labels:
+    return Labels(targets_BT=targets_BT())
+
+
 @pytest.mark.parametrize(("dtype", "element_bytes"), [("fp32", 4), ("bf16", 2)])
 def test_a_payload_is_the_tensor_then_its_targets(
     wire: Callable[[str], ActivationWire], dtype: str, element_bytes: int
@@ -43,16 +49,16 @@ def test_a_payload_is_the_tensor_then_its_targets(
     made = wire(dtype)
     assert made.activation_bytes == made.gradient_bytes == 2 * 32 * 32 * element_bytes
     assert made.targets_bytes == 2 * 32 * 4
-    assert len(made.encode_activation(random_BTD(), targets_BT())) == made.activation_bytes + made.targets_bytes
+    assert len(made.encode_activation(random_BTD(), labels())) == made.activation_bytes + made.targets_bytes
     assert len(made.encode_gradient(random_BTD(), MICROBATCH, 1)) == made.gradient_bytes
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 def test_fp32_arrives_bit_for_bit(wire: Callable[[str], ActivationWire], scale: float) -> None:
     made, sent = wire("fp32"), random_BTD(scale)
-    x_BTD, y_BT = made.decode_activation(made.encode_activation(sent, targets_BT()), CPU)
+    x_BTD, got = made.decode_activation(made.encode_activation(sent, labels()), CPU)
     assert torch.equal(x_BTD, sent)
-    assert torch.equal(y_BT, targets_BT())
+    assert torch.equal(got.targets_BT, targets_BT())
     assert torch.equal(made.decode_gradient(made.encode_gradient(sent, MICROBATCH, 1), CPU), sent)
 
 
@@ -61,12 +67,12 @@ def test_bf16_arrives_rounded_to_the_nearest_and_its_targets_exactly(
     wire: Callable[[str], ActivationWire], scale: float
 ) -> None:
     made, sent = wire("bf16"), random_BTD(scale)
-    x_BTD, y_BT = made.decode_activation(made.encode_activation(sent, targets_BT()), CPU)
+    x_BTD, got = made.decode_activation(made.encode_activation(sent, labels()), CPU)
     assert x_BTD.dtype == torch.float32
     assert torch.equal(x_BTD, sent.bfloat16().float())
     assert ((x_BTD - sent).abs() <= sent.abs() * 2**-8).all()
-    assert y_BT.dtype == torch.int64
-    assert torch.equal(y_BT, targets_BT())
+    assert got.targets_BT.dtype == torch.int64
+    assert torch.equal(got.targets_BT, targets_BT())
     assert torch.equal(made.decode_gradient(made.encode_gradient(sent, MICROBATCH, 1), CPU), x_BTD)
 
 
@@ -86,19 +92,19 @@ def test_any_buffer_at_any_offset_is_read_alike(
     wire: Callable[[str], ActivationWire], container: Callable[[bytearray], bytes]
 ) -> None:
     made = wire("fp32")
-    payload = container(made.encode_activation(random_BTD(), targets_BT()))
-    x_BTD, y_BT = made.decode_activation(payload, CPU)
+    payload = container(made.encode_activation(random_BTD(), labels()))
+    x_BTD, got = made.decode_activation(payload, CPU)
     assert torch.equal(x_BTD, random_BTD())
-    assert torch.equal(y_BT, targets_BT())
+    assert torch.equal(got.targets_BT, targets_BT())
 
 
 def test_what_was_decoded_does_not_change_with_the_buffer_it_came_in(wire: Callable[[str], ActivationWire]) -> None:
     made = wire("fp32")
-    payload = made.encode_activation(random_BTD(), targets_BT())
-    x_BTD, y_BT = made.decode_activation(payload, CPU)
+    payload = made.encode_activation(random_BTD(), labels())
+    x_BTD, got = made.decode_activation(payload, CPU)
     payload[:] = bytes(len(payload))
     assert torch.equal(x_BTD, random_BTD())
-    assert torch.equal(y_BT, targets_BT())
+    assert torch.equal(got.targets_BT, targets_BT())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -138,11 +144,37 @@ def test_in_few_bits_it_arrives_near_and_its_gradient_by_chance(
 ) -> None:
     made, sent = wire(form), random_BTD()
     assert (made.activation_bytes, made.gradient_bytes) == (bits * sent.numel() / 8, bits_back * sent.numel() / 8)
-    x_BTD, y_BT = made.decode_activation(made.encode_activation(sent, targets_BT()), CPU)
+    x_BTD, got = made.decode_activation(made.encode_activation(sent, labels()), CPU)
     assert (x_BTD - sent).square().mean().sqrt() < error
-    assert torch.equal(y_BT, targets_BT())
+    assert torch.equal(got.targets_BT, targets_BT())
     back = made.encode_gradient(sent, MICROBATCH, 1)
     assert (made.decode_gradient(back, CPU) - sent).square().mean().sqrt() < error_back
     assert made.encode_gradient(sent, MICROBATCH, 1) == back, "whoever computes it again sends the same bytes"
     for microbatch, layer in ((Microbatch(7, 4), 1), (Microbatch(8, 3), 1), (MICROBATCH, 2)):
         assert made.encode_gradient(sent, microbatch, layer) != back
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_labels_arrive_with_what_is_not_learnt_where_documents_begin_and_the_weight(
+    tiny_spec: RunSpec, masks: bool
+) -> None:
+    data = msgspec.structs.replace(tiny_spec.data, format="chat", source="x.jsonl", document_masks=masks)
+    made = ActivationWire(msgspec.structs.replace(tiny_spec, data=data, wire=WireSpec(activations="fp32")))
+    assert made.targets_bytes == 2 * 32 * 4 + 4
+    generator = torch.Generator().manual_seed(2)
+    begins_BT = torch.rand(SHAPE_BTD[:2], generator=generator) < 0.2
+    learnt_BT = torch.rand(SHAPE_BTD[:2], generator=generator) < 0.5
+    sent = Labels(
+        targets_BT=targets_BT().where(learnt_BT, IGNORED),
+        begins_BT=begins_BT if masks else None,
+        counted=int(learnt_BT.sum()),
+        weight=weight_of(3, 7, 8),
+    )
+    x_BTD, got = made.decode_activation(made.encode_activation(random_BTD(), sent), CPU)
+    assert torch.equal(x_BTD, random_BTD())
+    assert torch.equal(got.targets_BT, sent.targets_BT)
+    assert (got.counted, got.weight) == (sent.counted, sent.weight)
+    assert got.begins_BT is None if not masks else torch.equal(got.begins_BT, begins_BT)
+    largest = Labels(targets_BT=torch.full(SHAPE_BTD[:2], VOCABULARY_MAX - 1), begins_BT=sent.begins_BT)
+    _, got = made.decode_activation(made.encode_activation(random_BTD(), largest), CPU)
+    assert torch.equal(got.targets_BT, largest.targets_BT)

@@ -1,0 +1,114 @@
+"""`shoal eval`: how well what the swarm has trained predicts."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.deploy.commands.options import Device, Verbose, data_source, examples, start_logging
+from shoal.protocol.errors import LocalError
+
+if TYPE_CHECKING:
+    from shoal.deploy.ship.loaded_model import LoadedModel
+    from shoal.deploy.ship.scores import Score
+
+
+@examples(
+    "shoal eval --data notes/  # the newest snapshot on this machine, on what its run keeps for validation",
+    "shoal eval ./my-model --text book.txt  # perplexity of an exported folder on a text",
+    "shoal eval --tasks arc_easy,hellaswag --limit 200  # questions of lm-eval (pip install lm-eval)",
+    "shoal eval --tasks my_task --include tasks/ --json  # of your own tasks, for a script",
+)
+def eval_(
+    snapshot: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A snapshot, a folder with some, or a model's folder. Default: what was written last here.",
+        ),
+    ] = None,
+    data: Annotated[
+        str, typer.Option(help="Where the run's text is on this machine; of several sources all, with commas between.")
+    ] = "",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The run's tokenizer.json, if it is not where the run's spec says.")
+    ] = None,
+    validation: Annotated[
+        bool | None,
+        typer.Option(help="Predict the run's validation set. Default: unless there is --text or --tasks."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Of each source so many validation samples; 0: all.")] = 0,
+    text: Annotated[list[Path] | None, typer.Option(help="A text file, for its perplexity. May be repeated.")] = None,
+    tasks: Annotated[str, typer.Option(metavar="NAME,…", help="Tasks of lm-eval.")] = "",
+    include: Annotated[Path | None, typer.Option(help="A folder with tasks of your own, as lm-eval has them.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Of each task so many examples; 0: all.")] = 0,
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples that are shown before each question.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens at once, of a model's folder. Default: at most 1,024.")
+    ] = None,
+    device: Device = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Everything at the end, as JSON.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say how well a snapshot or an exported model predicts."""
+    named = [name for name in tasks.split(",") if name]
+    wants_validation = not (text or named) if validation is None else validation
+    source = ",".join(data_source(part) for part in data.split(",")) if data else ""
+    start_logging(verbose)
+    from shoal.deploy.manners.device import pick_device
+    from shoal.deploy.ship.evaluation import text_score
+    from shoal.deploy.ship.loaded_model import load_model
+    from shoal.deploy.ship.scores import in_words, keep_evaluation
+    from shoal.deploy.terminal.progress import progress_bar
+
+    if named:
+        from shoal.deploy.ship.lm_tasks import check_library
+
+        check_library()  # before minutes of other work
+    loaded = load_model(snapshot, device=pick_device(device), tokenizer=tokenizer, context=context)
+    scores: list[Score] = []
+    if wants_validation:
+        scores += _validation(loaded, source, tokenizer, samples)
+    for path in text or ():
+        with progress_bar(f"reading {path.name}") as tell:
+            scores.append(text_score(loaded, path, on_progress=tell))
+    if named:
+        from shoal.deploy.ship.lm_tasks import task_scores
+
+        scores += task_scores(loaded, named, include=include, limit=limit, shots=shots)
+    found = loaded.snapshot
+    if found is not None:
+        keep_evaluation(found.run, found.era, found.version, scores)
+    if json:
+        import msgspec
+
+        said: dict[str, object] = {"model": loaded.name, "scores": scores}
+        if found is not None:
+            said |= {"run": found.run, "era": found.era, "version": found.version}
+        typer.echo(msgspec.json.encode(said).decode())
+        return
+    typer.echo(loaded.name)
+    for score in scores:
+        typer.echo(f"  {in_words(score)}")
+    if found is not None:
+        typer.echo("`shoal export` writes these into the model's card")
+
+
+def _validation(loaded: "LoadedModel", source: str, tokenizer: Path | None, samples: int) -> "list[Score]":
+    from shoal.deploy.run.run_text import find_corpus
+    from shoal.deploy.ship.evaluation import validation_scores
+    from shoal.deploy.ship.scores import source_names
+    from shoal.deploy.terminal.progress import progress_bar
+    from shoal.peer.data.tokenizer import BYTES
+
+    if loaded.snapshot is None:
+        raise LocalError(f"{loaded.name} does not say what it was trained on: name a text with --text, or --tasks")
+    spec = loaded.snapshot.spec
+    vocabulary = "" if spec.data.tokenizer == BYTES else str(tokenizer or spec.data.tokenizer)
+    with progress_bar("reading the text") as tell:
+        corpus = find_corpus(spec, data=source, tokenizer=vocabulary, on_progress=tell)
+    if corpus is None:
+        raise LocalError(f"this machine is not told where the run's text is: name it with --data ({spec.data.named})")
+    with progress_bar("predicting") as tell:
+        names = source_names(spec.data)
+        return validation_scores(loaded, corpus, names, samples_max=samples, on_progress=tell)

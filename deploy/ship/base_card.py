@@ -1,0 +1,34 @@
+"""What the folder of a model says of itself: its name and its licence, which go along with whatever is made of it."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+from shoal.deploy.ship.model_folder import own_file, read_bytes
+from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import BASE_CHARS_MAX
+
+CARD: Final = "README.md"
+_FRONT_MATTER: Final = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
+_CACHED: Final = re.compile(r"models--(.+?)--(.+)")
+"""What a folder of the hub's cache is called."""
+
+
+def name_and_licence(folder: Path) -> tuple[str, str]:
+    """(the name, the licence) of a model's folder as its card says them; empty where it does not."""
+    cached = next((found for part in folder.parts if (found := _CACHED.fullmatch(part))), None)
+    name = f"{cached[1]}/{cached[2]}" if cached else folder.name
+    try:
+        text = read_bytes(own_file(folder, CARD)).decode(errors="replace")
+    except LocalError:  # it has no card
+        return _said(name), ""
+    head = _FRONT_MATTER.match(text)
+    fields = dict(re.findall(r"^(license|license_name):[ \t]*(.+?)[ \t]*$", head[1], re.MULTILINE)) if head else {}
+    licence = fields.get("license", "").strip("\"'")
+    if licence == "other":
+        licence = fields.get("license_name", "other").strip("\"'")
+    return _said(name), _said(licence)
+
+
+def _said(text: str) -> str:
+    return "".join(letter for letter in text if letter.isprintable())[:BASE_CHARS_MAX]

@@ -1,0 +1,191 @@
+"""Asks a model the questions of lm-eval's tasks: multiple choice, perplexity of documents, and what it writes.
+
+lm-eval makes the questions and counts the answers; here is what it asks of a model. Its data sets come from the hub, or
+from files that a task of one's own names.
+"""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.deploy.ship.evaluation import BATCH_TOKENS, check_vocabulary, hidden
+from shoal.deploy.ship.loaded_model import LoadedModel
+from shoal.deploy.ship.scores import Score
+from shoal.peer.data.tokenizer import Detokenizer
+from shoal.peer.model import llama
+from shoal.peer.model.generate import Sampler, stream
+from shoal.peer.model.layout import HEAD
+from shoal.protocol.errors import LocalError
+
+_WRITTEN_MAX = 256
+"""Tokens that a model writes where its task does not say how many."""
+
+
+def check_library() -> None:
+    """Raises: LocalError: lm-eval is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise LocalError("--tasks needs the lm-eval library: pip install lm-eval")
+
+
+def task_scores(
+    loaded: LoadedModel, tasks: Sequence[str], *, include: Path | None, limit: int, shots: int | None
+) -> list[Score]:
+    """Run tasks on a model.
+
+    Args:
+        include: a folder with tasks of the user's own, beside lm-eval's.
+        limit: of each task so many examples; 0: all.
+        shots: examples before each question; None: what the task says.
+    Returns: a score for each task and each of its metrics.
+    Raises: LocalError: there is no such task, or it cannot be run; the line says why.
+    """
+    check_library()
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    if include is not None and not include.is_dir():
+        raise LocalError(f"there is no folder {include} with tasks")
+    manager = TaskManager(include_path=None if include is None else str(include))
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown:
+        raise LocalError(f"lm-eval has no task {unknown[0]!r}: `lm-eval ls tasks` lists them, --include adds your own")
+    try:
+        found = lm_eval.simple_evaluate(
+            model=_answering(loaded),
+            tasks=list(tasks),
+            num_fewshot=shots,
+            limit=limit or None,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    except LocalError:
+        raise
+    except Exception as error:  # data sets, the network, a task's own code: anything may be raised
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise LocalError(f"lm-eval cannot run {', '.join(tasks)}: {reason}") from error
+    return _scores(found)
+
+
+def _scores(found: Mapping[str, Any]) -> list[Score]:
+    scores = []
+    for task, metrics in found["results"].items():
+        examples = found.get("n-samples", {}).get(task, {}).get("effective")
+        for name, value in metrics.items():
+            metric, _, kind = name.partition(",")
+            if metric.endswith("_stderr") or not isinstance(value, int | float) or not kind:
+                continue
+            stderr = metrics.get(f"{metric}_stderr,{kind}")
+            scores.append(
+                Score(
+                    name=f"{task} {metric}" + ("" if kind == "none" else f" ({kind})"),
+                    value=float(value),
+                    stderr=float(stderr) if isinstance(stderr, int | float) else None,
+                    examples=examples,
+                )
+            )
+    return scores
+
+
+def _answering(loaded: LoadedModel) -> Any:
+    """The model as lm-eval asks it."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows
+
+    class Answering(TemplateLM):  # type: ignore[misc]
+        """Implements lm-eval's model on ours."""
+
+        @property
+        def eot_token_id(self) -> int:
+            return int(loaded.tokenizer.separator[-1])
+
+        @property
+        def prefix_token_id(self) -> int:
+            return int((*loaded.tokenizer.separator, *loaded.tokenizer.beginning)[-1])
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            tokens: list[int] = loaded.tokenizer.encode([string], special=True)[0].tolist()
+            begin = list(loaded.tokenizer.beginning)
+            if add_special_tokens is not False and (not begin or tokens[: len(begin)] != begin):
+                tokens = [*begin, *tokens]
+            check_vocabulary(loaded, max(tokens, default=0), "a question")
+            return tokens
+
+        def _loglikelihood_tokens(
+            self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+        ) -> list[tuple[float, bool]]:
+            return _log_likelihoods(loaded, [(before, after) for _, before, after in requests])
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            found = []
+            for request in requests:
+                (text,) = request.args
+                windows = get_rolling_token_windows(
+                    self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, loaded.model.context, 1
+                )
+                pairs = [(given[: len(given) - len(asked) + 1], asked) for given, asked in windows]
+                found.append(sum(value for value, _ in _log_likelihoods(loaded, pairs)))
+            return found
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            return [_written(loaded, self.tok_encode(prompt), how) for prompt, how in (one.args for one in requests)]
+
+    return Answering()
+
+
+@torch.inference_mode()
+def _log_likelihoods(
+    loaded: LoadedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[tuple[float, bool]]:
+    """Returns: for each (tokens before, tokens asked for) the log of how likely those are, and whether each of them is
+    the likeliest."""
+    T = loaded.model.context
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    rows = [([*before, *after][-(T + 1) :], min(len(after), T)) for before, after in pairs]
+    order = sorted(range(len(pairs)), key=lambda i: (-len(rows[i][0]), i))
+    at = 0
+    while at < len(order):
+        longest = max(1, len(rows[order[at]][0]) - 1)
+        chosen = order[at : at + max(1, BATCH_TOKENS // longest)]
+        at += len(chosen)
+        tokens_BT = torch.zeros(len(chosen), longest, dtype=torch.int64)
+        for row, i in enumerate(chosen):  # what is behind a row's end nobody looks at
+            tokens_BT[row, : len(rows[i][0]) - 1] = torch.tensor(rows[i][0][:-1])
+        hidden_BTD = hidden(loaded, tokens_BT)
+        for row, i in enumerate(chosen):
+            tokens, num = rows[i]
+            asked_N = torch.tensor(tokens[len(tokens) - num :], dtype=torch.int64)
+            found[i] = _asked(loaded, hidden_BTD[row : row + 1, len(tokens) - 1 - num : len(tokens) - 1], asked_N)
+    return found
+
+
+def _asked(loaded: LoadedModel, hidden_1ND: Tensor, asked_N: Tensor) -> tuple[float, bool]:
+    if not asked_N.numel():
+        return 0.0, True
+    logit_NV = llama.head(loaded.model, loaded.params_by_key[HEAD], hidden_1ND)[0].float().cpu()
+    value = logit_NV.log_softmax(-1).gather(1, asked_N[:, None]).sum()
+    return float(value), bool((logit_NV.argmax(-1) == asked_N).all())
+
+
+def _written(loaded: LoadedModel, prompt: list[int], how: Mapping[str, Any]) -> str:
+    """What the model writes until one of the texts at which the task stops, which it is without."""
+    until = how.get("until") or []
+    stops = [until] if isinstance(until, str) else list(until)
+    temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
+    num, detokenizer, text = int(how.get("max_gen_toks") or _WRITTEN_MAX), Detokenizer(loaded.tokenizer), ""
+    # As lm-eval's own models do it: the end of a prompt that leaves room for the answer.
+    prompt = prompt[-max(1, loaded.model.context - num) :] or [int(loaded.tokenizer.separator[-1])]
+    sampler = Sampler(temperature=temperature, seed=0)
+    for token in islice(stream(loaded.model, loaded.params_by_key, prompt, sampler), num):
+        if token == loaded.tokenizer.end_of_text:
+            break
+        text += detokenizer.feed(token)
+        found = [place for stop in stops if stop and (place := text.find(stop)) >= 0]
+        if found:
+            return text[: min(found)]
+    return text

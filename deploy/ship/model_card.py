@@ -1,0 +1,203 @@
+"""The card of an exported model: where it comes from, for people (`README.md`) and for programs (`shoal.json`).
+
+Local paths are named by their last part: whoever publishes a model need not publish what their folders are called.
+"""
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from shoal.deploy.record.found import records
+from shoal.deploy.record.reading import read_record
+from shoal.deploy.record.summary import amount
+from shoal.deploy.ship.base_card import CARD
+from shoal.deploy.ship.found_snapshot import FoundSnapshot
+from shoal.deploy.ship.model_folder import own_file, read_bytes
+from shoal.deploy.ship.scores import Score, evaluations_of, source_names
+from shoal.deploy.words import printable
+from shoal.peer.data.documents import HUB
+from shoal.peer.model.layout import num_parameters
+from shoal.protocol.spec import RunSpec
+
+PROVENANCE: Final = "shoal.json"
+_LICENCE_FILES: Final = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]{0,40}", re.IGNORECASE)
+"""Files of the base that every copy of its weights must have beside it."""
+
+
+class DataSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A source that the run read."""
+
+    source: str
+    digest: str
+    """BLAKE3 of its text as tokens, and of what is learnt of it; empty: it is not known."""
+    format: str
+    weight: float
+    subset: str = ""
+    split: str = ""
+
+
+class Base(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that the run began with."""
+
+    name: str
+    licence: str
+    digests: tuple[str, ...]
+    """BLAKE3 of each layer's parameters, embedding first."""
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a model comes from."""
+
+    shoal: str
+    """The version that wrote this."""
+    run: str
+    name: str
+    era: int
+    steps: int
+    """Steps that the weights have been through, of `steps_planned`."""
+    steps_planned: int
+    tokens: int
+    """Tokens that these steps have read, of samples that were left over too."""
+    parameters: int
+    base: Base | None
+    """None: the run began with weights from its seed."""
+    sources: tuple[DataSource, ...]
+    tokenizer_digest: str
+    """BLAKE3 of the tokenizer.json; empty for bytes."""
+    contributors: int | None
+    """Peers that took part, as far as the record on this machine knows. None: there is no record here."""
+    evaluations: tuple[Score, ...]
+
+
+def provenance_of(snapshot: FoundSnapshot) -> Provenance:
+    """What is known on this machine of where a snapshot comes from."""
+    spec, initial = snapshot.spec, snapshot.spec.initial
+    base = None
+    if initial.digests:
+        base = Base(name=initial.name or Path(initial.source).name, licence=initial.licence, digests=initial.digests)
+    return Provenance(
+        shoal=importlib.metadata.version("shoal"),
+        run=snapshot.run,
+        name=spec.name,
+        era=snapshot.era,
+        steps=snapshot.version,
+        steps_planned=spec.training.steps,
+        tokens=snapshot.version * spec.tokens_per_step,
+        parameters=num_parameters(spec.model),
+        base=base,
+        sources=_sources(spec),
+        tokenizer_digest=spec.data.tokenizer_digest,
+        contributors=_contributors(snapshot.run),
+        evaluations=tuple(evaluations_of(snapshot.run, snapshot.era, snapshot.version)),
+    )
+
+
+def card_files(snapshot: FoundSnapshot) -> dict[str, bytes]:
+    """The files about a snapshot, by name, that its export has besides the model: the card, its facts, the licence of
+    the base as far as that is on this machine."""
+    found = provenance_of(snapshot)
+    facts = msgspec.json.format(msgspec.json.encode(found)) + b"\n"
+    return {CARD: card(found).encode(), PROVENANCE: facts} | _licence_files(snapshot.spec)
+
+
+def card(found: Provenance) -> str:
+    """The README.md."""
+    base = found.base
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["shoal"]}
+    if base is not None:
+        front |= {"base_model": base.name} | ({"license": base.licence} if base.licence else {})
+    if hub := [one.source.removeprefix(HUB) for one in found.sources if one.source.startswith(HUB)]:
+        front["datasets"] = hub
+    # A JSON text is a YAML one.
+    head = [f"{name}: {msgspec.json.encode(value).decode()}" for name, value in front.items()]
+    lines = ["---", *head, "---", "", f"# {printable(found.name)}", ""]
+    lines += [_how_it_came_to_be(found), "", "| | |", "|---|---|", *_facts(found)]
+    lines += ["", "## Data", "", *_data(found)]
+    if found.evaluations:
+        lines += ["", "## Evaluation", "", "| of | loss | perplexity | bits a byte | value |", "|---|---|---|---|---|"]
+        lines += [_row(score) for score in found.evaluations]
+    lines += ["", "## Licence", "", _licence(found), ""]
+    return "\n".join(lines)
+
+
+def _how_it_came_to_be(found: Provenance) -> str:
+    began = f"tuned from {printable(found.base.name)}" if found.base else "trained from scratch"
+    return f"A language model, {began} by a swarm of volunteers with shoal."
+
+
+def _facts(found: Provenance) -> list[str]:
+    facts = [
+        ("parameters", f"{found.parameters:,}"),
+        ("base", printable(found.base.name) if found.base else "none: weights from the run's seed"),
+        ("run", f"`{found.run}`"),
+        ("steps", f"{found.steps:,} of {found.steps_planned:,}"),
+        ("tokens", amount(found.tokens)),
+        ("contributors", "not recorded here" if found.contributors is None else f"{found.contributors}"),
+        ("written by", f"shoal {found.shoal}"),
+    ]
+    return [f"| {name} | {value} |" for name, value in facts]
+
+
+def _data(found: Provenance) -> list[str]:
+    total = sum(one.weight for one in found.sources)
+    lines = []
+    for one in found.sources:
+        parts = [f"subset {one.subset}"] if one.subset else []
+        parts += [f"split {one.split}"] if one.source.startswith(HUB) else []
+        parts += ["chats: answers alone are learnt"] if one.format == "chat" else []
+        parts += [f"{one.weight / total:.0%} of the samples"] if len(found.sources) > 1 else []
+        lines.append(f"- `{printable(one.source)}`" + (f" ({', '.join(parts)})" if parts else ""))
+        lines += [f"  - BLAKE3 of its tokens: `{one.digest}`"] if one.digest else []
+    if found.tokenizer_digest:
+        lines.append(f"- BLAKE3 of the tokenizer.json: `{found.tokenizer_digest}`")
+    return lines
+
+
+def _row(score: Score) -> str:
+    def cell(value: float | None) -> str:
+        return "" if value is None else f"{value:.4g}"
+
+    value = cell(score.value) + (f" ± {score.stderr:.2g}" if score.stderr else "")
+    cells = (score.name.replace("|", "/"), cell(score.loss), cell(score.perplexity), cell(score.bits_per_byte), value)
+    return "| " + " | ".join(cells) + " |"
+
+
+def _licence(found: Provenance) -> str:
+    if found.base is None:
+        return "Those who trained it have not said one here."
+    if found.base.licence:
+        return f"{printable(found.base.licence)}, that of {printable(found.base.name)}. Its terms go with this model."
+    return f"That of {printable(found.base.name)}, which its folder does not say: look there before you pass it on."
+
+
+def _sources(spec: RunSpec) -> tuple[DataSource, ...]:
+    weights = [one.weight for one in spec.data.sources] or [1.0]
+    digests = spec.data.digests or ("",) * len(weights)
+    return tuple(
+        DataSource(
+            source=name,
+            digest=digest,
+            format=one.format,
+            weight=weight,
+            subset=one.subset,
+            split=one.split if one.source.startswith(HUB) else "",
+        )
+        for one, weight, name, digest in zip(spec.data.each, weights, source_names(spec.data), digests, strict=True)
+    )
+
+
+def _contributors(run: str) -> int | None:
+    """The largest number in any record of the run on this machine: each peer records what it was there for."""
+    counts = [len({line.peer for line in read_record(one.path).peers}) for one in records() if one.run == run]
+    return max(counts, default=0) or None
+
+
+def _licence_files(spec: RunSpec) -> dict[str, bytes]:
+    folder = Path(spec.initial.source).expanduser()
+    if not spec.initial.digests or not folder.is_dir():
+        return {}
+    names = sorted(entry.name for entry in folder.iterdir() if _LICENCE_FILES.fullmatch(entry.name))
+    return {name: read_bytes(own_file(folder, name)) for name in names}

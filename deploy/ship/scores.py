@@ -1,0 +1,108 @@
+"""Keeps what `shoal eval` has found of each version of a run on this machine, for `shoal export` and for people."""
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from shoal.deploy.state import places
+from shoal.peer.data.documents import HUB, PYTHON_LIBRARY
+from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import DataSpec
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """How well something is predicted."""
+
+    name: str
+    """`validation`, the name of a file, or of a task with its metric."""
+    loss: float | None = None
+    """The mean over `tokens`, in nats a token."""
+    perplexity: float | None = None
+    tokens: int | None = None
+    bits_per_byte: float | None = None
+    """What does not depend on the vocabulary. A text has it."""
+    value: float | None = None
+    """What a task's metric says."""
+    stderr: float | None = None
+    examples: int | None = None
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of `shoal eval` on one version."""
+
+    run: str
+    era: int
+    version: int
+    time: float
+    """Seconds since 1970."""
+    scores: tuple[Score, ...]
+
+
+def keep_evaluation(run: str, era: int, version: int, scores: list[Score]) -> Path:
+    """Add a line to what is known of the run. Raises: LocalError: it cannot be written."""
+    path = _path(run)
+    line = Evaluation(run=run, era=era, version=version, time=time.time(), scores=tuple(scores))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+    except OSError as error:
+        raise LocalError(f"cannot keep the results in {path}: {error.strerror or error}") from error
+    return path
+
+
+def evaluations_of(run: str, era: int, version: int) -> list[Score]:
+    """The newest score of each name that is known of a version, in the order in which they came."""
+    found: dict[str, Score] = {}
+    for line in evaluations(run):
+        if (line.era, line.version) == (era, version):
+            found |= {score.name: score for score in line.scores}
+    return list(found.values())
+
+
+def evaluations(run: str) -> list[Evaluation]:
+    """All that is known of a run. A line that cannot be read is passed over: a crash may have torn it."""
+    try:
+        lines = _path(run).read_bytes().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(msgspec.json.decode(line, type=Evaluation))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def in_words(score: Score) -> str:
+    """A score on one line, for people."""
+    parts = []
+    if score.loss is not None:
+        over = f" over {score.tokens:,} tokens" if score.tokens is not None else ""
+        much = "" if score.perplexity is None else f", perplexity {score.perplexity:.4g}"
+        parts.append(f"loss {score.loss:.4f} nats a token{much}{over}")
+    if score.bits_per_byte is not None:
+        parts.append(f"{score.bits_per_byte:.4f} bits a byte")
+    if score.value is not None:
+        parts.append(f"{score.value:.4f}" + (f" ± {score.stderr:.4f}" if score.stderr else ""))
+    if score.examples is not None:
+        parts.append(f"{score.examples:,} examples")
+    return f"{score.name}: {', '.join(parts)}"
+
+
+def source_names(data: DataSpec) -> list[str]:
+    """What a run's sources are called where others may read it: files by their last part, each name once."""
+    names: list[str] = []
+    for one in data.each:
+        is_known = one.source == PYTHON_LIBRARY or one.source.startswith(HUB)
+        name = one.source if is_known else Path(one.source).name
+        count = sum(known == name or known.startswith(f"{name} (") for known in names)
+        names.append(f"{name} ({count + 1})" if count else name)
+    return names
+
+
+def _path(run: str) -> Path:
+    safe = "".join(letter for letter in run if letter.isalnum())
+    return places.state_root() / "evaluations" / f"{safe}.jsonl"

@@ -1,0 +1,257 @@
+"""Conversations as text: rows of a chat set, written by the vocabulary's chat template, with the places of the answers.
+
+The template is a Jinja program that lies beside the tokenizer.json (`chat_template.jinja`, or in
+`tokenizer_config.json`). It runs in Jinja's sandbox, sees no clock, and writes what transformers would write, so the
+same rows are the same text on every machine.
+
+**Which text is an answer.** Where the template marks its answers (`{% generation %}`), what it marks. Otherwise an
+answer is what the template adds to the conversation so far, asked to begin an answer, when the answer is there. So it
+has the token that ends a turn, which a model must learn to write. A template may write an earlier answer otherwise once
+more has been said (leaving out its thoughts, say); then only the last one is learnt, as nobody would ask for the others
+so.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from blake3 import blake3
+
+from shoal.protocol.errors import DataError
+
+TEMPLATE_BYTES_MAX: Final = 4 << 20
+"""The most bytes of a file with a chat template, which has some kilobytes beside a vocabulary's added tokens."""
+CHATML: Final = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""How conversations are written where a run's tokens are bytes."""
+TEMPLATE_FILE: Final = "chat_template.jinja"
+_CONFIG_FILE: Final = "tokenizer_config.json"
+_SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+ASSISTANT: Final = "assistant"
+
+Spans = tuple[tuple[int, int], ...]
+"""Places in a text, [begin, end) in characters each."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part of a message's content, where that is a list."""
+
+    type: str = "text"
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[Part] | None = None
+
+
+class ChatRow(msgspec.Struct, frozen=True):
+    """What is read of a line, a row or an example of a chat set."""
+
+    messages: list[Message] | None = None
+    prompt: str | list[Message] | None = None
+    completion: str | list[Message] | None = None
+
+
+FIELDS: Final = ChatRow.__struct_fields__
+
+
+class ChatTemplate:
+    """A chat template, compiled.
+
+    Args:
+        source: the Jinja text.
+        special: what it knows of the vocabulary: `bos_token`, `eos_token` ...
+        name: what to call it in a message.
+    Raises: DataError: jinja2 is not installed, or cannot read it.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], *, name: str) -> None:
+        self.source = source
+        self.digest = blake3(json.dumps([source, sorted(special.items())]).encode()).hexdigest()
+        self._name = name
+        self._special: dict[str, Any] = dict(special)
+        self._answers: list[tuple[int, int]] = []  # of the rendering that goes on
+        self._written: list[str] = []
+        try:
+            self._template = _environment(self._mark).from_string(source)
+        except Exception as error:  # jinja2's own, or what it raises on absurd programs
+            raise DataError(f"{name} is not a chat template: {_first_line(error)}") from error
+        self._marks = "endgeneration" in source
+
+    def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
+        """The text of a conversation, and its answers: those of the assistant, from message `learn_from` on.
+
+        Raises: DataError: the template refuses it, or does not write an answer where it was asked for one.
+        """
+        said = [{"role": message.role, "content": _text(message)} for message in messages]
+        text, marked = self._render(said)
+        if self._marks:
+            asked = sum(message.role == ASSISTANT for message in messages[:learn_from])
+            return text, marked[asked:]
+        answers: list[tuple[int, int]] = []
+        for index in range(learn_from, len(said)):
+            if said[index]["role"] != ASSISTANT:
+                continue
+            before, _ = self._render(said[:index], answers=True)
+            after = text if index == len(said) - 1 else self._render(said[: index + 1])[0]
+            if text.startswith(before) and text.startswith(after) and len(after) > len(before):
+                answers.append((len(before), len(after)))
+            elif index == len(said) - 1:
+                raise DataError(
+                    f"{self._name} does not write an answer where it says that one begins: "
+                    "mark answers in it with {% generation %} and {% endgeneration %}"
+                )
+        return text, tuple(answers)
+
+    def _render(self, messages: list[dict[str, str]], *, answers: bool = False) -> tuple[str, Spans]:
+        self._answers, self._written = [], []
+        # transformers says that there are neither, and templates ask in different ways.
+        given = self._special | {"tools": None, "documents": None, "add_generation_prompt": answers}
+        try:
+            for piece in self._template.generate(messages=messages, **given):
+                self._written.append(piece)
+        except DataError:
+            raise
+        except Exception as error:  # a template is a program, and raises what it likes
+            raise DataError(f"{self._name} cannot write this: {_first_line(error)}") from error
+        return "".join(self._written), tuple(self._answers)
+
+    def _mark(self, answer: str) -> str:
+        """Told of each answer that the template marks, before it is written."""
+        start = sum(map(len, self._written))
+        self._answers.append((start, start + len(answer)))
+        return answer
+
+
+def load_template(tokenizer: Path | None) -> ChatTemplate:
+    """The chat template beside a tokenizer.json; None: of bytes, which have one of their own.
+
+    Raises: DataError: there is none.
+    """
+    if tokenizer is None:
+        return ChatTemplate(CHATML, {}, name="shoal's own chat template")
+    folder = tokenizer.parent
+    config = _config(folder / _CONFIG_FILE)
+    special = {name: text for name in _SPECIAL if (text := _token(config.get(name))) is not None}
+    own = folder / TEMPLATE_FILE
+    if os.path.lexists(own):
+        return ChatTemplate(_read(own).decode(errors="replace"), special, name=str(own))
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise DataError(
+            f"there is no chat template beside {tokenizer}: put one there as {TEMPLATE_FILE}, "
+            "from the model that the vocabulary is of or another with the same special tokens"
+        )
+    return ChatTemplate(found, special, name=f"the chat template in {folder / _CONFIG_FILE}")
+
+
+def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
+    """What a row of a chat set says.
+
+    Returns: (the text; its answers; whether a template wrote it, and so what stands around it too). A row without an
+        answer has none.
+    Raises: DataError: it says nothing, or the template refuses it.
+    """
+    prompt, completion = row.prompt, row.completion
+    if row.messages is not None:
+        return *template.conversation(row.messages), True
+    if prompt is None or completion is None:
+        raise DataError("there are no messages, nor a prompt and a completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        text = prompt + completion
+        return text, ((len(prompt), len(text)),) if completion else (), False
+    if isinstance(prompt, str):
+        prompt = [Message(role="user", content=prompt)]
+    if isinstance(completion, str):
+        completion = [Message(role=ASSISTANT, content=completion)]
+    return *template.conversation([*prompt, *completion], learn_from=len(prompt)), True
+
+
+def _environment(mark: Any) -> Any:
+    """As transformers makes it, so that templates written for it mean the same here; but for the clock."""
+    try:
+        import jinja2
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise DataError("chats need the jinja2 library: pip install 'shoal[data]'") from error
+
+    class Generation(Extension):
+        """The tag around answers."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return str(mark(str(caller())))
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+
+def _refuse(reason: object) -> None:
+    raise DataError(
+        f"the chat template refuses it: {str(reason).splitlines()[0] if str(reason) else 'no reason given'}"
+    )
+
+
+def _text(message: Message) -> str:
+    """Its content as text. Raises: DataError: there is something else in it."""
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type != "text" or part.text is None:
+                raise DataError(f"a message has a part of type {part.type[:40]!r}, and only text can be learnt")
+        return "".join(part.text or "" for part in message.content)
+    return message.content or ""
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):
+        return {}
+    try:
+        return msgspec.json.decode(_read(path), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path} is no tokenizer's config: {_first_line(error)}") from error
+
+
+def _token(value: object) -> str | None:
+    """A special token, which a config has as a text or as a table with its `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(TEMPLATE_BYTES_MAX + 1)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(data) > TEMPLATE_BYTES_MAX:
+        raise DataError(f"{path} is too large to have a chat template in it")
+    return data
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,0 +1,177 @@
+"""Samples of a text: blocks of a row that is cut wherever they end, or whole conversations, as many to a sample as fit.
+
+T tokens of a sample   N tokens of a text   D documents   S samples
+"""
+
+import itertools
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.peer.data.labels import IGNORED
+from shoal.protocol.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One sample."""
+
+    tokens_T: Tensor
+    """int64."""
+    targets_T: Tensor
+    """int64, or IGNORED."""
+    begins_T: Tensor | None
+    """bool, whether a document begins here. None: nobody asks."""
+
+
+class Samples(Protocol):
+    """A text's samples by number."""
+
+    count: int
+
+    def sample(self, number: int) -> Sample: ...
+
+    def counted(self, number: int) -> int:
+        """How many targets of it are learnt, without making it."""
+        ...
+
+
+class Blocks:
+    """Blocks of T tokens, and the next one as the last target.
+
+    Args:
+        start_D: where documents begin, int64 [D], rising, if tokens are to look at their own one only. Then what begins
+            a document is no target either: nothing in sight says which document comes next.
+    Raises: DataError: there is not one.
+    """
+
+    def __init__(self, text_N: Tensor, context: int, start_D: NDArray[np.int64] | None = None) -> None:
+        self._text_N = text_N
+        self._context = context
+        self._start_D = start_D
+        self.count = (text_N.numel() - 1) // context
+        if self.count < 1:
+            raise DataError(f"{text_N.numel()} tokens of text are too few for one sample of {context + 1}")
+
+    def sample(self, number: int) -> Sample:
+        start, T = number * self._context, self._context
+        # To int64 before anything else: torch does little with uint16.
+        text_T1 = self._text_N[start : start + T + 1].long()
+        tokens_T, targets_T = text_T1[:-1], text_T1[1:]
+        if self._start_D is None:
+            return Sample(tokens_T=tokens_T, targets_T=targets_T, begins_T=None)
+        first, last = np.searchsorted(self._start_D, (start, start + T + 1))
+        begins_T1 = torch.zeros(T + 1, dtype=torch.bool)
+        begins_T1[torch.from_numpy(self._start_D[first:last] - start)] = True
+        targets_T = targets_T.masked_fill(begins_T1[1:], IGNORED)
+        begins_T1[0] = True
+        return Sample(tokens_T=tokens_T, targets_T=targets_T, begins_T=begins_T1[:-1])
+
+    def counted(self, number: int) -> int:
+        if self._start_D is None:
+            return self._context
+        start = number * self._context
+        first, last = np.searchsorted(self._start_D, (start + 1, start + self._context + 1))
+        return self._context - int(last - first)
+
+
+class Packs:
+    """Conversations, each whole: as many to a sample as fit, and nothing learnt in what is left over.
+
+    One of n tokens takes n - 1 places, as its last token predicts nothing. What is longer than a sample loses its end,
+    and what has no answer left to learn is not taken.
+
+    Source: best-fit decreasing, as Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv 2404.10830,
+    section 3; we cut nothing in two that is longer than a sample, since the second half of an answer would stand there
+    without its question.
+
+    Args:
+        counted_N: uint8 [N], whether a token is learnt, as a target.
+        start_D: where conversations begin, int64 [D], rising.
+    Raises: DataError: there is nothing to learn.
+    """
+
+    def __init__(self, text_N: Tensor, counted_N: Tensor, start_D: NDArray[np.int64], context: int) -> None:
+        self.context = context
+        self._text_N = text_N
+        self._counted_N = counted_N
+        end_D = np.append(start_D[1:], text_N.numel())
+        kept_D = np.minimum(end_D - start_D, context + 1)
+        # A document's first token is never a target.
+        before_N1 = np.concatenate(([0], np.cumsum(counted_N.numpy(), dtype=np.int64)))
+        learnt_D = before_N1[start_D + kept_D] - before_N1[np.minimum(start_D + 1, start_D + kept_D)]
+        taken_D = np.flatnonzero(learnt_D > 0)
+        self.num_shortened = int((end_D - start_D > context + 1)[taken_D].sum())
+        """Conversations that lose their end."""
+        self.num_left_out = len(start_D) - len(taken_D)
+        """Conversations without an answer, or whose answers lie behind a sample's end."""
+        if not len(taken_D):
+            raise DataError(f"no conversation has an answer within {context} tokens")
+        self._start_D, self._kept_D = start_D, kept_D
+        packs = _best_fit(kept_D[taken_D] - 1, capacity=context)
+        self.count = len(packs)
+        self._first_S1 = np.cumsum([0, *map(len, packs)])
+        self._document_D = taken_D[np.fromiter(itertools.chain.from_iterable(packs), np.int64, len(taken_D))]
+        """Sample after sample, those of each from `_first_S1[number]` on."""
+        self._counted_S = np.add.reduceat(learnt_D[self._document_D], self._first_S1[:-1])
+
+    def sample(self, number: int) -> Sample:
+        T, at = self.context, 0
+        tokens_T = torch.zeros(T, dtype=torch.int64)
+        targets_T = torch.full((T,), IGNORED)
+        begins_T = torch.zeros(T, dtype=torch.bool)
+        for document in self._document_D[self._first_S1[number] : self._first_S1[number + 1]]:
+            start, size = int(self._start_D[document]), int(self._kept_D[document]) - 1
+            text = self._text_N[start : start + size + 1].long()
+            learnt = self._counted_N[start + 1 : start + size + 1].bool()
+            tokens_T[at : at + size] = text[:-1]
+            targets_T[at : at + size] = text[1:].masked_fill(~learnt, IGNORED)
+            begins_T[at] = True
+            at += size
+        if at < T:
+            begins_T[at] = True  # what is left over is a document by itself
+        return Sample(tokens_T=tokens_T, targets_T=targets_T, begins_T=begins_T)
+
+    def counted(self, number: int) -> int:
+        return int(self._counted_S[number])
+
+    @property
+    def filled(self) -> float:
+        """The share of all places that conversations take."""
+        used = int(self._kept_D[self._document_D].sum()) - len(self._document_D)
+        return used / (self.count * self.context)
+
+
+def _best_fit(size_D: NDArray[np.int64], *, capacity: int) -> list[list[int]]:
+    """Put things of these sizes, each at most `capacity`, into as few bins as best-fit decreasing finds: the largest
+    first, each into the fullest bin that has room for it.
+
+    Returns: the indices in each bin, in the order in which they came in.
+    """
+    bins: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # the keys of `with_room`, rising
+    for index in np.argsort(-size_D, kind="stable").tolist():
+        size = int(size_D[index])
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        else:
+            room = rooms[at]
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        bins[chosen].append(index)
+        left = room - size
+        if left > 0:
+            if left not in with_room:
+                with_room[left] = []
+                insort(rooms, left)
+            with_room[left].append(chosen)
+    return bins
