@@ -26,7 +26,7 @@ def head_loss(x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, cap: float = 0.
 
     Args:
         x_ND: in what the products are to be computed in.
-        weight_VD: of the same dtype. Its gradient is added up in it, chunk by chunk.
+        weight_VD: of the same dtype. Its gradient is added up in it, chunk by chunk, if it wants one.
         target_N: int64, from 0 to V - 1.
         cap: c, where a logit becomes c tanh(logit / c); 0: it does not.
     """
@@ -41,7 +41,8 @@ class _HeadLoss(torch.autograd.Function):
         num_rows, vocabulary = len(target_N), len(weight_VD)
         rows = max(1, min(num_rows, CHUNK_BYTES // (4 * vocabulary)))
         total = torch.zeros((), device=x_ND.device)
-        grad_ND, grad_VD = (torch.empty_like(x_ND), torch.zeros_like(weight_VD)) if wants else (None, None)
+        grad_ND = torch.empty_like(x_ND) if wants else None
+        grad_VD = torch.zeros_like(weight_VD) if wants and ctx.needs_input_grad[1] else None
         for start in range(0, num_rows, rows):
             x_CD, target_C1 = x_ND[start : start + rows], target_N[start : start + rows, None]
             logit_CV = (x_CD @ weight_VD.T).float()
@@ -55,7 +56,7 @@ class _HeadLoss(torch.autograd.Function):
             exp_CV = logit_CV.exp_()
             sum_C1 = exp_CV.sum(1, keepdim=True)
             total += (sum_C1.log() - wanted_C1).sum()
-            if grad_ND is None or grad_VD is None:
+            if grad_ND is None:
                 continue
             exp_CV /= sum_C1 * num_rows
             exp_CV.scatter_add_(1, target_C1, torch.full_like(wanted_C1, -1.0 / num_rows))
@@ -63,7 +64,8 @@ class _HeadLoss(torch.autograd.Function):
                 exp_CV *= slope_CV
             grad_CV = exp_CV.to(x_ND.dtype)
             torch.mm(grad_CV, weight_VD, out=grad_ND[start : start + rows])
-            torch.addmm(grad_VD, grad_CV.T, x_CD, out=grad_VD)
+            if grad_VD is not None:
+                torch.addmm(grad_VD, grad_CV.T, x_CD, out=grad_VD)
         ctx.gradients = grad_ND, grad_VD
         return total / num_rows
 
@@ -71,4 +73,4 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_ND, grad_VD = ctx.gradients
-        return grad_ND.mul_(grad), grad_VD.mul_(grad), None, None, None
+        return grad_ND.mul_(grad), None if grad_VD is None else grad_VD.mul_(grad), None, None, None
