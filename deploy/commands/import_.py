@@ -99,7 +99,7 @@ def import_(
         trained = sum(state_elements(made, key) for key in all_layer_keys(made.model))
         typer.echo(
             f"{trained:,} parameters train, in adapters of rank {made.adapter.rank}; the model's own stay, as "
-            f"{model_bytes(made.model, made.adapter.base) / 1e9:.2f} GB of {made.adapter.base} over all stages"
+            f"{model_bytes(made.model, made.adapter.base) / 1e6:,.1f} MB of {made.adapter.base} over all stages"
         )
     cut = number_of_stages(made.swarm.stages)
     typer.echo(f"{made.data.source} in {cut}; the weights stay in {made.initial.source}")

@@ -235,7 +235,6 @@ async def join_run(invite: Invite, options: Options) -> None:
                 )
             )
             if spec.adapter is not None:
-                view.tell("looking for the model")
                 initial = await in_background(partial(open_copy, spec, options.text.base))
                 options = replace(options, initial=initial, first_said=(*options.first_said, *_of_base(spec, initial)))
             view.close()

@@ -98,6 +98,10 @@ class FolderWeights:
             raise LocalError(f"{key} of {self._folder} has weights that are infinite or no numbers")
         return flat_N
 
+    def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
+        """The digests of all layers, in their order."""
+        return _digests(self.layer, self._model, on_layer)
+
 
 class FolderBase:
     """Implements `InitialWeights` for a run with adapters: the layers of a folder as their base stores them."""
@@ -113,6 +117,10 @@ class FolderBase:
     def layer(self, key: str) -> Tensor:
         """Give a layer as `stored_base` has it. Raises: LocalError: as `FolderWeights.layer`."""
         return stored_base(self._spec, key, self._weights.layer(key))
+
+    def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
+        """The digests of all layers, in their order."""
+        return _digests(self.layer, self._spec.model, on_layer)
 
 
 def import_model(
@@ -152,7 +160,7 @@ def import_model(
             initial=InitialSpec(),
             adapter=adapter or base.adapter,
         )
-        digests = _digests(_as_stored(weights, spec), model, on_layer)
+        digests = _as_stored(weights, spec).digests(on_layer)
         return msgspec.structs.replace(spec, initial=InitialSpec(source=str(folder), digests=digests))
     except ValueError as error:
         raise LocalError(f"no run can be made of {folder}: {error}") from error
@@ -167,12 +175,11 @@ def _as_stored(weights: FolderWeights, spec: RunSpec) -> FolderWeights | FolderB
     return weights if spec.adapter is None else FolderBase(weights, spec)
 
 
-def _digests(weights: FolderWeights | FolderBase, model: ModelSpec, on_layer: OnLayer | None) -> tuple[str, ...]:
-    """The digests of all layers, in their order."""
+def _digests(layer: Callable[[str], Tensor], model: ModelSpec, on_layer: OnLayer | None) -> tuple[str, ...]:
     keys = all_layer_keys(model)
     found = []
     for number, key in enumerate(keys, 1):
-        found.append(weights_digest(weights.layer(key)))
+        found.append(weights_digest(layer(key)))
         if on_layer is not None:
             on_layer(number, len(keys))
     return tuple(found)
@@ -187,7 +194,7 @@ def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeight
         return None
     folder = Path(spec.initial.source).expanduser()
     weights = _as_stored(FolderWeights(folder, spec.model), spec)
-    if _digests(weights, spec.model, on_layer) != spec.initial.digests:
+    if weights.digests(on_layer) != spec.initial.digests:
         what = "weights" if spec.adapter is None else f"weights as {spec.adapter.base}, which [adapter] names,"
         raise LocalError(f"the {what} in {folder} have changed since `shoal import`: import them again")
     return weights
