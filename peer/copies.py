@@ -163,12 +163,12 @@ class Copies:
         try:
             state = await fetcher.fetch([source], version=message.version)
             await self._archive.write(state, era=era)
-            if self._base is not None:
-                await self._base.get_ready(message.layers, [source])
         except (Unreachable, Refused, RemoteError) as error:
             logger.warning("no copy of version %d: %s", message.version, error)
         finally:
             self._fetching.discard((source, message.layers))
+        if self._base is not None:
+            await self._base.get_ready(message.layers, [source])
 
 
 def keepers(plan: Plan, group: int) -> list[PeerID]:

@@ -25,7 +25,7 @@ from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
-from shoal.peer.initial import InitialWeights
+from shoal.peer.initial import InitialWeights, begun_numel
 from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
 from shoal.peer.pausing import Pausing
@@ -710,8 +710,10 @@ class PeerDriver:
     def _run_short(self, tenure: Part) -> None:
         """There was no memory for a job, not even with all freed that can be made again. The next plan is to give us
         less: we claim what surely is too little for this stage, two of its states, since a step makes one beside the
-        other."""
+        other, and the base of adapters."""
         state_bytes = sum(4 * tensor.numel() for layer in self._layers_of(tenure) for tensor in layer.tensors)
+        if self._base is not None and tenure is self.replica:
+            state_bytes += sum(4 * begun_numel(self._spec, key) for key in self.replica.runtime.keys) // 2
         before = self.advert().memory_bytes
         self._claim_bytes = min(before, 2 * state_bytes)
         self._shortages += 1

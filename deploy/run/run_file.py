@@ -23,6 +23,8 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
     table: dict[str, Any] = msgspec.to_builtins(spec)
     for path, value in changes.items():
         section, _, field = path.rpartition(".")
+        if section and table[section] is None:  # a table that was not there
+            table[section] = {}
         (table[section] if section else table)[field] = value
     try:
         return msgspec.convert(table, RunSpec)
