@@ -1,5 +1,6 @@
 """Adapters in a swarm: they train as PEFT's do in one process, and the base comes to each peer once."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -223,3 +224,75 @@ def test_a_base_on_disk_that_is_damaged_comes_again(make_swarm: Callable[..., An
 
     alone = [step.loss for step in train(spec, load_corpus(spec.data, context=32), steps=4, base=base_of(spec))]
     assert run(main())[-4:] == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("optimizer", ["nadam", "muon"])
+def test_adapters_are_trained_one_step_stale_and_members_agree(
+    make_swarm: Callable[..., Any], tiny_spec: RunSpec, optimizer: str
+) -> None:
+    """Layers without an element are predicted, stepped and compared as the others are."""
+    training = {"s_max": 1, "compensation": "eager", "keep": "recompute" if optimizer == "muon" else "stash"}
+    spec = spec_with(tiny_spec, base="bf16", training=training, optimizer={"name": optimizer})
+    swarm = swarm_of(make_swarm, spec, THREE_OF_TWO, models={"0.0": Model(spec)})
+    assert swarm.losses[-1] < swarm.losses[0] - 0.2
+    for names in THREE_OF_TWO:
+        runtimes = [swarm.drivers[name].replica.runtime for name in names]
+        assert {runtime.state.version for runtime in runtimes} == {STEPS}
+        assert len({runtime.state.digest() for runtime in runtimes}) == 1
+        assert max(runtime.weight_copies() for runtime in runtimes) <= 3
+
+
+@pytest.mark.sim
+def test_members_may_multiply_in_bfloat16(make_swarm: Callable[..., Any], tiny_spec: RunSpec) -> None:
+    spec = spec_with(tiny_spec, base="bf16", training={"steps": 6, "compute": "bf16"})
+
+    async def main() -> Any:
+        swarm = make_swarm(spec, network=NETWORK)
+        for name in ("a", "b", "c"):
+            (await swarm.add(name, dtype=torch.bfloat16)).begin_with(Model(spec) if name == "b" else None)
+        swarm.obey([["a"], ["b"], ["c"]], fresh=True)
+        await swarm.until_step(6)
+        await swarm.close()
+        return swarm
+
+    alone = [step.loss for step in train(spec, load_corpus(spec.data, context=32), steps=6, base=base_of(spec))]
+    assert run(main()).losses == pytest.approx(alone, abs=0.02)
+
+
+@pytest.mark.sim
+def test_when_the_only_copy_of_the_model_is_gone_its_layers_are_still_there(
+    make_swarm: Callable[..., Any], tiny_spec: RunSpec
+) -> None:
+    """Whoever keeps a snapshot of a stage keeps its base."""
+    spec = spec_with(tiny_spec, base="int8", training={"steps": 24}, swarm={"snapshot_interval_steps": 4})
+
+    async def main() -> list[float]:
+        swarm = make_swarm(spec, network=NETWORK)
+        for name in ("host", "b", "c", "spare"):
+            driver = await swarm.add(name, device_flop_per_s=1e8, keeps=True)
+            driver.begin_with(Model(spec) if name == "host" else None)
+        swarm.obey([["host"], ["b"], ["c"]], fresh=True, spares=("spare",))
+        disk, folder = swarm.peer("spare").disk, PurePosixPath(swarm.drivers["spare"]._endpoint.run) / FOLDER
+        await swarm.until_step(5)
+        await swarm.until(lambda: {"embed.bin", "layers.0.bin", "layers.1.bin"} <= set(disk.list(folder)))
+        for name in ("host", "b"):
+            swarm.world.crash(swarm.peer(name))
+            del swarm.drivers[name]
+        await asyncio.sleep(5.0)
+        held = [h for driver in swarm.drivers.values() for h in driver.heartbeat().holdings]
+        of_layer = {key: {h.version for h in held if key in h.layers} for h in held for key in h.layers}
+        version = max(set.intersection(*of_layer.values()))
+        for reports in swarm.commits.values():
+            for step in [step for step in reports if step >= version]:
+                del reports[step]
+        swarm.obey([["c"], ["spare"]], fresh=True, era=1, restore=version)
+        await swarm.until_step(24)
+        await swarm.close()
+        assert swarm.world.failures == []
+        return [swarm.commits[1][step].loss for step in range(version, 24)]
+
+    alone = [step.loss for step in train(spec, load_corpus(spec.data, context=32), steps=24, base=base_of(spec))]
+    found = run(main())
+    assert len(found) >= 4
+    assert found == pytest.approx(alone[-len(found) :], abs=1e-4)
