@@ -25,7 +25,7 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.initial import InitialWeights
-from shoal.peer.model.frozen import base_numel
+from shoal.peer.model.frozen import adapter_of, base_numel
 from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.durable import replace_file
 from shoal.protocol.endpoint import Endpoint
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER: Final = "base"
 """In the run's folder: a file of bytes for each layer."""
+_MADE: Final = ("int8", "nf4")
+"""Formats that take long to make of a folder's weights: what was made is kept as if it had been fetched."""
 
 
 class BaseLayers:
@@ -86,7 +88,7 @@ class BaseLayers:
     async def get(
         self, keys: Sequence[str], holders: Sequence[PeerID], *, mates: Collection[PeerID] = ()
     ) -> Mapping[str, Tensor]:
-        """All of the layers.
+        """All of the layers. They come one after the other, so that what is here stays here if the rest fails.
 
         Args:
             holders: who is asked for those that are not here.
@@ -97,9 +99,9 @@ class BaseLayers:
         if len(found) < len(keys):
             async with self._fetching:
                 found |= await self.read([key for key in keys if key not in found])
-                missing = tuple(key for key in keys if key not in found)
-                if missing:
-                    found |= await self._fetch(missing, holders, mates)
+                for key in keys:
+                    if key not in found:
+                        found |= await self._fetch((key,), holders, mates)
         return {key: found[key] for key in keys}
 
     async def get_ready(self, keys: Sequence[str], holders: Sequence[PeerID]) -> None:
@@ -152,6 +154,8 @@ class BaseLayers:
             read = {}
         if key in read:
             if not await self._is_foreign(key, read[key]):
+                if adapter_of(self._spec).base in _MADE:
+                    await self._keep(key, read[key])
                 return read[key]
             logger.warning("%s of this machine's copy of the model is not the run's: asking others for it", key)
         self._not_in_folder.add(key)
