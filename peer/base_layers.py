@@ -24,7 +24,7 @@ from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
-from shoal.peer.initial import InitialWeights
+from shoal.peer.initial import InitialWeights, bare_layer
 from shoal.peer.model.frozen import adapter_of, base_numel
 from shoal.peer.pipeline.state import LayerState
 from shoal.protocol.durable import replace_file
@@ -224,8 +224,7 @@ class BaseLayers:
     # --- whether it is the run's ---
 
     async def _is_foreign(self, key: str, stored: Tensor) -> bool:
-        vectors = self._arithmetic.vectors
-        layer = vectors.layer_state(stored, vectors.empty(0), vectors.empty(0))
+        layer = bare_layer(stored, self._arithmetic.vectors)
         return bool(await self._compute.run_on_host(lambda: self._foreign({key: layer})))
 
     def _foreign(self, layers: Mapping[str, LayerState]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from shoal.kernels.optimizer import OPTIMIZERS
 from shoal.peer.model.frozen import base_numel
 from shoal.peer.model.layout import layer_layout, unit_slices
 from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.spec import RunSpec
 
@@ -49,9 +50,9 @@ def begun_numel(spec: RunSpec, key: str) -> int:
     return layer_layout(spec.model, key).numel if spec.adapter is None else base_numel(spec, key)
 
 
-def bare_layer(param_N: Tensor) -> LayerState:
+def bare_layer(param_N: Tensor, vectors: Vectors = VECTORS) -> LayerState:
     """A layer on its way to who begins with it: without moments."""
-    return LayerState(param_N=param_N, moment1_N=param_N.new_empty(0), moment2_N=param_N.new_empty(0))
+    return vectors.layer_state(param_N, vectors.empty(0), vectors.empty(0))
 
 
 def foreign_layers(spec: RunSpec, layers: Mapping[str, LayerState]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ class Extent:
     """
 
     __slots__ = ("_size",)
+    device: Final = NOWHERE
 
     def __init__(self, size: int) -> None:
         self._size = size
