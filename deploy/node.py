@@ -93,7 +93,8 @@ class NodeRun:
     corpus: Corpus | None = None
     """The run's text; None: this peer is never at stage 0."""
     initial: InitialWeights | None = None
-    """The weights that the run begins with. Only its host has them, and only if not the seed makes them."""
+    """The weights that the run begins with, if not the seed makes them. Its host has them; in a run with adapters
+    so may anybody who has the model."""
 
     @property
     def id(self) -> str:
@@ -201,7 +202,7 @@ class Node:
             ),
         )
         self.past.serve(self.endpoint)
-        self.peer.server.initial = run.initial
+        self.peer.begin_with(run.initial)
         self._on_plan = hears.on_plan
         gate.members.on_exclusion.append(self.peer.lose_excluded)
         self.coordination = Coordination(

@@ -4,7 +4,7 @@ Drivers decide who does what when, and ask for it here. `TorchArithmetic` does i
 `deploy/simulate` returns things of the same size, so that the same drivers run a thousand peers in one process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import psutil
@@ -18,6 +18,7 @@ from shoal.peer.experts.runs import Run
 from shoal.peer.experts.shard import ExpertShard
 from shoal.peer.experts.wire import TokenWire
 from shoal.peer.model.flop import JobFlop
+from shoal.peer.model.frozen import seed_base
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
@@ -50,6 +51,8 @@ class Held(Protocol):
     def initial_state(self) -> StageState: ...
 
     def load(self, state: StageState) -> None: ...
+
+    def load_base(self, stored: Mapping[str, Tensor]) -> None: ...
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]: ...
 
@@ -146,6 +149,10 @@ class Arithmetic(Protocol):
         lie in the host's memory, before and after."""
         ...
 
+    def seed_base(self, key: str) -> Tensor:
+        """A layer of the base that the run's seed makes, as `stored_base` has it."""
+        ...
+
     def probe_job(self) -> Callable[[], None]:
         """The forward of one decoder layer, to be timed."""
         ...
@@ -205,6 +212,9 @@ class TorchArithmetic:
         there = self.vectors.layer_state(*(tensor.to(self._steps_on) for tensor in layer.tensors))
         stepped = step_layer(self._spec, key, there, gradient_N.to(self._steps_on), version) or there
         return self.vectors.layer_state(*(self.vectors.on_host(tensor) for tensor in stepped.tensors))
+
+    def seed_base(self, key: str) -> Tensor:
+        return seed_base(self._spec, key)
 
     def probe_job(self) -> Callable[[], None]:
         shape_BT = self._spec.training.microbatch_size, self._spec.model.context

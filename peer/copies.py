@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 
 from shoal.peer.archive import Archive
+from shoal.peer.base_layers import BaseLayers
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
@@ -31,6 +32,7 @@ class Copies:
     """Args:
     plan: the plan in force.
     is_leaving: this peer takes no copy any more.
+    base: of a run with adapters: who keeps these keeps what they stand beside.
     """
 
     def __init__(
@@ -46,9 +48,11 @@ class Copies:
         is_leaving: Callable[[], bool],
         clock: Clock,
         tasks: Tasks,
+        base: BaseLayers | None = None,
         vectors: Vectors = VECTORS,
     ) -> None:
         self._vectors = vectors
+        self._base = base
         self._archive = archive
         self._endpoint = endpoint
         self._spec = spec
@@ -167,6 +171,8 @@ class Copies:
             logger.warning("no copy of version %d: %s", message.version, error)
         finally:
             self._fetching.discard((source, message.layers))
+        if self._base is not None:
+            await self._base.get_ready(message.layers, [source])
 
 
 def moves_on(plan: Plan, group: int) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
+from shoal.peer.base_layers import BaseLayers
 from shoal.peer.carried import CarriedState
 from shoal.peer.copies import Copies
 from shoal.peer.departure import Departure
@@ -24,6 +25,7 @@ from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
+from shoal.peer.initial import InitialWeights, begun_numel
 from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
 from shoal.peer.pausing import Pausing
@@ -39,9 +41,10 @@ from shoal.peer.tasks import Tasks
 from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.limits import PROBES_PER_REPLY_MAX, TOGETHER_MAX
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport
-from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.plan import Plan, SignedPlan, Stage
 from shoal.protocol.ports import Clock, Compute, Disk
 from shoal.protocol.spec import RunSpec
 
@@ -62,6 +65,9 @@ _DOUBT_S = 30.0
 _AGAIN_S = 0.5
 """A probe that shows far less than those before is repeated so much later, if the run has been slower than it should be
 until so long ago."""
+
+
+RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
 
 
 async def _inline(work: Callable[[], object]) -> object:
@@ -122,7 +128,7 @@ class PeerDriver:
         disk: Disk | None,
         claims: Claims | None = None,
         meter: LinkMeter | None = None,
-        run_blocking: Callable[[Callable[[], object]], Awaitable[object]] = _inline,
+        run_blocking: RunBlocking = _inline,
         watcher: Watcher | None = None,
     ) -> None:
         self.replica: Replica | None = None
@@ -140,6 +146,8 @@ class PeerDriver:
         self._recent = RecentPlans()
         self._followed: SignedPlan | None = None
         self._transition: asyncio.Task[None] | None = None
+        self._base_for: tuple[Stage, ...] = ()
+        """The layout for which we have got our base ready."""
         self._num_begun = 0
         self._renewing = False
         self._links: dict[PeerID, LinkReport] = {}
@@ -165,7 +173,7 @@ class PeerDriver:
         self._clock = clock
         self._saved_s = clock.now_s()
         """When our stage last wrote a snapshot, or we took our place there."""
-        self._tasks = Tasks(self._fail)
+        self._tasks, self._base_tasks = Tasks(self._fail), Tasks(self._fail)
         self._neighbours = Neighbours(
             endpoint=endpoint,
             clock=clock,
@@ -202,6 +210,8 @@ class PeerDriver:
             on_failure=self._fail,
             line_bytes_per_s=lambda: max((link.bytes_per_s for link in self._links.values()), default=0.0),
         )
+        self._base = self._base_layers(disk, run_blocking) if spec.adapter is not None else None
+        self.server.initial = self._base
         self._copies = Copies(
             self._archive,
             endpoint=endpoint,
@@ -213,6 +223,7 @@ class PeerDriver:
             is_leaving=lambda: self._draining,
             clock=clock,
             tasks=self._tasks,
+            base=self._base,
             vectors=vectors,
         )
         self._departure = Departure(
@@ -248,7 +259,7 @@ class PeerDriver:
             ),
             inbox=self._inbox,
             server=self.server,
-            between=BetweenLayouts(carried=self._carried, ahead=self._ahead),
+            between=BetweenLayouts(carried=self._carried, ahead=self._ahead, base=self._base),
             recent=self._recent,
             experts=ExpertServer(arithmetic.tokens, endpoint=endpoint, compute=compute, spec=spec, tasks=self._tasks),
         )
@@ -259,6 +270,25 @@ class PeerDriver:
             is_leaving=lambda: self._is_leaving,
             on_begun=self.pausing.begun,
             on_change=self._say_hello,
+        )
+
+    def begin_with(self, weights: InitialWeights | None) -> None:
+        """This machine has what the run begins with, or what its adapters stand beside; None: it has not."""
+        if self._base is not None:
+            self._base.model_folder = weights
+        else:
+            self.server.initial = weights
+
+    def _base_layers(self, disk: Disk | None, run_blocking: RunBlocking) -> BaseLayers:
+        return BaseLayers(
+            self._spec,
+            endpoint=self._endpoint,
+            compute=self._compute,
+            inbox=self._inbox,
+            arithmetic=self._arithmetic,
+            disk=disk,
+            run_blocking=run_blocking,
+            pass_on=self.server.pass_on,
         )
 
     # --- life ---
@@ -298,6 +328,7 @@ class PeerDriver:
         await self.experts.close()
         await self._ahead.close()
         await self.pausing.close()
+        await self._base_tasks.cancel()
         await self._tasks.wait()
         await self._neighbours.close()
 
@@ -330,6 +361,7 @@ class PeerDriver:
         self._carried.follow(plan)
         self._ahead.follow(plan)
         self.server.trail.follow(plan)
+        self._get_base_ready(plan)
         if not plan.following:
             self.server.forget_ahead()
         if plan.era != self._endpoint.era:
@@ -339,6 +371,14 @@ class PeerDriver:
                 self._carried.take(plan, state.version, state.layers)
         if plan.ends_at:
             self._archive.want(plan.ends_at)
+
+    def _get_base_ready(self, plan: Plan) -> None:
+        """The base of what the following layout gives us comes while we train in the live one."""
+        place = next((stage for stage in plan.following if self._endpoint.peer_id in stage.peers), None)
+        if self._base is not None and place is not None and plan.following != self._base_for:
+            self._base_for = plan.following
+            keys = stage_layer_keys(self._spec.model, *place.layers)
+            self._base_tasks.spawn(self._base.get_ready(keys, plan.members), "get the base ready")
 
     def lose_excluded(self) -> None:
         """Whoever has been put out of the run is lost now: nobody hears it any more, and it may say that it drains."""
@@ -670,8 +710,10 @@ class PeerDriver:
     def _run_short(self, tenure: Part) -> None:
         """There was no memory for a job, not even with all freed that can be made again. The next plan is to give us
         less: we claim what surely is too little for this stage, one and a half of its states, where plans count 20
-        bytes a parameter of which 12 are the state."""
+        bytes a parameter of which 12 are the state, and the base of adapters."""
         state_bytes = sum(4 * tensor.numel() for layer in self._layers_of(tenure) for tensor in layer.tensors)
+        if self._base is not None and tenure is self.replica:
+            state_bytes += sum(4 * begun_numel(self._spec, key) for key in self.replica.runtime.keys) // 2
         before = self.advert().memory_bytes
         self._claim_bytes = min(before, 3 * state_bytes // 2)
         self._shortages += 1

@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.peer.arithmetic import Arithmetic
 from shoal.peer.handoff.inbox import GRADIENT, ChunkInbox
 from shoal.peer.handoff.ranges import fetch_range, ranges
-from shoal.peer.model.layout import layer_layout
+from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.state import LayerState, moment2_numel
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -227,7 +227,7 @@ class FetchingAhead:
             return ready
         now = plan.stage_of(me)
         has = set(stage_layer_keys(model, *plan.stages[now].layers)) if now is not None else set[str]()
-        wanted = [key for key in stage_layer_keys(model, *place.layers) if key not in has]
+        wanted = [key for key in stage_layer_keys(model, *place.layers) if key not in has and self._state_bytes(key)]
         room = self._arithmetic.free_host_bytes()
         if _ROOM_TIMES * sum(map(self._state_bytes, wanted)) > room:
             logger.info("no room to fetch ahead: %d layers, %.1f GB free", len(wanted), room / 1e9)
@@ -328,7 +328,7 @@ class FetchingAhead:
     async def _fetch(self, ready: _Preparing, source: _Source, key: str) -> int:
         """Returns: the version."""
         version = (await self._offer(source, key)).version
-        numel = layer_layout(self._spec.model, key).numel
+        numel = state_layout(self._spec, key).numel
         vectors = self._arithmetic.vectors
         tensors = [vectors.empty(size) for size in (numel, numel, moment2_numel(self._spec, key))]
 
@@ -352,7 +352,7 @@ class FetchingAhead:
         """
         began_s = self._clock.now_s()
         at, vectors = ready.has[key], self._arithmetic.vectors
-        gradient_N = vectors.empty(layer_layout(self._spec.model, key).numel)
+        gradient_N = vectors.empty(state_layout(self._spec, key).numel)
         request = StateChunkRequest(
             stored_era=ready.era, version=at.version + 1, layer=key, tensor=GRADIENT, start=0, stop=0
         )
@@ -428,9 +428,9 @@ class FetchingAhead:
                 await asyncio.sleep(_RETRY_S)
 
     def _state_bytes(self, key: str) -> int:
-        return 4 * (2 * layer_layout(self._spec.model, key).numel + moment2_numel(self._spec, key))
+        return 4 * (2 * state_layout(self._spec, key).numel + moment2_numel(self._spec, key))
 
     def _gradients_bytes(self, keys: Iterable[str]) -> int:
         """Of one step of these layers."""
-        numel = sum(layer_layout(self._spec.model, key).numel for key in keys)
+        numel = sum(state_layout(self._spec, key).numel for key in keys)
         return self._arithmetic.vectors.mean_bytes * numel

@@ -14,8 +14,10 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.kernels.optimizer import OPTIMIZERS
+from shoal.peer.model.frozen import base_numel
 from shoal.peer.model.layout import layer_layout, unit_slices
 from shoal.peer.pipeline.state import LayerState, StageState
+from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.spec import RunSpec
 
@@ -24,7 +26,8 @@ class InitialWeights(Protocol):
     """Who has them."""
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """The parameters of those of these layers that there are, float32 [numel] each in the layer's layout.
+        """The parameters of those of these layers that there are, float32 [numel] each in the layer's layout; in a run
+        with adapters as `stored_base` has them.
 
         Raises: LocalError: they cannot be read any more.
         """
@@ -32,19 +35,24 @@ class InitialWeights(Protocol):
 
 
 def weights_digest(param_N: Tensor) -> str:
-    """32 hex digits: BLAKE3 of the float32 values, little-endian, in the layer's layout."""
+    """32 hex digits: BLAKE3 of the float32 values, little-endian, as `InitialWeights` gives them."""
     values = param_N.detach().cpu().contiguous().numpy().astype("<f4", copy=False)
     return blake3(values.view(np.uint8).data).hexdigest(length=16)
 
 
 def begins_with_weights(spec: RunSpec) -> bool:
-    """Whether version 0 is not made from the seed."""
-    return bool(spec.initial.digests)
+    """Whether version 0 is not made from the seed. Adapters are, whatever the base is that they stand beside."""
+    return bool(spec.initial.digests) and spec.adapter is None
 
 
-def bare_layer(param_N: Tensor) -> LayerState:
+def begun_numel(spec: RunSpec, key: str) -> int:
+    """The numbers that a layer of what the run begins with has on its way to a peer."""
+    return layer_layout(spec.model, key).numel if spec.adapter is None else base_numel(spec, key)
+
+
+def bare_layer(param_N: Tensor, vectors: Vectors = VECTORS) -> LayerState:
     """A layer on its way to who begins with it: without moments."""
-    return LayerState(param_N=param_N, moment1_N=param_N.new_empty(0), moment2_N=param_N.new_empty(0))
+    return vectors.layer_state(param_N, vectors.empty(0), vectors.empty(0))
 
 
 def foreign_layers(spec: RunSpec, layers: Mapping[str, LayerState]) -> tuple[str, ...]:

@@ -17,7 +17,17 @@ from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.labels import Labels
 from shoal.peer.data.microbatch import microbatch, validation_microbatch
 from shoal.peer.model.documents import Documents
-from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, layer_layout, unit_keys
+from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer, seed_base
+from shoal.peer.model.layout import (
+    EMBED,
+    HEAD,
+    all_layer_keys,
+    init_layer,
+    initial_parameters,
+    layer_layout,
+    state_layout,
+    unit_keys,
+)
 from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Mixture
 from shoal.peer.model.rotary import Rotary
@@ -55,13 +65,19 @@ def train(
     corpus: Corpus,
     *,
     steps: int,
+    base: Mapping[str, Tensor] | None = None,
     on_step: OnStep | None = None,
     between: Between | None = None,
     on_backward: OnBackward | None = None,
 ) -> Iterator[StepLoss]:
     """Train from the run's initial weights for `steps` steps of its schedule. With `compute = "bf16"` as swarms do it:
-    with bfloat16 copies of the weights, a microbatch's gradient in it, and float32 for everything else."""
-    params_by_key = _initial(spec)
+    with bfloat16 copies of the weights, a microbatch's gradient in it, and float32 for everything else.
+
+    Args: base: of a run with adapters, by layer key, as `stored_base` has it; None: the seed's.
+    """
+    if base is None and spec.adapter is not None:
+        base = {key: seed_base(spec, key) for key in all_layer_keys(spec.model)}
+    params_by_key = _initial(spec, base)
     optimizers = _optimizers(spec, params_by_key)
     rotary = rotary_tables(spec.model)
     M = spec.training.microbatches_per_step
@@ -73,7 +89,7 @@ def train(
         for index in range(M):
             tokens_BT, labels = microbatch(corpus, spec, step, index)
             here, documents = _of_documents(rotary, labels)
-            used = _narrowed(params_by_key) if spec.training.compute == "bf16" else params_by_key
+            used = _narrowed(spec, params_by_key, base) if spec.training.compute == "bf16" else params_by_key
             balances: list[Tensor] = []
             mixture, logits = Mixture(balances=balances), tokens_BT
             for layer, part in enumerate(_parts(spec)):
@@ -91,7 +107,7 @@ def train(
                 on_backward(Microbatch(step, index), params_by_key)
             total += value.item()
         norms = [
-            _clip([params[name] for name in layer_layout(spec.model, unit).names], spec.optimizer.clip_norm)
+            _clip([params[name] for name in state_layout(spec, unit).names], spec.optimizer.clip_norm)
             for key, params in params_by_key.items()
             for unit in unit_keys(spec.model, key)
         ]
@@ -105,19 +121,32 @@ def train(
         yield record
 
 
-def _narrowed(params_by_key: Mapping[str, Params]) -> dict[str, dict[str, Tensor]]:
+def _narrowed(
+    spec: RunSpec, params_by_key: Mapping[str, Params], base: Mapping[str, Tensor] | None
+) -> dict[str, dict[str, Tensor]]:
     """Leaves in bfloat16."""
-    return {
-        key: {name: param.detach().to(torch.bfloat16).requires_grad_() for name, param in params.items()}
+    leaves = {
+        key: {name: params[name].detach().to(torch.bfloat16).requires_grad_() for name in state_layout(spec, key).names}
         for key, params in params_by_key.items()
     }
+    return _beside(spec, base, leaves, torch.bfloat16)
+
+
+def _beside(
+    spec: RunSpec, base: Mapping[str, Tensor] | None, leaves: dict[str, dict[str, Tensor]], dtype: torch.dtype
+) -> dict[str, dict[str, Tensor]]:
+    """The leaves, beside the base if they are adapters."""
+    if spec.adapter is None or base is None:
+        return leaves
+    frozen = {key: FrozenLayer.of(spec, key, base[key], device=torch.device("cpu"), dtype=dtype) for key in leaves}
+    return {key: AdaptedLayer(frozen[key], leaves[key], scale=spec.adapter.scale) for key in leaves}
 
 
 def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num: int) -> None:
     """Add a `num`-th of the gradients of the first to those of the second."""
     for key, params in wide.items():
         for name, param in params.items():
-            gradient = narrow[key][name].grad
+            gradient = narrow[key][name].grad if param.requires_grad else None
             if gradient is not None:
                 part = gradient.float() / num
                 param.grad = part if param.grad is None else param.grad + part
@@ -156,21 +185,22 @@ def _parts(spec: RunSpec) -> list[tuple[str, ...]]:
     return [stage_layer_keys(spec.model, layer, layer + 1) for layer in range(spec.model.num_layers)]
 
 
-def _initial(spec: RunSpec) -> dict[str, dict[str, Tensor]]:
+def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict[str, Tensor]]:
     """Leaf tensors of version 0, by layer key and name."""
-    return {
-        key: layer_layout(spec.model, key).leaves(init_layer(spec.model, key, spec.seed))
-        for key in all_layer_keys(spec.model)
-    }
+    keys = all_layer_keys(spec.model)
+    if spec.adapter is None:
+        return {key: layer_layout(spec.model, key).leaves(init_layer(spec.model, key, spec.seed)) for key in keys}
+    leaves = {key: state_layout(spec, key).leaves(initial_parameters(spec, key)) for key in keys}
+    return _beside(spec, base, leaves, torch.float32)
 
 
 def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch.optim.Optimizer]:
     """torch's; two for Muon, which has AdamW for what is no hidden matrix."""
-    tensors = [tensor for params in params_by_key.values() for tensor in params.values()]
+    tensors = [tensor for params in params_by_key.values() for tensor in params.values() if tensor.requires_grad]
     if run.optimizer.name != "muon":
         return [_optimizer(run.optimizer, tensors)]
     of_layers = [params.values() for key, params in params_by_key.items() if key not in (EMBED, HEAD)]
-    hidden = [tensor for values in of_layers for tensor in values if tensor.ndim == 2]
+    hidden = [tensor for values in of_layers for tensor in values if tensor.ndim == 2 and tensor.requires_grad]
     rest = [tensor for tensor in tensors if not any(tensor is one for one in hidden)]
     muon = torch.optim.Muon(
         hidden, weight_decay=run.optimizer.weight_decay, momentum=run.optimizer.beta1, adjust_lr_fn="match_rms_adamw"

@@ -27,12 +27,12 @@ from blake3 import blake3
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shoal.peer.model.layout import layer_layout
+from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.state import LayerState, moment2_numel
 from shoal.peer.snapshot_name import MANIFEST, UNFINISHED_PREFIX, SnapshotName
 from shoal.protocol.errors import LocalError
 from shoal.protocol.ports import Disk
-from shoal.protocol.spec import ModelSpec, RunSpec
+from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def _write(
     disk.make_folder(unfinished)
     digests: dict[str, str] = {}
     for key, tensors in layers.items():
-        for name, data in _layer_files(spec.model, key, tensors):
+        for name, data in _layer_files(spec, key, tensors):
             disk.write(unfinished / name, data)
             digests[name] = blake3(data).hexdigest()
     manifest = _Manifest(
@@ -182,9 +182,9 @@ def _write(
     return path
 
 
-def _layer_files(model: ModelSpec, key: str, tensors: LayerState) -> Iterator[tuple[str, bytes]]:
+def _layer_files(spec: RunSpec, key: str, tensors: LayerState) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of a layer's files, one in memory at a time."""
-    params = layer_layout(model, key).views(tensors.param_N.detach().cpu())
+    params = state_layout(spec, key).views(tensors.param_N.detach().cpu())
     yield f"{key}.safetensors", safetensors.torch.save(params, metadata={"format": "pt"})
     moments = {"moment1": tensors.moment1_N.detach().cpu(), "moment2": tensors.moment2_N.detach().cpu()}
     yield f"{key}.moments.safetensors", safetensors.torch.save(moments, metadata={"format": "pt"})
@@ -342,7 +342,7 @@ def _read_manifest(disk: Disk, path: PurePosixPath) -> _Manifest:
 
 def _read_layer(disk: Disk, path: PurePosixPath, manifest: _Manifest, key: str) -> LayerState:
     try:
-        layout = layer_layout(manifest.spec.model, key)
+        layout = state_layout(manifest.spec, key)
         moments = _read_tensors(disk, path, manifest, f"{key}.moments.safetensors")
         layer = LayerState(
             param_N=layout.flatten(_read_tensors(disk, path, manifest, f"{key}.safetensors")),

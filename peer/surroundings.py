@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.peer.arithmetic import Arithmetic
+from shoal.peer.base_layers import BaseLayers
 from shoal.peer.carried import CarriedState
 from shoal.peer.experts.server import ExpertServer
 from shoal.peer.fetching_ahead import FetchingAhead
@@ -62,6 +63,8 @@ class BetweenLayouts:
 
     carried: CarriedState
     ahead: FetchingAhead
+    base: BaseLayers | None
+    """What adapters stand beside, the same in all layouts; None: all weights train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

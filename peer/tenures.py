@@ -10,6 +10,7 @@ The file is long: it is all that a member does with endpoint, compute and timer,
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -372,12 +373,27 @@ class Tenure(ABC):
 
     async def _join(self) -> None:
         try:
+            await self._bring_base()
             await self.joining.run(self.core.plan)
         except (OSError, RuntimeError, ValueError) as error:
             self._s.listeners.on_failure(error)
             return
         logger.info("group %d is ready at version %d", self.group_id, self.version)
         self.handle(Joined(self._held.remembers))
+
+    async def _bring_base(self) -> None:
+        """Get the base of our layers, where adapters are trained. Tries for as long as it takes."""
+        base, held = self._s.between.base, self._held
+        while base is not None:
+            members = self.core.plan.members
+            try:
+                stored = await base.get(held.keys, members, mates=self.core.group.mates)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("group %d has not its base yet: %s", self.group_id, error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            await self.compute.run("step", functools.partial(held.load_base, stored), flop=0.0)
+            return
 
     async def _take_over(self, state: StageState) -> None:
         self._load(state)

@@ -39,6 +39,9 @@ from shoal.protocol.wire_format import AUTO_SUMS, WireFormat, tensor_bytes
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
 would never be, nor its heirs."""
+ADAPTER_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The matrices of a decoder layer, by their Hugging Face names, which are the same in all families without experts."""
+BaseFormat = Literal["fp32", "bf16", "int8", "nf4"]
 AUTO_STAGES: Final = "auto"
 """What `swarm.stages` says where the coordinator is free to choose the number of stages."""
 CONTINUED_MAX = 64
@@ -488,7 +491,8 @@ class InitialSpec(_Section, frozen=True):
     source: str = ""
     """Folder on the host's machine; everybody else asks the host."""
     digests: tuple[str, ...] = ()
-    """BLAKE3 (32 hex digits) of each layer's parameters, embedding first; empty: weights come from the seed."""
+    """BLAKE3 (32 hex digits) of each layer's parameters, embedding first; empty: weights come from the seed. Where
+    there is an `adapter`, of the layer's bytes as `adapter.base` stores them."""
     name: str = ""
     """What the model with these weights is called, as far as its folder says: `owner/name` of a hub."""
     licence: str = ""
@@ -499,6 +503,39 @@ class InitialSpec(_Section, frozen=True):
         for name in ("name", "licence"):
             value = getattr(self, name)
             _require(len(value) <= BASE_CHARS_MAX and value.isprintable(), f"{name} is no name: {value[:40]!r}")
+
+
+class AdapterSpec(_Section, frozen=True):
+    """What is trained beside weights that stay as they are. `[adapter]` in a run file; without it all weights train.
+
+    Of the model, the *base*, each matrix W that is a target becomes W + (alpha / rank) B A, and only A and B have
+    gradients and moments. The base is what the run would begin with: `initial`, or the seed. Source: Hu et al., "LoRA:
+    Low-Rank Adaptation of Large Language Models", 2021, arXiv 2106.09685.
+    """
+
+    kind: Literal["lora"]
+    rank: int = 16
+    """Rows of A, columns of B."""
+    alpha: float = 32.0
+    """What B A weighs is alpha / rank."""
+    targets: tuple[str, ...] = ADAPTER_TARGETS
+    """The matrices of each decoder layer that get an adapter; all by default."""
+    base: BaseFormat = "bf16"
+    """How the base is stored and sent. "int8" has blocks of 64 with a scale each; "nf4" has 4 bits a number in the
+    matrices of the decoder layers, and "int8" in embedding and head. Norms and biases are bf16 at least."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank > 0, f"rank must be positive, is {self.rank}")
+        _require(0 < self.alpha < math.inf, f"alpha must be positive, is {self.alpha}")
+        _require(bool(self.targets), "targets is empty: name the matrices that get an adapter, or leave the line out")
+        unknown = [name for name in self.targets if name not in ADAPTER_TARGETS]
+        _require(not unknown, f"targets has {unknown[:1]}: a decoder layer has {', '.join(ADAPTER_TARGETS)}")
+        _require(len(set(self.targets)) == len(self.targets), "targets names a matrix twice")
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied with."""
+        return self.alpha / self.rank
 
 
 class ContinuedSpec(_Section, frozen=True):
@@ -537,6 +574,8 @@ class RunSpec(_Section, frozen=True):
     swarm: SwarmSpec = msgspec.field(default_factory=SwarmSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     initial: InitialSpec = msgspec.field(default_factory=InitialSpec)
+    adapter: AdapterSpec | None = None
+    """None: all weights train."""
     continued: tuple[ContinuedSpec, ...] = ()
     """Each time that the run was continued, the first one first."""
 
@@ -567,6 +606,8 @@ class RunSpec(_Section, frozen=True):
             not self.swarm.expert_slots or self.model.num_experts > 0,
             "swarm.expert_slots means nothing in a dense model: model.num_experts is 0 or missing",
         )
+        if self.adapter is not None:
+            _check_adapter(self.adapter, self.model)
         tokens = self.training.microbatch_size * self.model.context
         frame_bytes = tensor_bytes(self.wire.activations, tokens * self.model.dim) + tokens * _TARGET_BYTES
         if self.swarm.expert_slots:
@@ -594,6 +635,18 @@ class RunSpec(_Section, frozen=True):
         steps = self.training.synchronous_steps
         optimizer = self.optimizer
         return synchronous_steps(optimizer.name, warmup_steps=optimizer.warmup_steps) if steps is None else steps
+
+
+def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
+    _require(
+        model.num_experts == 0,
+        f"adapter: a model with experts cannot have one yet, and model.num_experts is {model.num_experts}: "
+        "leave [adapter] out to train all weights",
+    )
+    _require(
+        adapter.rank <= model.dim,
+        f"adapter.rank {adapter.rank} is more than model.dim {model.dim}: it would be larger than what it adapts",
+    )
 
 
 _CHANGING = {
@@ -648,6 +701,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         for name in ("name", "licence"):
             if not getattr(spec.initial, name):
                 del tables["initial"][name]
+    if spec.adapter is None:
+        del tables["adapter"]
     if spec.training.compute == "auto":
         del tables["training"]["compute"]
     if spec.wire.activation_gradients is None:

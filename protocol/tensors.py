@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Final
 
 from shoal.protocol.layers import EMBED, EXPERTS, HEAD, TRUNK, expert_key, layer_index, trunk_key
-from shoal.protocol.spec import ModelSpec
+from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec
 
 Shapes = dict[str, tuple[int, ...]]
 """Name -> shape."""
@@ -61,6 +61,33 @@ def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
     for expert in range(model.num_experts):
         experts |= layer_tensors(model, expert_key(key, expert))[0]
     return experts | matrices, vectors
+
+
+def adapter_tensors(model: ModelSpec, adapter: AdapterSpec, key: str) -> Shapes:
+    """List A and B of each matrix of a layer that the adapter targets: none in embedding and head.
+
+    Raises: ValueError: the model has no such layer.
+    """
+    matrices, _ = layer_tensors(model, key)
+    found: Shapes = {}
+    for name, (rows, columns) in matrices.items():
+        if name.removesuffix(".weight").rpartition(".")[2] in adapter.targets:
+            a, b = adapter_names(name)
+            found |= {a: (adapter.rank, columns), b: (rows, adapter.rank)}
+    return found
+
+
+def adapter_names(matrix: str) -> tuple[str, str]:
+    """A and B of the matrix of that name, as PEFT calls them."""
+    of = matrix.removesuffix(".weight")
+    return f"{of}.lora_A.weight", f"{of}.lora_B.weight"
+
+
+def state_elements(spec: RunSpec, key: str) -> int:
+    """Count the numbers of a layer, or of a unit of one, that are trained."""
+    if spec.adapter is None:
+        return sum(num_elements(spec.model, key))
+    return sum(math.prod(shape) for shape in adapter_tensors(spec.model, spec.adapter, key).values())
 
 
 def expert_name(model: ModelSpec, index: int, expert: int, matrix: str) -> str:

@@ -16,7 +16,7 @@ from shoal.coordinator.allocate.evolution import Improved
 from shoal.coordinator.allocate.genome import HOMELESS, LEFT_OUT, Assignment
 from shoal.coordinator.cost.path_rates import path_bytes_per_s
 from shoal.coordinator.cost.placement import Placement
-from shoal.coordinator.cost.workload import STATE_BYTES_PER_PARAMETER, Workload
+from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.topology import Floats, Ints, Topology
 
@@ -249,15 +249,15 @@ class ThroughputEvaluator:
             w.cut_bytes,
             w.gradient_bytes_per_parameter,
             w.memory.resident_bytes_per_parameter,
-            STATE_BYTES_PER_PARAMETER,
+            w.state_bytes_per_parameter,
             w.memory.workspace_bytes,
         )
         weight = self._weight
         up, down = t.up_bytes_per_s / weight, t.down_bytes_per_s / weight
         home, fetch_rate, carries = _homes(t, w, self._current)
         none = (0.0,) * w.num_layers
-        experts, jobs = w.experts.parameters if w.experts else none, w.memory.layer_job_bytes or none
-        rows = (w.layer_flop, w.layer_parameters, w.layer_held_bytes, experts, jobs)
+        experts, fixed = w.experts.parameters if w.experts else none, w.memory.layer_fixed_bytes or none
+        rows = (w.layer_flop, w.layer_parameters, w.layer_held_bytes, experts, fixed)
         stage_sizes = range(1, round(float(weight.sum())) + 1)
         beyond = [0, *(w.experts.beyond(devices) if w.experts else 0 for devices in stage_sizes)]
         problem: Problem = self._kernels.Problem(

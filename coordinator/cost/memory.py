@@ -11,8 +11,10 @@ devices share the host's: so much is left over there.
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
+from shoal.protocol.base_format import base_bytes
+from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import ModelSpec, RunSpec
-from shoal.protocol.tensors import expert_elements, trunk_elements
+from shoal.protocol.tensors import expert_elements, num_elements, state_elements, trunk_elements
 
 FP32 = 4.0
 BF16 = 2.0
@@ -52,6 +54,16 @@ class ResidentTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenBase:
+    """What adapters stand beside."""
+
+    layer_bytes: tuple[float, ...]
+    """[L], embedding and head with the first and the last."""
+    parameters: float
+    """The parameters of the whole model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
     """What stages take, whatever layers they have."""
 
@@ -63,10 +75,21 @@ class StageMemory:
     """[L], what the one job that runs takes in each layer besides `layer_held_bytes`; empty: nothing."""
     workspace_bytes: float = 0.0
     """What a stage takes for a moment, however many layers it has."""
+    base: FrozenBase | None = None
+    """None: all weights train."""
+
+    @property
+    def layer_fixed_bytes(self) -> tuple[float, ...]:
+        """[L], what a member takes in each layer whatever it trains there; empty: nothing."""
+        if self.base is None or not self.layer_job_bytes:
+            return self.base.layer_bytes if self.base is not None else self.layer_job_bytes
+        return tuple(map(sum, zip(self.base.layer_bytes, self.layer_job_bytes, strict=True)))
 
     @classmethod
-    def counted(cls, spec: RunSpec) -> "StageMemory":
-        """What plans count: less than `foreseen`."""
+    def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
+        """What plans count: where all weights train less than `foreseen`."""
+        if spec.adapter is not None:
+            return cls.foreseen(spec, experts_held=experts_held)
         return cls(
             layer_held_bytes=held_bytes(spec),
             resident_bytes_per_parameter=min(COUNTED_BYTES_PER_PARAMETER, resident_terms(spec).total),
@@ -80,12 +103,14 @@ class StageMemory:
             resident_bytes_per_parameter=resident_terms(spec).total,
             layer_job_bytes=job_bytes(spec, experts_held=experts_held),
             workspace_bytes=workspace_bytes(spec, experts_held=experts_held),
+            base=frozen_base(spec),
         )
 
     def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":
         """Take each stage for one layer. Args: sums: over the layers of each stage."""
         held, job = sums(self.layer_held_bytes), sums(self.layer_job_bytes)
-        return replace(self, layer_held_bytes=held, layer_job_bytes=job)
+        base = self.base and replace(self.base, layer_bytes=sums(self.base.layer_bytes))
+        return replace(self, layer_held_bytes=held, layer_job_bytes=job, base=base)
 
 
 def resident_terms(spec: RunSpec) -> ResidentTerms:
@@ -145,6 +170,12 @@ def job_bytes(spec: RunSpec, *, experts_held: int) -> tuple[float, ...]:
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     job = [tokens * _graph_bytes(spec) if spec.training.recomputes else 0.0] * model.num_layers
     ends = float(model.vocab_size * model.dim)
+    if spec.adapter is not None:
+        # No gradient and no step of the two ends; the head is made dense for its products, if it is stored otherwise.
+        logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
+        job[-1] += _dense_bytes(spec, ends, HEAD) + logits
+        job[0] += _dense_bytes(spec, ends, EMBED)
+        return tuple(job)
     step = STEP_TEMPORARIES * max(0.0, ends - decoder_parameters(model, experts_held=experts_held))
     logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
     job[0] += step
@@ -159,8 +190,35 @@ LOGITS_BYTES_MAX = 1 << 28
 def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
     """What a stage takes for a moment, however many layers it has: one decoder layer's step, or its backward."""
     tokens = spec.training.microbatch_size * spec.model.context
+    if spec.adapter is not None:
+        step = STEP_TEMPORARIES * state_elements(spec, "layers.0")
+        dense = _dense_bytes(spec, float(spec.model.dim * spec.model.ffn_dim), "layers.0")
+        return max(step, tokens * _graph_bytes(spec) + dense)
     step = STEP_TEMPORARIES * decoder_parameters(spec.model, experts_held=experts_held)
     return max(step, tokens * _graph_bytes(spec))
+
+
+def frozen_base(spec: RunSpec) -> FrozenBase | None:
+    """None: all weights train."""
+    if spec.adapter is None:
+        return None
+    keys = all_layer_keys(spec.model)
+    embed, *layers, head = (float(base_bytes(spec.model, spec.adapter.base, key)) for key in keys)
+    layers[0] += embed
+    layers[-1] += head
+    parameters = float(sum(sum(num_elements(spec.model, key)) for key in keys))
+    return FrozenBase(layer_bytes=tuple(layers), parameters=parameters)
+
+
+def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
+    """What a matrix of a layer of the base takes while a product needs it dense: in float32, and in what is multiplied
+    in, where it is stored in few bits. Of the embedding only rows are made dense, unless it is in few bits."""
+    assert spec.adapter is not None
+    base = spec.adapter.base
+    if base in ("int8", "nf4"):
+        return (FP32 + BF16) * numel
+    is_stored_so = (base == "bf16") == (spec.training.compute == "bf16") and spec.training.compute != "auto"
+    return 0.0 if is_stored_so or key == EMBED else FP32 * numel
 
 
 def _graph_bytes(spec: RunSpec) -> float:

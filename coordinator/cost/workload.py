@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.memory import StageMemory, decoder_parameters
 from shoal.protocol.layers import EMBED, HEAD
-from shoal.protocol.spec import ModelSpec, RunSpec
+from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
-from shoal.protocol.tensors import expert_elements, num_elements
+from shoal.protocol.tensors import expert_elements, num_elements, state_elements
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 FP32_BYTES = 4.0
 _MANY = 2**20
 """Elements of a tensor so large that the padding of its last tile adds next to nothing to the bytes an element."""
 BACKWARD_PER_FORWARD = 2.0
+ADAPTED_BACKWARD_PER_FORWARD = 1.0
+"""The base has no gradients, only what it reads has; those of the adapters are small."""
 STATE_BYTES_PER_PARAMETER = 12.0
 """What travels to whoever is to hold a layer: the parameter and two moments, each fp32."""
 
@@ -50,6 +52,7 @@ class Workload:
     gradient_bytes_per_parameter: float
     """The bytes of a gradient on the wire in a reduction, one way."""
     memory: StageMemory
+    """What stages hold: the base of adapters, too."""
     cut_bytes: float
     """Bytes on the wire between two stages for a microbatch, one way: the mean of its activation's and its gradient's.
     A stage in the middle sends one of each."""
@@ -81,12 +84,23 @@ class Workload:
     @property
     def loss_per_forward(self) -> float:
         """The last stage's job, in forwards."""
-        return 1.0 + min(self.backward_per_forward, BACKWARD_PER_FORWARD)
+        return 1.0 + min(self.backward_per_forward, _backward_per_forward(adapts=self.memory.base is not None))
 
     @property
     def layer_state_bytes(self) -> tuple[float, ...]:
-        """[L], what a peer that is to hold a layer fetches: the parameters and their moments."""
-        return tuple(STATE_BYTES_PER_PARAMETER * parameters for parameters in self.layer_parameters)
+        """[L], what a peer that is to hold a layer fetches: the parameters and their moments, and the base that they
+        stand beside, as if nobody had that already."""
+        state = (STATE_BYTES_PER_PARAMETER * parameters for parameters in self.layer_parameters)
+        if self.memory.base is None:
+            return tuple(state)
+        return tuple(map(sum, zip(state, self.memory.base.layer_bytes, strict=True)))
+
+    @property
+    def state_bytes_per_parameter(self) -> float:
+        """The bytes of `layer_state_bytes` for each parameter that is trained, in the mean of the layers."""
+        if self.memory.base is None:
+            return STATE_BYTES_PER_PARAMETER
+        return sum(self.layer_state_bytes) / sum(self.layer_parameters)
 
     def job_flop(self, first_layer: int, last_layer: int) -> float:
         """The FLOP of a microbatch there and back through a stage of those layers."""
@@ -96,10 +110,11 @@ class Workload:
 
     @property
     def num_parameters(self) -> float:
-        """The parameters of the whole model, whoever holds them."""
+        """The parameters of the whole model, whoever holds them, those that do not train among them."""
         placed = self.experts
         elsewhere = (placed.number - placed.held) * sum(placed.parameters) if placed is not None else 0.0
-        return sum(self.layer_parameters) + elsewhere
+        base = self.memory.base.parameters if self.memory.base is not None else 0.0
+        return sum(self.layer_parameters) + elsewhere + base
 
     def resident_bytes(self, first_layer: int, last_layer: int, *, members: int) -> float:
         """The bytes that a replica of those layers needs besides its microbatches in flight, in a stage of so many
@@ -107,8 +122,8 @@ class Workload:
         parameters = sum(self.layer_parameters[first_layer:last_layer])
         if self.experts is not None:
             parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])
-        of_the_job = sum(self.memory.layer_job_bytes[first_layer:last_layer]) + self.memory.workspace_bytes
-        return self.memory.resident_bytes_per_parameter * parameters + of_the_job
+        besides = sum(self.memory.layer_fixed_bytes[first_layer:last_layer]) + self.memory.workspace_bytes
+        return self.memory.resident_bytes_per_parameter * parameters + besides
 
     def with_sums(self, form: WireFormat) -> "Workload":
         """The workload where reductions travel in that format."""
@@ -122,13 +137,14 @@ class Workload:
         tokens = training.microbatch_size * model.context
         recompute = training.recomputes
         both_ways = (spec.wire.activations, spec.wire.backward)
+        backward = _backward_per_forward(adapts=spec.adapter is not None)
         return cls(
             layer_flop=tuple(flop * tokens for flop in layer_costs(model)),
-            backward_per_forward=BACKWARD_PER_FORWARD + (1.0 if recompute else 0.0),
-            layer_parameters=_layer_parameters(model, experts_held=_experts_held(spec)),
+            backward_per_forward=backward + (1.0 if recompute else 0.0),
+            layer_parameters=_layer_parameters(spec),
             gradient_bytes_per_parameter=_bytes_per_number(spec.wire.sums[-1]),
             mean_bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
-            memory=StageMemory.counted(spec),
+            memory=StageMemory.counted(spec, experts_held=_experts_held(spec)),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
@@ -161,8 +177,17 @@ def _experts_held(spec: RunSpec) -> int:
     return min(spec.model.experts_held, slots) if slots else spec.model.experts_held
 
 
-def _layer_parameters(model: ModelSpec, *, experts_held: int) -> tuple[float, ...]:
-    counts = [decoder_parameters(model, experts_held=experts_held)] * model.num_layers
+def _backward_per_forward(*, adapts: bool) -> float:
+    """What a backward takes that runs no forward again, in forwards."""
+    return ADAPTED_BACKWARD_PER_FORWARD if adapts else BACKWARD_PER_FORWARD
+
+
+def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
+    """What trains, of placed experts what a member holds."""
+    model = spec.model
+    if spec.adapter is not None:  # embedding and head have none
+        return tuple(float(state_elements(spec, f"layers.{index}")) for index in range(model.num_layers))
+    counts = [decoder_parameters(model, experts_held=_experts_held(spec))] * model.num_layers
     counts[0] += float(sum(num_elements(model, EMBED)))
     counts[-1] += float(sum(num_elements(model, HEAD)))
     return tuple(counts)

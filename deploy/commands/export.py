@@ -15,6 +15,7 @@ _GB = 1_000_000_000
     "shoal export my-model  # the newest snapshot on this machine",
     "shoal export ~/.local/state/shoal/demo my-model  # of the demos only",
     "shoal export my-model --dtype bfloat16  # at half the size",
+    "shoal export my-model --format hf  # of a run with adapters: merged into the model that they stand beside",
     "shoal export my-model --tokenizer tokenizer.json  # of a run with a vocabulary of its own",
 )
 def export(
@@ -26,7 +27,10 @@ def export(
             "Default: the run that was written to last on this machine.",
         ),
     ],
-    format: Annotated[Literal["hf"], typer.Option(help="hf: what Hugging Face's transformers loads.")] = "hf",
+    format: Annotated[
+        Literal["auto", "hf", "peft"],
+        typer.Option(help="hf: a whole model for transformers, adapters merged into it. peft: adapters alone."),
+    ] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights; training has float32.")
     ] = "float32",
@@ -34,10 +38,13 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option(help="The run's tokenizer.json, if it is not where the run's spec says.")
     ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Where the model is that the run's adapters stand beside, if it is not found.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a snapshot as a folder that transformers loads."""
+    """Write a snapshot as a folder that transformers loads, or its adapters as one for peft."""
     if len(paths) > 2:
         raise LocalError("say at most two folders: a snapshot, and the folder to make")
     *where, out = paths
@@ -51,7 +58,9 @@ def export(
         done = write(
             snapshots,
             out,
+            form=None if format == "auto" else format,
             dtype=dtype,
+            base=base,
             shard_bytes=int(shard_gb * _GB),
             tokenizer=tokenizer,
             on_bytes=lambda done, total: tell(done / total),
@@ -64,4 +73,7 @@ def export(
     files = f"{done.shards} files" if done.shards > 1 else "one file"
     typer.echo(f"run {done.run}, version {done.version}: {done.parameters:,} parameters")
     typer.echo(f"{done.folder}: {done.bytes / 1e6:,.1f} MB of {dtype} in {files}")
+    if done.form == "peft":
+        typer.echo(f"load it with peft.PeftModel.from_pretrained(MODEL, {done.folder!r}), or --format hf merges it")
+        return
     typer.echo(f"load it with transformers.AutoModelForCausalLM.from_pretrained({done.folder!r})")

@@ -32,6 +32,9 @@ def generate(
     tokenizer: Annotated[
         Path | None, typer.Option(help="The run's tokenizer.json, if it is not where the run's spec says.")
     ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Where the model is that the run's adapters stand beside, if it is not found.")
+    ] = None,
     device: Device = "auto",
     json: Annotated[bool, typer.Option("--json", help="Everything at the end, as JSON.")] = False,
     verbose: Verbose = False,
@@ -50,7 +53,7 @@ def generate(
         sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     except ValueError as error:
         raise LocalError(str(error)) from error
-    writer = load_writer(find_snapshots(snapshot), device=pick_device(device), tokenizer=tokenizer)
+    writer = load_writer(find_snapshots(snapshot), device=pick_device(device), tokenizer=tokenizer, base=base)
     parts = writer.write(prompt, tokens, sampler)
     found = writer.snapshot
     if json:

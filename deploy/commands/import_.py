@@ -8,7 +8,7 @@ import typer
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
 from shoal.deploy.words import number_of_stages
 from shoal.protocol.errors import LocalError
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import AdapterSpec, RunSpec
 from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
 
 
@@ -17,6 +17,7 @@ from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
     "shoal import ./Qwen3-0.6B run.toml --untie --data chats.jsonl --format chat  # teach it answers",
     "shoal import ./my-model run.toml --spec base.toml  # steps, rate and stages as in base.toml",
     "shoal import ./SmolLM2-135M run.toml --untie  # the head is the embedding there: it becomes a layer of its own",
+    "shoal import ./Llama-3.1-8B run.toml --lora 16 --base nf4  # adapters beside weights in 4 bits, 4.8 GB in all",
     "shoal import ./my-model run.toml --context 512 --stages 2  # shorter samples, two stages at most",
 )
 def import_(
@@ -34,31 +35,45 @@ def import_(
     untie: Annotated[
         bool, typer.Option(help="Train a head that is the embedding as a layer of its own, which begins equal.")
     ] = False,
+    lora: Annotated[
+        int,
+        typer.Option(min=0, metavar="RANK", help="Train adapters of this rank; the weights stay."),
+    ] = 0,
+    base: Annotated[
+        Literal["fp32", "bf16", "int8", "nf4"], typer.Option(help="With --lora: how the weights are stored and sent.")
+    ] = "bf16",
     json: Annotated[bool, typer.Option("--json", help="Say what was made as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Make a run spec that begins with a model's weights."""
-    base = load_spec(spec) if spec else None
+    begun = load_spec(spec) if spec else None
     if run_toml.exists():
         raise LocalError(f"{run_toml} is there already: name a file that is not")
     check_writable(run_toml)
     source = data_source(data)
     chosen = said_stages(stages) if stages else None
+    if base != "bf16" and not lora and (begun is None or begun.adapter is None):
+        raise LocalError(f"--base {base} is for weights that stay as they are: say --lora RANK, too")
+    adapter = AdapterSpec(kind="lora", rank=lora, alpha=2.0 * lora, base=base) if lora else None
     start_logging(verbose)
     from shoal.deploy.run.run_file import write_spec
     from shoal.deploy.ship.import_model import import_model, is_untied
     from shoal.deploy.terminal.progress import progress_bar
     from shoal.peer.model.layout import num_parameters
+    from shoal.protocol.base_format import model_bytes
+    from shoal.protocol.layers import all_layer_keys
+    from shoal.protocol.tensors import state_elements
 
     with progress_bar("reading the weights") as tell:
         made = import_model(
             folder,
-            base=base,
+            base=begun,
             source=source,
             format=format,
             context=context,
             stages=chosen,
             untie=untie,
+            adapter=adapter,
             on_layer=lambda done, layers: tell(done / layers),
         )
     if spec is not None:
@@ -85,6 +100,12 @@ def import_(
             f"its embedding and head were one matrix and are two from now on: the head begins as a copy, with {head:,} "
             "parameters of its own, and `shoal export` says tie_word_embeddings = false"
         )
+    if made.adapter is not None:
+        trained = sum(state_elements(made, key) for key in all_layer_keys(made.model))
+        typer.echo(
+            f"{trained:,} parameters train, in adapters of rank {made.adapter.rank}; the model's own stay, as "
+            f"{model_bytes(made.model, made.adapter.base) / 1e6:,.1f} MB of {made.adapter.base} over all stages"
+        )
     cut = number_of_stages(made.swarm.stages)
     typer.echo(f"{made.data.named} in {cut}; the weights stay in {made.initial.source}")
     typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")
@@ -94,6 +115,6 @@ def _fitted(made: RunSpec, base: Path) -> RunSpec:
     """What the file `base` leaves to shoal follows the model that was read, which `base` does not describe."""
     import msgspec
 
-    read = {name: msgspec.to_builtins(getattr(made, name)) for name in ("model", "swarm", "initial")}
+    read = {name: msgspec.to_builtins(getattr(made, name)) for name in ("model", "swarm", "initial", "adapter")}
     fitted, _ = convert_spec(read_tables(base) | read, name=str(base))
     return msgspec.structs.replace(made, optimizer=fitted.optimizer, training=fitted.training)

@@ -269,6 +269,10 @@ def join(
         str, typer.Option(help="Where the run's text is on this machine; of several sources all, with commas between.")
     ] = "",
     tokenizer: Annotated[str, typer.Option(help="Where its tokenizer.json is, if it has one.")] = "",
+    base: Annotated[
+        Path | None,
+        typer.Option(help="Where the model is that the run's adapters stand beside. Default: the Hugging Face cache."),
+    ] = None,
     threads: Threads = 0,
     device: Devices = "auto",
     dashboard: Dashboard = None,
@@ -302,7 +306,8 @@ def join(
     if device == "all" or "," in device:
         from shoal.deploy.session.each_device import Each, join_with_each
 
-        flags = [*_flag("--data", text), *_flag("--tokenizer", tokenizer), "--record" if records else "--no-record"]
+        flags = [*_flag("--data", text), *_flag("--tokenizer", tokenizer), *_flag("--base", str(base or ""))]
+        flags += ["--record" if records else "--no-record"]
         flags += [*_flag("--wandb", project), *(["--verbose"] if verbose else []), *(["--reports"] if reports else [])]
         first = [*_flag("--dashboard", dashboard or ""), *(f for way in announce or () for f in ("--announce", way))]
         each = Each(name=name, limits=limits, listen=listen, state_dir=state_dir, threads=threads, flags=flags)
@@ -319,7 +324,7 @@ def join(
         limits=limits,
         records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
-        text=TextPaths(data=text, tokenizer=tokenizer),
+        text=TextPaths(data=text, tokenizer=tokenizer, base=base),
     )
     try:
         run(join_run(found, chosen))

@@ -23,6 +23,8 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
     table: dict[str, Any] = msgspec.to_builtins(spec)
     for path, value in changes.items():
         section, _, field = path.rpartition(".")
+        if section and table[section] is None:  # a table that was not there
+            table[section] = {}
         (table[section] if section else table)[field] = value
     try:
         return msgspec.convert(table, RunSpec)
@@ -35,7 +37,7 @@ def dump_spec(spec: RunSpec) -> str:
     or small tables; None is not to say anything."""
     table: dict[str, Any] = msgspec.to_builtins(spec)
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
-    lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections]
+    lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections and value is not None]
     for name, section in sections.items():
         said = ((field, value) for field, value in section.items() if value is not None and value != {})
         lines += ["", f"[{name}]", *(f"{field} = {_value(value)}" for field, value in said)]

@@ -56,6 +56,7 @@ from shoal.deploy.session.output import JsonOutput, Output, tell_before_the_run
 from shoal.deploy.session.stop import LEAVE_SOON_S, Stop
 from shoal.deploy.session.telling_scores import tell_scores
 from shoal.deploy.session.trimming import TrimsAfterSteps
+from shoal.deploy.ship.import_model import open_copy
 from shoal.deploy.state.places import announced, note_folder
 from shoal.deploy.state.run_folder import RunFolder
 from shoal.deploy.state.standing_note import StandingNote
@@ -103,11 +104,14 @@ class Ways:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPaths:
-    """Where this machine has the run's text, if not where the spec says."""
+    """Where this machine has the run's text, and the model that its adapters stand beside, if not where the spec
+    says."""
 
     data: str = ""
     tokenizer: str = ""
     """The path of the run's tokenizer.json."""
+    base: Path | None = None
+    """The folder of the model; None: it may be in the Hugging Face cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +143,8 @@ class Options:
     """Where to show the run as a page."""
     text: TextPaths = TextPaths()
     initial: InitialWeights | None = None
-    """What the run begins with, if not with its seed; only its host has it."""
+    """What the run begins with, if not with its seed. Its host has it, and who has a copy of the model that adapters
+    stand beside."""
     first_said: tuple[str, ...] = ()
     """Sentences for a person, once the network is up and before there is a view."""
     records: RecordChoice = RecordChoice()
@@ -230,11 +235,23 @@ async def join_run(invite: Invite, options: Options) -> None:
                     on_progress=view.reached,
                 )
             )
+            if spec.adapter is not None:
+                initial = await in_background(partial(open_copy, spec, options.text.base))
+                options = replace(options, initial=initial, first_said=(*options.first_said, *_of_base(spec, initial)))
             view.close()
             network.gate.members.is_open = spec.swarm.open
             run = _Run(spec=spec, owner=invite.owner, record=record, corpus=corpus, key=invite.key)
             newer = await _take_part(network, run, options, stop)
     await _go_over(newer, run, identity, options, stop, invited=invite.addresses)
+
+
+def _of_base(spec: RunSpec, copy: InitialWeights | None) -> tuple[str, ...]:
+    """What the person at this machine may want to know of where the base comes from."""
+    if not spec.initial.digests:
+        return ()
+    if copy is not None:
+        return ("the model is on this machine: nothing of it has to be fetched",)
+    return ("the model is not on this machine: the layers of it that this peer works on come from others, once",)
 
 
 def _known(folder: Path, invite: Invite) -> Found | None:

@@ -1,4 +1,4 @@
-"""`shoal export` writes a snapshot as a folder that `transformers` loads.
+"""`shoal export` writes a snapshot as a folder that `transformers` loads, or adapters as one that `peft` loads.
 
 One layer is in memory at a time. What is written is hidden until it is whole: a folder that is there is complete.
 """
@@ -7,6 +7,8 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -15,13 +17,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from shoal.deploy.ship.base_model import BaseModel, base_of, whole_layer
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.hf_config import config_of, generation_config_of, tokenizer_config_of
 from shoal.deploy.ship.model_card import card_files
 from shoal.deploy.ship.model_folder import own_file, read_bytes, read_json
 from shoal.peer.data.chat import CHATML, TEMPLATE_FILE
 from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
-from shoal.peer.model.layout import layer_layout
+from shoal.peer.model.frozen import adapter_of
+from shoal.peer.model.layout import layer_layout, state_layout
 from shoal.peer.snapshot import DamagedSnapshot, log_damage
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
@@ -32,6 +36,7 @@ _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_positi
 """What the config of an exported model has from the one that its run began with: training changes none of it."""
 SHARD_BYTES: Final = 5_000_000_000
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Form = Literal["hf", "peft"]
 OnBytes = Callable[[int, int], None]
 """A function that is told how many bytes of the weights are written, of how many."""
 
@@ -47,13 +52,16 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """The bytes of the weights."""
     shards: int
+    form: Form = "hf"
 
 
 def export(
     snapshots: Sequence[FoundSnapshot],
     out: Path,
     *,
+    form: Form | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    base: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Path | None = None,
     on_bytes: OnBytes | None = None,
@@ -61,17 +69,28 @@ def export(
     """Write the first of `snapshots` that is sound to the folder `out`, which must not be there yet.
 
     Args:
+        form: "hf": a whole model; with the adapters merged into it, where these were trained. "peft": the adapters
+            alone. None: what was trained.
         dtype: of the weights; training has them in float32.
+        base: where the model is that the adapters stand beside, if it is not found.
         shard_bytes: how large a file of weights may get; a larger tensor gets one of its own.
         tokenizer: where the run's tokenizer.json is, if not where its spec says.
     Raises: LocalError: `out` is there, the disk is full, or no snapshot is sound. DataError: there is no tokenizer.
     """
     if out.exists():
         raise LocalError(f"{out} is there already: name a folder that is not")
+    if form == "peft" and snapshots and snapshots[0].spec.adapter is None:
+        raise LocalError("this run trains all weights of its model and has no adapters: leave --format peft out")
     damaged: DamagedSnapshot | None = None
     for snapshot in snapshots:
         try:
-            return _export(snapshot, out, dtype, shard_bytes, tokenizer, on_bytes)
+            wanted = form or ("hf" if snapshot.spec.adapter is None else "peft")
+            if wanted == "peft":
+                write = partial(_write_adapters, snapshot, dtype=DTYPES[dtype], on_bytes=on_bytes)
+            else:
+                source = _Source(snapshot, base_of(snapshot, base))
+                write = partial(_write_weights, source, dtype=DTYPES[dtype], shard_bytes=shard_bytes, on_bytes=on_bytes)
+            return _export(snapshot, out, wanted, dtype, tokenizer, write)
         except DamagedSnapshot as damage:
             log_damage(damage)
             damaged = damaged or damage
@@ -80,10 +99,30 @@ def export(
     raise damaged or LocalError("there is nothing to export")
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the layers of a whole model come from."""
+
+    snapshot: FoundSnapshot
+    base: BaseModel | None
+
+    def read(self, key: str) -> Tensor:
+        """float32 [numel]. Raises: DamagedSnapshot. LocalError: the base is not here."""
+        return whole_layer(self.snapshot.spec, key, self.snapshot.read(key), self.base)
+
+
 def _export(
-    snapshot: FoundSnapshot, out: Path, dtype: str, shard_bytes: int, tokenizer: Path | None, on_bytes: OnBytes | None
+    snapshot: FoundSnapshot,
+    out: Path,
+    form: Form,
+    dtype: str,
+    tokenizer: Path | None,
+    write: Callable[[Path], tuple[int, int]],
 ) -> Exported:
     files = _small_files(snapshot.spec, dtype, tokenizer) | card_files(snapshot)
+    if form == "peft":
+        del files["config.json"], files["generation_config.json"]
+        files["adapter_config.json"] = _json(_adapter_config(snapshot.spec))
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.parent / f".unfinished-{out.name}-{os.getpid()}"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -91,7 +130,7 @@ def _export(
     try:
         for name, data in files.items():
             (unfinished / name).write_bytes(data)
-        num_bytes, shards = _write_weights(snapshot, unfinished, DTYPES[dtype], shard_bytes, on_bytes)
+        num_bytes, shards = write(unfinished)
         unfinished.rename(out)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -103,6 +142,7 @@ def _export(
         parameters=num_bytes // DTYPES[dtype].itemsize,
         bytes=num_bytes,
         shards=shards,
+        form=form,
     )
 
 
@@ -147,12 +187,54 @@ def _config_carried(spec: RunSpec, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _write_weights(
-    snapshot: FoundSnapshot, folder: Path, dtype: torch.dtype, shard_bytes: int, on_bytes: OnBytes | None
+def _adapter_config(spec: RunSpec) -> dict[str, Any]:
+    """What `peft` reads."""
+    adapter = adapter_of(spec)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": _model_name(spec.initial.source),
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": list(adapter.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+def _model_name(source: str) -> str:
+    """Name the base as the Hugging Face hub does, if its folder lies in a cache of that; else by its folder."""
+    cached = next((part for part in Path(source).parts if part.startswith("models--")), None)
+    return source if cached is None else cached.removeprefix("models--").replace("--", "/", 1)
+
+
+def _write_adapters(
+    snapshot: FoundSnapshot, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes | None
 ) -> tuple[int, int]:
     """Returns: (bytes of all tensors, files)."""
-    model = snapshot.spec.model
-    layouts = [layer_layout(model, key) for key in snapshot.keys]
+    tensors: dict[str, Tensor] = {}
+    for number, key in enumerate(snapshot.keys, 1):
+        views = state_layout(snapshot.spec, key).views(snapshot.read(key))
+        tensors |= {f"base_model.model.{name}": view.to(dtype, copy=True) for name, view in views.items()}
+        if on_bytes is not None:
+            on_bytes(number, len(snapshot.keys))
+    file = folder / "adapter_model.safetensors"
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    shutil.copymode(folder / "adapter_config.json", file)  # the library lets only its owner read it
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()), 1
+
+
+def _write_weights(
+    source: _Source, folder: Path, *, dtype: torch.dtype, shard_bytes: int, on_bytes: OnBytes | None
+) -> tuple[int, int]:
+    """Returns: (bytes of all tensors, files)."""
+    model, keys = source.snapshot.spec.model, source.snapshot.keys
+    layouts = [layer_layout(model, key) for key in keys]
     sizes = {
         name: math.prod(shape) * dtype.itemsize
         for layout in layouts
@@ -160,7 +242,7 @@ def _write_weights(
     }
     shards = _cut(sizes, shard_bytes)
     total, done = sum(sizes.values()), 0
-    tensors = _tensors(snapshot, dtype)
+    tensors = _tensors(source, dtype)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -180,11 +262,11 @@ def _write_weights(
     return total, len(shards)
 
 
-def _tensors(snapshot: FoundSnapshot, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _tensors(source: _Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Tensors by Hugging Face name, in the order of the layouts. Each is a copy, so a passed layer is free."""
-    for key in snapshot.keys:
-        layout = layer_layout(snapshot.spec.model, key)
-        for name, view in layout.views(snapshot.read(key)).items():
+    for key in source.snapshot.keys:
+        layout = layer_layout(source.snapshot.spec.model, key)
+        for name, view in layout.views(source.read(key)).items():
             yield name, view.to(dtype, copy=True)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.deploy.ship.base_model import base_of, whole_layer
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.peer.data.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 from shoal.peer.model.generate import Sampler, stream
@@ -47,23 +48,31 @@ class Writer:
             yield detokenizer.feed(token)
 
 
-def load_writer(snapshots: Sequence[FoundSnapshot], *, device: torch.device, tokenizer: Path | None = None) -> Writer:
+def load_writer(
+    snapshots: Sequence[FoundSnapshot],
+    *,
+    device: torch.device,
+    tokenizer: Path | None = None,
+    base: Path | None = None,
+) -> Writer:
     """The first of `snapshots` that is sound.
 
     Args:
         tokenizer: where the run's tokenizer.json is, if not where its spec says.
-    Raises: LocalError: none is sound. DataError: there is no tokenizer.
+        base: where the model is that the run's adapters stand beside, if it has any and they are not found.
+    Raises: LocalError: none is sound, or the model is not here. DataError: there is no tokenizer.
     """
     damaged: DamagedSnapshot | None = None
     for snapshot in snapshots:
         vocabulary = load_tokenizer(snapshot.spec.data, path=tokenizer)
-        model = snapshot.spec.model
+        spec, beside = snapshot.spec, base_of(snapshot, base)
         try:
-            params = {key: layer_layout(model, key).views(snapshot.read(key).to(device)) for key in snapshot.keys}
+            flat = {key: whole_layer(spec, key, snapshot.read(key), beside).to(device) for key in snapshot.keys}
         except DamagedSnapshot as damage:
             log_damage(damage)
             damaged = damaged or damage
             continue
+        params = {key: layer_layout(spec.model, key).views(flat_N) for key, flat_N in flat.items()}
         return Writer(snapshot=snapshot, params_by_key=params, tokenizer=vocabulary)
     raise damaged or LocalError("there is no snapshot")
 

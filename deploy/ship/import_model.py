@@ -2,6 +2,9 @@
 
 Nothing is copied: the run spec names the folder and has a digest of every layer, the host reads the layers from there
 when peers ask, and each peer checks what it gets. So the folder must stay where it is until the run has gone on.
+
+Where adapters are trained the model is their base, and the digests are of its layers as the base stores them. Then
+anybody who has such a folder can take part without fetching it.
 """
 
 import asyncio
@@ -17,13 +20,14 @@ from torch import Tensor
 
 from shoal.deploy.ship.base_card import name_and_licence
 from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
-from shoal.deploy.ship.model_folder import own_file, read_json, tensor_files
+from shoal.deploy.ship.model_folder import cached_models, own_file, read_json, tensor_files
 from shoal.deploy.words import printable
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.initial import weights_digest
+from shoal.peer.model.frozen import stored_base
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.protocol.errors import DataError, LocalError
-from shoal.protocol.spec import DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
+from shoal.protocol.spec import AdapterSpec, DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
 from shoal.protocol.toml.defaults import learning_rate_of, size_of
 
 OnLayer = Callable[[int, int], None]
@@ -35,6 +39,8 @@ _NAME_CHARS_MAX: Final = 80
 _DIMS_MAX: Final = 8
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
+_SMALLEST: Final = "layers.0"
+"""The layer by which a copy is told from a model of the same shape: smaller than embedding and head."""
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 """The dtypes that weights may have: whole numbers would be read without a word, and mean something else."""
@@ -95,13 +101,27 @@ class FolderWeights:
 
     def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
         """The digests of all layers, in their order."""
-        keys = all_layer_keys(self._model)
-        found = []
-        for number, key in enumerate(keys, 1):
-            found.append(weights_digest(self.layer(key)))
-            if on_layer is not None:
-                on_layer(number, len(keys))
-        return tuple(found)
+        return _digests(self.layer, self._model, on_layer)
+
+
+class FolderBase:
+    """Implements `InitialWeights` for a run with adapters: the layers of a folder as their base stores them."""
+
+    def __init__(self, weights: FolderWeights, spec: RunSpec) -> None:
+        self._weights = weights
+        self._spec = spec
+
+    async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        known = [key for key in keys if key in all_layer_keys(self._spec.model)]
+        return {key: await asyncio.to_thread(self.layer, key) for key in known}
+
+    def layer(self, key: str) -> Tensor:
+        """Give a layer as `stored_base` has it. Raises: LocalError: as `FolderWeights.layer`."""
+        return stored_base(self._spec, key, self._weights.layer(key))
+
+    def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
+        """The digests of all layers, in their order."""
+        return _digests(self.layer, self._spec.model, on_layer)
 
 
 def import_model(
@@ -113,6 +133,7 @@ def import_model(
     context: int | None = None,
     stages: int | str | None = None,
     untie: bool = False,
+    adapter: AdapterSpec | None = None,
     on_layer: OnLayer | None = None,
 ) -> RunSpec:
     """A run spec that begins with the weights in `folder`.
@@ -124,12 +145,13 @@ def import_model(
         context: tokens of a sample; None: what the model allows, at most 1,024.
         stages: `swarm.stages`; None: what `base` says, or "auto".
         untie: a head that is the embedding becomes a layer of its own, which begins with the same weights.
+        adapter: what is trained beside the model's weights; None: what `base` says, or all weights.
     Raises: LocalError: this is no model that shoal can train; the line says why. DataError: its tokenizer.
     """
     folder = folder.expanduser().resolve()
     model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
     weights = FolderWeights(folder, model)
-    base = base or _for_fine_tuning(folder.name, model)
+    base = base or _for_fine_tuning(folder.name, model, adapts=adapter is not None)
     name, licence = name_and_licence(folder)
     data = msgspec.structs.replace(base.data, tokenizer=tokenizer_of(folder, model), tokenizer_digest="", digest="")
     try:
@@ -138,13 +160,17 @@ def import_model(
         if format is not None:
             data = msgspec.structs.replace(data, format=format)
         swarm = base.swarm if stages is None else msgspec.structs.replace(base.swarm, stages=stages)
-        return msgspec.structs.replace(
+        spec = msgspec.structs.replace(
             base,
             model=model,
             data=data,
             swarm=swarm,
-            initial=InitialSpec(source=str(folder), digests=weights.digests(on_layer), name=name, licence=licence),
+            initial=InitialSpec(),
+            adapter=adapter or base.adapter,
         )
+        digests = _as_stored(weights, spec).digests(on_layer)
+        initial = InitialSpec(source=str(folder), digests=digests, name=name, licence=licence)
+        return msgspec.structs.replace(spec, initial=initial)
     except ValueError as error:
         raise LocalError(f"no run can be made of {folder}: {error}") from error
 
@@ -154,7 +180,21 @@ def is_untied(folder: Path) -> bool:
     return _has_tied_head(folder.expanduser().resolve())
 
 
-def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeights | None:
+def _as_stored(weights: FolderWeights, spec: RunSpec) -> FolderWeights | FolderBase:
+    return weights if spec.adapter is None else FolderBase(weights, spec)
+
+
+def _digests(layer: Callable[[str], Tensor], model: ModelSpec, on_layer: OnLayer | None) -> tuple[str, ...]:
+    keys = all_layer_keys(model)
+    found = []
+    for number, key in enumerate(keys, 1):
+        found.append(weights_digest(layer(key)))
+        if on_layer is not None:
+            on_layer(number, len(keys))
+    return tuple(found)
+
+
+def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeights | FolderBase | None:
     """The weights that the host's run begins with, every layer checked; None if the seed makes them.
 
     Raises: LocalError: they are not there, or not what they were.
@@ -162,17 +202,42 @@ def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeight
     if not spec.initial.digests:
         return None
     folder = Path(spec.initial.source).expanduser()
-    weights = FolderWeights(folder, spec.model)
+    weights = _as_stored(FolderWeights(folder, spec.model), spec)
     if weights.digests(on_layer) != spec.initial.digests:
-        raise LocalError(f"the weights in {folder} have changed since `shoal import`: import them again")
+        what = "weights" if spec.adapter is None else f"weights as {spec.adapter.base}, which [adapter] names,"
+        raise LocalError(f"the {what} in {folder} have changed since `shoal import`: import them again")
     return weights
+
+
+def open_copy(spec: RunSpec, folder: Path | None) -> FolderBase | None:
+    """A copy of the base on this machine, whose layers are compared with the run's digests when they are read.
+
+    Args: folder: where it is; None: wherever the Hugging Face cache has a model of that shape.
+    Returns: None: there is none.
+    Raises: LocalError: what is in `folder` is no such model, or the run has no base.
+    """
+    if folder is not None:
+        if spec.adapter is None or not spec.initial.digests:
+            raise LocalError("this run has no base: its weights come from its members, leave --base out")
+        return FolderBase(FolderWeights(folder.expanduser().resolve(), spec.model), spec)
+    if spec.adapter is None or not spec.initial.digests:
+        return None
+    for found in cached_models():
+        try:
+            copy = FolderBase(FolderWeights(found, spec.model), spec)
+            digest = weights_digest(copy.layer(_SMALLEST))
+        except LocalError:
+            continue  # another model
+        if digest == spec.initial.digests[all_layer_keys(spec.model).index(_SMALLEST)]:
+            return copy
+    return None
 
 
 def _has_tied_head(folder: Path) -> bool:
     return (folder / "config.json").exists() and is_tied(read_json(own_file(folder, "config.json")))
 
 
-def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
+def _for_fine_tuning(name: str, model: ModelSpec, *, adapts: bool) -> RunSpec:
     spec = RunSpec(
         name=(name or "imported")[:64],
         model=model,
@@ -181,7 +246,9 @@ def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
     )
     # Weights that are good already want small steps, and no pull towards zero.
     step, steps = float(spec.tokens_per_step), spec.training.steps
-    rate = learning_rate_of(size_of(spec), tokens_per_step=step, steps=steps, optimizer="adamw", tunes=True)
+    rate = learning_rate_of(
+        size_of(spec), tokens_per_step=step, steps=steps, optimizer="adamw", tunes=True, adapts=adapts
+    )
     return msgspec.structs.replace(spec, optimizer=OptimizerSpec(name="adamw", learning_rate=rate, weight_decay=0.0))
 
 

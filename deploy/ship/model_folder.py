@@ -21,6 +21,8 @@ HEADER_BYTES_MAX: Final = 32 * 1024 * 1024
 """The most bytes of a file's header, which has names, shapes and places of tensors: of 300,000."""
 FILES_MAX: Final = 4096
 """*.safetensors in a folder. A model of 1,000 G parameters has some 200."""
+CACHED_MODELS_MAX: Final = 64
+"""Models of a cache that are looked at."""
 _HEADER_LENGTH: Final = struct.Struct("<Q")
 
 
@@ -65,6 +67,18 @@ def read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LocalError(f"{_shown(path)} is no model's config: {error}") from error
+
+
+def cached_models() -> list[Path]:
+    """The models in this machine's Hugging Face cache, the ones that were written last first; none if it has none."""
+    said = os.environ.get("HF_HUB_CACHE")
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    hub = Path(said) if said else Path(home) / "hub"
+    try:
+        found = [(path.stat().st_mtime, path) for path in hub.expanduser().glob("models--*/snapshots/*")]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found, reverse=True)][:CACHED_MODELS_MAX]
 
 
 def tensor_files(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from shoal.deploy.ship.base_model import BaseModel, whole_layer
 from shoal.peer.data.tokenizer import load_tokenizer
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import all_layer_keys, layer_layout
@@ -86,8 +87,11 @@ def _merge(spec: RunSpec, parts: Sequence[tuple[Disk, StoredSnapshot]]) -> dict[
 def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:
     """Read the whole snapshot at `path` and continue `PROMPT`."""
     found = read_snapshot(LiveDisk(path.parent), PurePosixPath(path.name))
-    model = found.spec.model
-    params = {key: layer_layout(model, key).views(layer.param_N) for key, layer in found.layers.items()}
+    model, base = found.spec.model, BaseModel(found.spec, near=[path]) if found.spec.adapter is not None else None
+    params = {
+        key: layer_layout(model, key).views(whole_layer(found.spec, key, layer.param_N, base))
+        for key, layer in found.layers.items()
+    }
     tokenizer = load_tokenizer(found.spec.data)
     prompt = tokenizer.encode([PROMPT])[0].tolist()
     tokens = islice(stream(model, params, prompt, Sampler(temperature=TEMPERATURE, seed=seed)), num_tokens)

@@ -16,7 +16,8 @@ from shoal.deploy.simulate.modelled_shard import ModelledShard
 from shoal.deploy.simulate.routing import Routing
 from shoal.peer.experts.call import Calling, ExpertCall
 from shoal.peer.experts.wire import TokenWire
-from shoal.peer.model.flop import forward_flop, job_flop, part_flop, trunk_flop
+from shoal.peer.model.flop import job_flop, part_flop, stage_flop, trunk_flop
+from shoal.peer.model.frozen import base_numel
 from shoal.peer.model.layout import EMBED, HEAD, layer_index, stage_layer_keys, trunk_keys
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -33,9 +34,7 @@ class ModelledRuntime(ModelledShard):
     def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors) -> None:
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
         super().__init__(spec, layers, vectors=vectors)
-        tokens = spec.training.microbatch_size * spec.model.context
-        flop = sum(forward_flop(spec.model, key, tokens) for key in layers)
-        self.flop = job_flop(flop, recomputes=spec.training.recomputes)
+        self.flop = stage_flop(spec, layers)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._contributes: dict[Microbatch, bool] = {}
         self._activation, self._output = _outputs(spec, first_layer)
@@ -154,6 +153,9 @@ class ModelledArithmetic:
 
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
         return layer
+
+    def seed_base(self, key: str) -> Tensor:
+        return self.vectors.empty(base_numel(self._spec, key))
 
     def probe_job(self) -> Callable[[], None]:
         return lambda: None

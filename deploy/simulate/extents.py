@@ -1,16 +1,20 @@
 """Stands for tensors and bytes where only their size matters, and for the states and vectors made of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+import msgspec
 import torch
 from torch import Tensor
 
+from shoal.peer.model.frozen import base_numel
 from shoal.peer.pipeline.state import LayerState
 from shoal.peer.vectors import Vectors
+from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.phantom import Phantom
+from shoal.protocol.spec import InitialSpec, RunSpec
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 NOWHERE: Final = torch.device("meta")
@@ -23,13 +27,10 @@ class Extent:
     """
 
     __slots__ = ("_size",)
+    device: Final = NOWHERE
 
     def __init__(self, size: int) -> None:
         self._size = size
-
-    @property
-    def device(self) -> torch.device:
-        return NOWHERE
 
     def numel(self) -> int:
         return self._size
@@ -56,11 +57,15 @@ class Extent:
         return self
 
 
+def _digest_of(numel: int) -> str:
+    return f"modelled-{numel}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledLayerState(LayerState):
     def digest(self) -> str:
         """A digest that is equal at all replicas and versions, since nothing is computed here that could differ."""
-        return f"modelled-{self.param_N.numel()}"
+        return _digest_of(self.param_N.numel())
 
     def proof(self) -> str:
         return self.digest()
@@ -104,6 +109,24 @@ class ModelledVectors(Vectors):
 
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
         return ModelledLayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
+
+
+class ModelledBase:
+    """Implements `InitialWeights`: a copy of the model that adapters stand beside, of which only the size is known."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+
+    async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        return {key: cast(Tensor, cast(Any, Extent(base_numel(self._spec, key)))) for key in keys}
+
+
+def with_modelled_base(spec: RunSpec) -> RunSpec:
+    """A run with adapters whose base is not made by every peer from the seed, but comes over the network."""
+    if spec.adapter is None:
+        return spec
+    digests = tuple(_digest_of(base_numel(spec, key)) for key in all_layer_keys(spec.model))
+    return msgspec.structs.replace(spec, initial=InitialSpec(source="the host's", digests=digests))
 
 
 def phantom(nbytes: int) -> Payload:

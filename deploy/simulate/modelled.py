@@ -22,6 +22,7 @@ from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.simulate.extents import with_modelled_base
 from shoal.deploy.simulate.logbook import SimLedger, traffic_matrix
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, check_devices, peer_ids
 from shoal.deploy.simulate.pinned import PinnedAllocator
@@ -228,12 +229,13 @@ def _spec_of(run: ModelledRun) -> RunSpec:
     }
     optimizer = {"warmup_steps": 0}
     try:
-        return msgspec.structs.replace(
+        spec = msgspec.structs.replace(
             spec,
             swarm=msgspec.structs.replace(spec.swarm, **swarm),
             training=msgspec.structs.replace(spec.training, **training),
             optimizer=msgspec.structs.replace(spec.optimizer, **optimizer),
         )
+        return with_modelled_base(spec)
     except ValueError as error:
         raise LocalError(f"this run cannot be: {error}") from error
 

@@ -1,11 +1,11 @@
 """Holds a modelled peer's state of some layers or of some experts: states and gradients have only a size."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from shoal.deploy.simulate.extents import NOWHERE
-from shoal.peer.model.layout import layer_layout
+from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.state import StageState, moment2_numel
@@ -22,7 +22,7 @@ class ModelledShard:
         self.device = NOWHERE
         self.keys = keys
         self.state: StageState | None = None
-        self.num_parameters = sum(layer_layout(spec.model, key).numel for key in keys)
+        self.num_parameters = sum(state_layout(spec, key).numel for key in keys)
         self.step_flop = 20.0 * self.num_parameters
         self._contributions = Contributions(self.num_parameters, vectors)
         self._gradient_N = vectors.empty(self.num_parameters)
@@ -40,7 +40,7 @@ class ModelledShard:
     def initial_state(self) -> StageState:
         layers = {}
         for key in self.keys:
-            size = layer_layout(self.spec.model, key).numel
+            size = state_layout(self.spec, key).numel
             param_N, moment1_N = self.vectors.empty(size), self.vectors.empty(size)
             moment2_N = self.vectors.empty(moment2_numel(self.spec, key))
             layers[key] = self.vectors.layer_state(param_N, moment1_N, moment2_N)
@@ -51,6 +51,9 @@ class ModelledShard:
         self.state = state
         self._has_stepped = False
         self._contributions.forget_before(self.version)
+
+    def load_base(self, stored: Mapping[str, Tensor]) -> None:
+        """Do nothing: what matters of a base here is that it has come."""
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         assert self.state is not None

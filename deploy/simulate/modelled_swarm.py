@@ -7,6 +7,7 @@ from typing import NamedTuple
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.simulate.arithmetic import ModelledArithmetic
+from shoal.deploy.simulate.extents import ModelledBase
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.routing import Routing
 from shoal.deploy.simulate.severing import pairs_apart
@@ -170,7 +171,9 @@ class ModelledSwarm:
         def obeyed(plan: SignedPlan) -> None:
             ledger.obeyed(plan.plan)
 
-        run = NodeRun(spec=self._spec, owner=self._owner)
+        # Whoever hosts has the model that adapters stand beside; the others get their layers of it over the network.
+        has_base = self._spec.adapter is not None and peer.peer_id == self._owner
+        run = NodeRun(spec=self._spec, owner=self._owner, initial=ModelledBase(self._spec) if has_base else None)
         node = Node(
             run,
             NodePorts(

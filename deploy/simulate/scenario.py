@@ -16,7 +16,7 @@ from shoal.deploy.simulate.regions import NetworkSection, Section, require, topo
 from shoal.deploy.simulate.strategy import Strategy
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.limits import EXPERTS_MAX, PEERS_MAX
-from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
+from shoal.protocol.spec import AdapterSpec, ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.toml.defaults import fill_in
 from shoal.protocol.toml.toml_file import read_toml
@@ -83,6 +83,9 @@ class ScenarioFile(Section, frozen=True):
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
+    adapter: AdapterSpec | None = None
+    """None: all weights train. Else the first device has the model that the adapters stand beside, and the others get
+    their layers of it over the network."""
     experts: ExpertsSection | None = None
     """None: each member of a stage holds all experts of its layers, if the model has any."""
     churn: ChurnSection | None = None
@@ -189,7 +192,7 @@ def load_scenario(path: Path) -> Scenario:
     steps = file.steps or (STEPS if file.seconds is None and file.churn is None else STEPS_MAX)
     try:
         training = msgspec.structs.replace(file.training, steps=steps)
-        spec = _spec(path.stem, file.model, training, file.wire, file.experts)
+        spec = _spec(path.stem, file.model, training, file.wire, file.experts, file.adapter)
     except ValueError as error:
         raise LocalError(f"{path} is no scenario: {error}") from error
     trace = None
@@ -263,7 +266,12 @@ def run_of_workload(paper: WorkloadEntry | None) -> tuple[ModelSpec, TrainingSpe
 
 
 def _spec(
-    name: str, model: ModelSpec, training: TrainingSpec, wire: WireSpec, experts: ExpertsSection | None = None
+    name: str,
+    model: ModelSpec,
+    training: TrainingSpec,
+    wire: WireSpec,
+    experts: ExpertsSection | None = None,
+    adapter: AdapterSpec | None = None,
 ) -> RunSpec:
     return RunSpec(
         name=name[:64],
@@ -272,6 +280,7 @@ def _spec(
         wire=wire,
         optimizer=OptimizerSpec(warmup_steps=0),
         swarm=_swarm(experts),
+        adapter=adapter,
     )
 
 

@@ -6,7 +6,7 @@ Each name is a machine whose process may die and start again: `launch` begins it
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from shoal.deploy.node import LEAVE_S, Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.run.spec_record import fetch_spec, seal_spec
 from shoal.deploy.simulate.sightings import Committed, Event, Failed, Finished, Held, Obeyed, Opened, Started
 from shoal.peer.data.corpus import Corpus
+from shoal.peer.initial import InitialWeights
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.access import Gate
@@ -47,6 +48,7 @@ class SimSwarm:
         allocator: makes the plans, whoever coordinates; None: the one of `shoal join`.
         traffic: as `PeerDriver` has it.
         on_event: called with everything that is seen, in order.
+        initial: who has the weights that the run begins with, or that its adapters stand beside.
         is_open: anyone is a member; else those that are launched, by an invite of the host's.
     """
 
@@ -61,6 +63,7 @@ class SimSwarm:
         allocator: Allocator | None = None,
         traffic: Traffic | None = None,
         on_event: Callable[[Event], None] | None = None,
+        initial: Mapping[str, InitialWeights] | None = None,
         is_open: bool = True,
     ) -> None:
         self.spec = spec
@@ -76,6 +79,7 @@ class SimSwarm:
         self._allocator = allocator
         self._traffic = traffic
         self._on_event = on_event or (lambda event: None)
+        self._initial = dict(initial or {})
         self._is_open = is_open
         self._owner: SimPeer | None = None
         self._speeds: dict[str, float] = {}
@@ -173,7 +177,8 @@ class SimSwarm:
         def opened(start: RoundStart) -> None:
             self._on_event(Opened(at_s=self._now_s(), name=name, life=life, start=start))
 
-        run = NodeRun(spec=spec, owner=owner, record=record, corpus=self.corpus if self._with_text[name] else None)
+        text = self.corpus if self._with_text[name] else None
+        run = NodeRun(spec=spec, owner=owner, record=record, corpus=text, initial=self._initial.get(name))
         ports = NodePorts(
             transport=RoundTap(peer.transport, opened),
             directory=peer.directory,

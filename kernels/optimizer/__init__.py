@@ -51,11 +51,11 @@ _triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 
 
 def _by_device(name: str, function: _F) -> _F:
-    """`function`, or its Triton twin `name` for float32 tensors on a CUDA device."""
+    """`function`, or its Triton twin `name` for float32 tensors on a CUDA device that are not empty."""
 
     @wraps(function)
     def choose(param_N: Tensor, *args: Any, **kwargs: Any) -> Any:
-        fits = param_N.is_cuda and param_N.dtype == torch.float32
+        fits = param_N.is_cuda and param_N.dtype == torch.float32 and param_N.numel() > 0
         twin = getattr(_triton(), name, function) if fits else function
         return twin(param_N, *args, **kwargs)
 

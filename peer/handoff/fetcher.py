@@ -17,7 +17,8 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range, ranges
 from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
-from shoal.peer.model.layout import layer_layout
+from shoal.peer.initial import begun_numel
+from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
 from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
@@ -139,10 +140,9 @@ class StateFetcher:
             del has[key]
         missing = [key for key in self._keys if key not in has]
         for key in missing:
-            size = layer_layout(self._spec.model, key).numel
+            param, moment1, moment2 = self._sizes(key)
             empty = self._vectors.empty
-            moments = (0, 0) if stored_era == INITIAL else (size, moment2_numel(self._spec, key))
-            self._tensors[key] = (empty(size), empty(moments[0]), empty(moments[1]))
+            self._tensors[key] = empty(param), empty(moment1), empty(moment2)
             self._begin(key)
         for key, layer in has.items():
             self._tensors[key] = layer.tensors
@@ -396,6 +396,13 @@ class StateFetcher:
             self._alone[holder] = max(rate, self._alone.get(holder, 0.0))
         elif rate < _LESS * self._alone.get(holder, 0.0):
             self._carriers = []
+
+    def _sizes(self, key: str) -> tuple[int, int, int]:
+        """Elements of the tensors of a layer."""
+        if self._stored_era == INITIAL:
+            return begun_numel(self._spec, key), 0, 0
+        numel = state_layout(self._spec, key).numel
+        return numel, numel, moment2_numel(self._spec, key)
 
     def _begin(self, key: str, *, whole: bool = False) -> None:
         if self._relay is not None:

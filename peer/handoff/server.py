@@ -300,7 +300,8 @@ class StateServer:
         try:
             pin = self._pins.get((INITIAL, 0))
             missing = [key for key in keys if pin is None or key not in pin.digests]
-            return {key: bare_layer(param_N) for key, param_N in (await self.initial.read(missing)).items()}
+            read = await self.initial.read(missing)
+            return {key: bare_layer(param_N, self._vectors) for key, param_N in read.items()}
         except LocalError as error:
             logger.error("cannot give what the run begins with: %s", error)
             raise Refused(me, "cannot read what the run begins with") from error

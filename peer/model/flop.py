@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
-from shoal.protocol.spec import ModelSpec
+from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.tensors import expert_elements, num_elements, tokens_seen, trunk_elements
 
 BACKWARD_PER_FORWARD: Final = 2.0
 """A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
+ADAPTED_BACKWARD_PER_FORWARD: Final = 1.0
+"""Where only adapters train. What these take themselves is a few hundredths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +24,18 @@ class JobFlop:
     """At the last stage: both in one, and nothing is run again, since what the forward has kept is still there."""
 
 
-def job_flop(forward: float, *, recomputes: bool) -> JobFlop:
+def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
+    """Of a microbatch's jobs at a stage that has all of these layers. Beside a base that is not trained a backward is
+    one product: what the matrix reads has a gradient, and the matrix none."""
+    tokens = spec.training.microbatch_size * spec.model.context
+    forward = sum(forward_flop(spec.model, key, tokens) for key in keys)
+    backward = BACKWARD_PER_FORWARD if spec.adapter is None else ADAPTED_BACKWARD_PER_FORWARD
+    return job_flop(forward, recomputes=spec.training.recomputes, backward_per_forward=backward)
+
+
+def job_flop(forward: float, *, recomputes: bool, backward_per_forward: float = BACKWARD_PER_FORWARD) -> JobFlop:
     """Args: forward: FLOP of it. recomputes: a backward runs the forward again before it."""
-    backward = BACKWARD_PER_FORWARD * forward
+    backward = backward_per_forward * forward
     return JobFlop(forward=forward, backward=forward + backward if recomputes else backward, loss=forward + backward)
 
 

@@ -107,7 +107,7 @@ def _stream(
     model: ModelSpec, params_by_key: Mapping[str, Params], tokens: list[int], sampler: Sampler
 ) -> Iterator[int]:
     keys = all_layer_keys(model)
-    device = next(iter(params_by_key[keys[0]].values())).device
+    device = params_by_key[keys[-1]]["model.norm.weight"].device
     cos_TK, turned_TK = rotary_tables(model, device)
     remember = {key: _KeysValues(model.context) for key in keys}
     known = 0  # tokens whose keys and values are remembered

@@ -28,7 +28,7 @@ def head_loss(
 
     Args:
         x_ND: in what the products are to be computed in.
-        weight_VD: of the same dtype. Its gradient is added up in it, chunk by chunk.
+        weight_VD: of the same dtype. Its gradient is added up in it, chunk by chunk, if it wants one.
         target_N: int64, from 0 to V - 1; with `counted` negative where a row has none.
         cap: c, where a logit becomes c tanh(logit / c); 0: it does not.
         counted: rows that have a target, over which the mean is; the loss is 0 if there are none. None: all.
@@ -47,7 +47,8 @@ class _HeadLoss(torch.autograd.Function):
         mean_over = num_rows if counted is None else max(1, counted)
         rows = max(1, min(num_rows, CHUNK_BYTES // (4 * vocabulary)))
         total = torch.zeros((), device=x_ND.device)
-        grad_ND, grad_VD = (torch.empty_like(x_ND), torch.zeros_like(weight_VD)) if wants else (None, None)
+        grad_ND = torch.empty_like(x_ND) if wants else None
+        grad_VD = torch.zeros_like(weight_VD) if wants and ctx.needs_input_grad[1] else None
         for start in range(0, num_rows, rows):
             x_CD, target_C1 = x_ND[start : start + rows], target_N[start : start + rows, None]
             has_target_C1 = None if counted is None else target_C1 >= 0
@@ -64,7 +65,7 @@ class _HeadLoss(torch.autograd.Function):
             sum_C1 = exp_CV.sum(1, keepdim=True)
             loss_C1 = sum_C1.log() - wanted_C1
             total += (loss_C1 if has_target_C1 is None else loss_C1.where(has_target_C1, 0.0)).sum()
-            if grad_ND is None or grad_VD is None:
+            if grad_ND is None:
                 continue
             exp_CV /= sum_C1 * mean_over
             exp_CV.scatter_add_(1, target_C1, torch.full_like(wanted_C1, -1.0 / mean_over))
@@ -74,7 +75,8 @@ class _HeadLoss(torch.autograd.Function):
                 exp_CV *= slope_CV
             grad_CV = exp_CV.to(x_ND.dtype)
             torch.mm(grad_CV, weight_VD, out=grad_ND[start : start + rows])
-            torch.addmm(grad_VD, grad_CV.T, x_CD, out=grad_VD)
+            if grad_VD is not None:
+                torch.addmm(grad_VD, grad_CV.T, x_CD, out=grad_VD)
         ctx.gradients = grad_ND, grad_VD
         return total / mean_over
 
@@ -82,4 +84,4 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_ND, grad_VD = ctx.gradients
-        return grad_ND.mul_(grad), grad_VD.mul_(grad), None, None, None, None
+        return grad_ND.mul_(grad), None if grad_VD is None else grad_VD.mul_(grad), None, None, None, None

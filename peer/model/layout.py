@@ -29,8 +29,8 @@ from shoal.protocol.layers import expert_keys as expert_keys
 from shoal.protocol.layers import layer_index as layer_index
 from shoal.protocol.layers import stage_layer_keys as stage_layer_keys
 from shoal.protocol.layers import trunk_keys as trunk_keys
-from shoal.protocol.spec import ModelSpec
-from shoal.protocol.tensors import layer_tensors, router_name
+from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec
+from shoal.protocol.tensors import Shapes, adapter_tensors, layer_tensors, router_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class LayerLayout:
         tensors = zip(self.offsets, self.shapes, strict=True)
         matrices = [(offset, shape[0], shape[1]) for offset, shape in tensors if len(shape) == 2]
         object.__setattr__(self, "matrices", () if self.key in (EMBED, HEAD) else tuple(matrices))
-        ends = (*self.offsets[1:], self.numel)
+        ends = (*self.offsets, self.numel)[1:]
         object.__setattr__(self, "_ranges", tuple(zip(self.names, self.shapes, self.offsets, ends, strict=True)))
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ class LayerLayout:
         for name, shape in zip(self.names, self.shapes, strict=True):
             if tuple(tensors[name].shape) != shape:
                 raise ValueError(f"{name} must have shape {shape}, has {tuple(tensors[name].shape)}")
-        return torch.cat([tensors[name].reshape(-1).to(torch.float32) for name in self.names])
+        return torch.cat([torch.empty(0), *(tensors[name].reshape(-1).to(torch.float32) for name in self.names)])
 
     def collect(self, leaves: Mapping[str, Tensor], gradient_N: Tensor) -> None:
         """Let the next `backward` add the gradients of `leaves` into `gradient_N` [numel], in place."""
@@ -121,14 +121,33 @@ def expert_slices(model: ModelSpec, key: str) -> tuple[slice, ...]:
 @lru_cache(maxsize=16384)
 def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
     """Of a layer, or of a unit of one. Raises: ValueError: the model has no such layer."""
-    matrices, vectors = layer_tensors(model, key)
+    return _layout_of(key, *layer_tensors(model, key))
+
+
+def state_layout(spec: RunSpec, key: str) -> LayerLayout:
+    """Of what is trained of a layer, or of a unit of one: all of it, or its adapters. Of these embedding and head have
+    none: their layouts are empty."""
+    return layer_layout(spec.model, key) if spec.adapter is None else _adapter_layout(spec.model, spec.adapter, key)
+
+
+def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
+    """As `unit_slices`, of what is trained."""
+    return unit_slices(spec.model, key) if spec.adapter is None else {key: slice(0, state_layout(spec, key).numel)}
+
+
+@lru_cache(maxsize=4096)
+def _adapter_layout(model: ModelSpec, adapter: AdapterSpec, key: str) -> LayerLayout:
+    return _layout_of(key, adapter_tensors(model, adapter, key), {})
+
+
+def _layout_of(key: str, matrices: Shapes, vectors: Shapes) -> LayerLayout:
     shapes = matrices | vectors
     sizes = [math.prod(shape) for shape in shapes.values()]
     return LayerLayout(
         key=key,
         names=tuple(shapes),
         shapes=tuple(shapes.values()),
-        offsets=tuple(accumulate(sizes[:-1], initial=0)),
+        offsets=tuple(accumulate(sizes, initial=0))[:-1],
         numel=sum(sizes),
         num_decayed=sum(sizes[: len(matrices)]),
     )
@@ -136,6 +155,30 @@ def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
 
 def num_parameters(model: ModelSpec) -> int:
     return sum(layer_layout(model, key).numel for key in all_layer_keys(model))
+
+
+def initial_parameters(spec: RunSpec, key: str) -> Tensor:
+    """What is trained of a layer, or of a unit of one, at version 0 of a run that begins from its seed."""
+    if spec.adapter is None:
+        return init_layer(spec.model, key, spec.seed)
+    return _initial_adapters(spec, key)
+
+
+def _initial_adapters(spec: RunSpec, key: str) -> Tensor:
+    """A is uniform in 1 / sqrt(columns) around zero, as PEFT has it, and B zero: at first the model is its base. A pure
+    function of the run's spec, as `init_layer`."""
+    layout = state_layout(spec, key)
+    generator = _generator(f"{spec.seed} {key} adapter")
+    flat_N = torch.zeros(layout.numel)
+    for name, view_RC in layout.views(flat_N).items():
+        if name.endswith("lora_A.weight"):
+            even_RC = torch.rand(view_RC.shape, generator=generator)
+            torch.mul(2 * even_RC - 1, 1 / math.sqrt(view_RC.shape[1]), out=view_RC)
+    return flat_N
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(int.from_bytes(blake3(name.encode()).digest(length=7)))
 
 
 def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
@@ -149,7 +192,7 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
     if len(units) > 1:
         return torch.cat([init_layer(model, unit, seed) for unit in units])
     layout = layer_layout(model, key)
-    generator = torch.Generator().manual_seed(int.from_bytes(blake3(f"{seed} {key}".encode()).digest(length=7)))
+    generator = _generator(f"{seed} {key}")
     flat_N = torch.ones(layout.numel)
     for name, view in layout.views(flat_N).items():
         if view.ndim == 2:

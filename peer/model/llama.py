@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal.peer.model.documents import Documents
+from shoal.peer.model.frozen import AdaptedLayer
 from shoal.peer.model.head_loss import head_loss
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
 from shoal.peer.model.mixture import LOCAL, Mixture, mixture_layer
@@ -37,12 +38,18 @@ that there is none, and all scores would lie in memory; keys and values that are
 
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
     """int64 [B, T] -> [B, T, D]."""
+    if isinstance(params, AdaptedLayer):
+        return _scaled_embedding(model, params.rows("model.embed_tokens.weight", tokens_BT))
     weight_VD = params["model.embed_tokens.weight"]
     if weight_VD.is_cpu and weight_VD.dtype == torch.bfloat16:
         # On a CPU torch would add up a token's gradients in bfloat16, which loses all but the first few hundred.
         x_BTD = functional.embedding(tokens_BT, weight_VD.float()).to(weight_VD.dtype)
     else:
         x_BTD = functional.embedding(tokens_BT, weight_VD)
+    return _scaled_embedding(model, x_BTD)
+
+
+def _scaled_embedding(model: ModelSpec, x_BTD: Tensor) -> Tensor:
     if model.decoder.scale_embedding:
         # Rounded to the dtype, as Gemma was trained.
         x_BTD = x_BTD * torch.tensor(math.sqrt(model.dim), dtype=x_BTD.dtype)
@@ -95,7 +102,8 @@ def attend(
 
 def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
     """Final norm and output projection: [B, T, D] -> logits [B, T, V]."""
-    logits_BTV = functional.linear(_norm(model, params, "model.norm", x_BTD), params["lm_head.weight"])
+    x_BTD = _norm(model, params, "model.norm", x_BTD)
+    logits_BTV = functional.linear(x_BTD, _head_matrix(params))
     cap = model.decoder.logit_softcap
     return (logits_BTV / cap).tanh() * cap if cap else logits_BTV
 
@@ -107,8 +115,13 @@ def loss_of_head(
     [B, T] -> float32 scalar, nats a token. The same as `loss(head(...), targets_BT)`, but never holds all logits
     (`head_loss.py`). `counted`: targets that are not negative; None: all."""
     x_BTD = _norm(model, params, "model.norm", x_BTD)
-    weight_VD, cap = params["lm_head.weight"], model.decoder.logit_softcap
+    weight_VD, cap = _head_matrix(params), model.decoder.logit_softcap
     return head_loss(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), cap, counted)
+
+
+def _head_matrix(params: Params) -> Tensor:
+    name = "lm_head.weight"
+    return params.matrix(name) if isinstance(params, AdaptedLayer) else params[name]
 
 
 def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -158,7 +171,9 @@ def _norm(model: ModelSpec, params: Params, name: str, x: Tensor) -> Tensor:
 
 
 def _linear(params: Params, name: str, x: Tensor) -> Tensor:
-    """The projection `name`, with its bias if there is one."""
+    """The projection `name`, with its bias if there is one, and its adapter."""
+    if isinstance(params, AdaptedLayer):
+        return params.linear(name, x)
     return functional.linear(x, params[name + ".weight"], params.get(name + ".bias"))
 
 

@@ -1,15 +1,17 @@
-"""What a replica holds of some layers: their state at the current version, what steps want of it, and gradients.
+"""What a replica holds of some layers: their state at the current version, what steps want of it, and gradients; where
+adapters are trained, the base that these stand beside, too.
 
-N parameters of all its layers, their flat buffers one behind the other
+N parameters that it trains in all its layers, their flat buffers one behind the other
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from shoal.peer.model.layout import layer_layout
+from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer
+from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.prediction import COMPENSATIONS
@@ -49,13 +51,15 @@ class Shard:
         self._steps_on = steps_on or device
         self.vectors = Vectors(torch.device("cpu"), sums=spec.wire.sums)
         self.state: StageState | None = None
-        sizes = [layer_layout(spec.model, key).numel for key in keys]
+        sizes = [state_layout(spec, key).numel for key in keys]
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(keys)}
         self.num_parameters = sum(sizes)
         self.step_flop = 20.0 * self.num_parameters
         corrects = COMPENSATIONS[spec.training.compensation].corrects
         self._contributions = Contributions(self.num_parameters, self.vectors, corrects=corrects)
         self._weights = Weights(spec, self._spans, self._contributions)
+        self._base: dict[str, FrozenLayer] = {}
+        """Of a run with adapters, before the first job."""
 
     @property
     def version(self) -> int:
@@ -77,6 +81,14 @@ class Shard:
         self.state = state
         self._weights.loaded()
         self._contributions.forget_before(self.version)
+
+    def load_base(self, stored: Mapping[str, Tensor]) -> None:
+        """Take over the base of our layers, as `stored_base` has it. It is the same for as long as the run lasts."""
+        assert tuple(stored) == self.keys, "the base is another stage's"
+        self._base = {
+            key: FrozenLayer.of(self.spec, key, values, device=self.device, dtype=self.dtype)
+            for key, values in stored.items()
+        }
 
     def weight_copies(self) -> int:
         """Copies of the stage's parameters alive: the current one, predictions, stashes. At most `s_max + 2`."""
@@ -156,9 +168,14 @@ class Shard:
         state = self.state
         assert state is not None
         weights = self._weights.of(state, state.version if microbatch.validates else microbatch.step)
-        model = self.spec.model
-        leaves = {key: layer_layout(model, key).leaves(weights.computed_in(self.dtype, key)) for key in self.keys}
+        leaves = {key: self._leaves_of(key, weights.computed_in(self.dtype, key)) for key in self.keys}
         return weights, leaves
+
+    def _leaves_of(self, key: str, flat_N: Tensor) -> dict[str, Tensor]:
+        leaves = state_layout(self.spec, key).leaves(flat_N)
+        if self.spec.adapter is None:
+            return leaves
+        return AdaptedLayer(self._base[key], leaves, scale=self.spec.adapter.scale)
 
     def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
         """The backward that follows leaves its gradient in one flat tensor, if anybody wants it."""
@@ -170,5 +187,5 @@ class Shard:
         else:
             gradient_N = torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)
         for key, named in leaves.items():
-            layer_layout(self.spec.model, key).collect(named, gradient_N[self._spans[key]])
+            state_layout(self.spec, key).collect(named, gradient_N[self._spans[key]])
         self._contributions.finish(microbatch, gradient_N, weights if self._weights.keeps_places else None)

@@ -25,7 +25,7 @@ from shoal.peer.model import llama
 from shoal.peer.model.backward import backward
 from shoal.peer.model.documents import Documents
 from shoal.peer.model.finite import finite
-from shoal.peer.model.flop import forward_flop, job_flop
+from shoal.peer.model.flop import stage_flop
 from shoal.peer.model.layout import HEAD, stage_layer_keys
 from shoal.peer.model.mixture import ExpertLoads, Mixture
 from shoal.peer.pipeline.boundary import Boundary
@@ -74,9 +74,7 @@ class StageRuntime(Shard):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
         self._contexts: dict[Microbatch, _Context] = {}
-        tokens = spec.training.microbatch_size * spec.model.context
-        flop = sum(forward_flop(spec.model, key, tokens) for key in self.keys)
-        self.flop = job_flop(flop, recomputes=spec.training.recomputes)
+        self.flop = stage_flop(spec, self.keys)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
         """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage.

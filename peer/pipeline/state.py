@@ -15,7 +15,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from shoal.kernels.optimizer import OPTIMIZERS, clip
-from shoal.peer.model.layout import init_layer, layer_layout, unit_slices
+from shoal.peer.model.layout import initial_parameters, state_layout, state_slices
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.spec import RunSpec
 
@@ -86,8 +86,8 @@ def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) ->
     """Version 0, a pure function of the run's seed: any peer makes the same bits without asking anyone."""
     layers = {}
     for key in keys:
-        param_N = init_layer(spec.model, key, spec.seed).to(device)
-        matrices = layer_layout(spec.model, key).matrices
+        param_N = initial_parameters(spec, key).to(device)
+        matrices = state_layout(spec, key).matrices
         moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].moments(param_N, matrices)
         layers[key] = LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
     return StageState(version=0, layers=layers)
@@ -133,7 +133,7 @@ class Clipped(NamedTuple):
 
 def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
     """Clip each unit by its own norm: an expert's step then needs nothing from whoever holds the rest of its layer."""
-    slices = unit_slices(spec.model, key)
+    slices = state_slices(spec, key)
     parts, spoilt, square = [], [], 0.0
     for unit, span in slices.items():
         part_N, norm = clip(grad_N[span], clip_norm=spec.optimizer.clip_norm)
@@ -151,14 +151,14 @@ def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
 def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]:
     """Where a unit lies in each of the tensors of its layer's `LayerState`. An expert's part of the second moment is
     empty with Muon, which has none for matrices."""
-    span = unit_slices(spec.model, key)[unit]
-    missing = layer_layout(spec.model, key).numel - moment2_numel(spec, key)  # the first so many elements have none
+    span = state_slices(spec, key)[unit]
+    missing = state_layout(spec, key).numel - moment2_numel(spec, key)  # the first so many elements have none
     return span, span, slice(max(0, span.start - missing), max(0, span.stop - missing))
 
 
 def joined(spec: RunSpec, key: str, units: Mapping[str, LayerState]) -> LayerState:
     """A whole layer of its units."""
-    tensors = zip(*(units[unit].tensors for unit in unit_slices(spec.model, key)), strict=True)
+    tensors = zip(*(units[unit].tensors for unit in state_slices(spec, key)), strict=True)
     param_N, moment1_N, moment2_N = (torch.cat(parts) for parts in tensors)
     return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 
@@ -171,13 +171,13 @@ def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
         "beta2": spec.optimizer.beta2,
         "epsilon": spec.optimizer.epsilon,
         "weight_decay": spec.optimizer.weight_decay,
-        "num_decayed": layer_layout(spec.model, key).num_decayed,
+        "num_decayed": state_layout(spec, key).num_decayed,
         "step": version,
-        "matrices": layer_layout(spec.model, key).matrices,
+        "matrices": state_layout(spec, key).matrices,
     }
 
 
 def moment2_numel(spec: RunSpec, key: str) -> int:
     """Elements of a layer's `moment2_N`: as many as it has parameters, fewer with Muon, none with SGD."""
-    layout = layer_layout(spec.model, key)
+    layout = state_layout(spec, key)
     return OPTIMIZERS[spec.optimizer.name].moment2_numel(layout.numel, layout.matrices)

@@ -63,7 +63,7 @@ class Weights:
         self._spec = spec
         self._spans = spans
         self._gradients = gradients
-        self._first = next(iter(spans))
+        self._first = next((key for key, span in spans.items() if span.stop > span.start), next(iter(spans)))
         name = spec.training.compensation
         self._compensations = {key: compensation(name, spec.optimizer.name) for key in spans}
         strategy = COMPENSATIONS[name]
@@ -151,7 +151,7 @@ class Weights:
             sum_N[self._spans[key]] = mean_N * total
 
     def copies(self, state: StageState | None) -> int:
-        """Distinct parameter buffers alive for the first layer."""
+        """Distinct parameter buffers alive for the first layer that has any."""
         pointers = {weights.params[self._first].data_ptr() for weights in list(self._alive)}
         return len(pointers | ({state.layers[self._first].param_N.data_ptr()} if state else set()))
 

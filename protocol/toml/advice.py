@@ -35,6 +35,7 @@ def advice(spec: RunSpec, *, training_tokens: int | None = None, text_vocab_size
         text_vocab_size: tokens of the text are below it; None: not known.
     """
     return [
+        *_adapter_advice(spec),
         *_rate_advice(spec),
         *_warmup_advice(spec),
         *_batch_advice(spec),
@@ -54,6 +55,7 @@ def _rate_advice(spec: RunSpec) -> list[str]:
         steps=spec.training.steps,
         optimizer=optimizer.name,
         tunes=tunes,
+        adapts=spec.adapter is not None,
     )
     times = optimizer.learning_rate / usual
     if times > RATE_HIGH:
@@ -67,6 +69,15 @@ def _rate_advice(spec: RunSpec) -> list[str]:
             f"will learn slowly. Set optimizer.learning_rate = {usual:g}, or leave the line out"
         ]
     return []
+
+
+def _adapter_advice(spec: RunSpec) -> list[str]:
+    if spec.adapter is None or spec.initial.digests:
+        return []
+    return [
+        "the adapters are trained beside random weights, as the run begins with no model's: "
+        "make its run file with `shoal import FOLDER RUN.toml --lora RANK`"
+    ]
 
 
 def _warmup_advice(spec: RunSpec) -> list[str]:

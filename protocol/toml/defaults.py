@@ -48,6 +48,8 @@ _WARMUP_SHARE_MAX: Final = 0.1
 _TUNING: Final = 1 / 15
 """Weights that are good already take this share of the rate from scratch: Llama 2 of 7 B has 3e-4, and 2e-5 to be tuned
 (2307.09288, sections 2.2 and 3.1)."""
+_ADAPTING: Final = 10 / 15
+"""Adapters take ten times the rate at which all weights are tuned: QLoRA has 2e-4 for 7 B (2305.14314, table 9)."""
 _SHORT: Final = 2.5
 """A run with a 1,500th of 20 N tokens takes this multiple of the rate."""
 STAGES_FED: Final = 3
@@ -142,7 +144,13 @@ def batch_tokens_of(size: Size) -> float:
 
 
 def learning_rate_of(
-    size: Size, *, tokens_per_step: float, steps: int, optimizer: str = "nadam", tunes: bool = False
+    size: Size,
+    *,
+    tokens_per_step: float,
+    steps: int,
+    optimizer: str = "nadam",
+    tunes: bool = False,
+    adapts: bool = False,
 ) -> float:
     """The peak of the schedule, to two digits.
 
@@ -154,13 +162,14 @@ def learning_rate_of(
         steps: of the whole run.
         optimizer: its name in the run spec. Muon's is AdamW's (2502.16982), and so is NAdam's; none is known for SGD.
         tunes: the run begins with weights that are good already.
+        adapts: it trains adapters beside such weights.
     """
     if optimizer == "sgd":
         return _SGD_RATE
     rate = 0.3118 * (size.flop_per_token * size.tokens) ** -0.125
     rate *= min(_SHORT, (size.tokens / (tokens_per_step * steps)) ** 0.125)
     rate *= min(1.0, math.sqrt(tokens_per_step / batch_tokens_of(size)))
-    return _two_digits(rate * _TUNING if tunes else rate)
+    return _two_digits(rate * (_ADAPTING if adapts else _TUNING if tunes else 1.0))
 
 
 def warmup_steps_of(steps: int, *, beta2: float) -> int:
@@ -246,10 +255,13 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
     number = filling.choose("training.microbatches_per_step", number, law)
     samples = filling.choose("training.microbatch_size", samples, law)
     optimizer = filling.text("optimizer.name")
-    tunes = bool(filling.table("initial").get("digests"))
+    tunes, adapts = bool(filling.table("initial").get("digests")), bool(filling.table("adapter"))
     steps, tokens = filling.number("training.steps"), number * samples * context
-    rate = learning_rate_of(size, tokens_per_step=float(tokens), steps=steps, optimizer=optimizer, tunes=tunes)
-    filling.choose("optimizer.learning_rate", rate, _why_rate(size, tokens * steps, optimizer=optimizer, tunes=tunes))
+    rate = learning_rate_of(
+        size, tokens_per_step=float(tokens), steps=steps, optimizer=optimizer, tunes=tunes, adapts=adapts
+    )
+    why = _why_rate(size, tokens * steps, optimizer=optimizer, tunes=tunes, adapts=adapts)
+    filling.choose("optimizer.learning_rate", rate, why)
     warmup = warmup_steps_of(steps, beta2=filling.share("optimizer.beta2"))
     filling.choose("optimizer.warmup_steps", warmup, "2 / (1 - beta2) steps, 1 % of a long run, 10 % of a short one")
     return filling.tables, tuple(filling.choices)
@@ -318,10 +330,12 @@ class _Filling:
         return value
 
 
-def _why_rate(size: Size, tokens: float, *, optimizer: str, tunes: bool) -> str:
+def _why_rate(size: Size, tokens: float, *, optimizer: str, tunes: bool, adapts: bool) -> str:
     if optimizer == "sgd":
         return "no rule is known for sgd: try some"
     law = f"DeepSeek LLM's law for {millions(size.parameters)} parameters and {millions(tokens)} tokens, in such steps"
+    if adapts:
+        return f"two thirds of {law}, as only adapters are trained: ten times the rate at which all weights are tuned"
     return f"a fifteenth of {law}, as it begins with weights that are good already" if tunes else law
 
 

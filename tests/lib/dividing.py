@@ -6,11 +6,12 @@ replays exactly.
 import asyncio
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
+from torch import Tensor
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Snapshot
@@ -18,12 +19,15 @@ from shoal.coordinator.plan_layout import Layout
 from shoal.deploy.simulate.sightings import Committed, Event, Obeyed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
+from shoal.peer.initial import weights_digest
+from shoal.peer.model.frozen import stored_base
+from shoal.peer.model.layout import all_layer_keys, init_layer
 from shoal.peer.single_process import train
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import AdapterSpec, BaseFormat, InitialSpec, RunSpec
 
 LAYERS = 6
 HEARTBEAT_S = 0.4
@@ -78,6 +82,8 @@ class DividingRun:
     microbatches: int = 5
     experts: int = 0
     """Of each layer, placed among the members of its stage; 0: a dense model."""
+    base: BaseFormat | None = None
+    """How the base of adapters is stored, which one peer alone has at first; None: all weights train."""
     heartbeat_s: float = HEARTBEAT_S
     kill_every_s: float = 0.0
     """0: nobody dies. Never the last that holds a stage, or an expert of it."""
@@ -118,11 +124,32 @@ def dividing_spec(run: DividingRun) -> RunSpec:
         term_s=30.0,
         experts=run.experts,
     )
-    return msgspec.structs.replace(
+    spec = msgspec.structs.replace(
         spec,
         model=msgspec.structs.replace(spec.model, num_layers=LAYERS),
         swarm=msgspec.structs.replace(spec.swarm, heartbeat_s=run.heartbeat_s),
     )
+    if run.base is None:
+        return spec
+    spec = msgspec.structs.replace(spec, adapter=AdapterSpec(kind="lora", rank=4, base=run.base))
+    digests = tuple(weights_digest(stored) for stored in base_of(spec).values())
+    return msgspec.structs.replace(spec, initial=InitialSpec(source="elsewhere", digests=digests))
+
+
+def base_of(spec: RunSpec) -> dict[str, Tensor]:
+    """What the adapters stand beside: other weights than the seed's."""
+    keys = all_layer_keys(spec.model)
+    return {key: stored_base(spec, key, init_layer(spec.model, key, spec.seed + 1)) for key in keys}
+
+
+class _Copy:
+    """Implements `InitialWeights`."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._layers = base_of(spec)
+
+    async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        return {key: self._layers[key] for key in keys}
 
 
 def play_dividing(run: DividingRun) -> DividingResult:
@@ -172,7 +199,8 @@ def _loss(told: Mapping[int, CommitReport], num_experts: int) -> float | None:
 @lru_cache(maxsize=4)
 def losses_of(spec: RunSpec) -> tuple[float, ...]:
     """The losses of the same training in one process, step by step."""
-    return tuple(step.loss for step in train(spec, tiny_corpus(), steps=spec.training.steps))
+    base = None if spec.adapter is None else base_of(spec)
+    return tuple(step.loss for step in train(spec, tiny_corpus(), steps=spec.training.steps, base=base))
 
 
 async def _play(run: DividingRun) -> DividingResult:
@@ -191,14 +219,16 @@ async def _play(run: DividingRun) -> DividingResult:
                 if known.digest != report.digest:
                     result.flaws.append(f"two states of group {report.stage} after step {report.step}")
 
+    spec = dividing_spec(run)
     swarm = SimSwarm(
-        dividing_spec(run),
+        spec,
         tiny_corpus(),
         seed=run.seed,
         network=uniform(rng.choice((0.002, 0.02)), 1e7),
         device_flop_per_s=DEVICE_FLOP_PER_S,
         allocator=DividingAllocator(run.seed),
         on_event=seen,
+        initial={"n0": _Copy(spec)} if run.base is not None else None,
     )
     loop = asyncio.get_running_loop()
     names = [f"n{number}" for number in range(run.peers)]

@@ -10,6 +10,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX
 from shoal.protocol.spec import (
     CONTINUED_MAX,
+    AdapterSpec,
     ContinuedSpec,
     DataSpec,
     InitialSpec,
@@ -243,3 +244,43 @@ def test_a_term_in_which_no_loss_could_be_found_is_refused() -> None:
     assert SwarmSpec(heartbeat_s=2.0, term_s=8.0)
     with pytest.raises(ValueError, match=r"at least 4 heartbeats, is 3\.5"):
         SwarmSpec(heartbeat_s=2.0, term_s=7.0)
+
+
+def test_a_run_without_adapters_is_the_run_that_it_was() -> None:
+    owner = PeerID("12D3KooWEhZ33xezv55Bcjsts9x15QxQZHNLbhTgVoadt5aXbTAv")
+    adapted = RunSpec(adapter=AdapterSpec(kind="lora"))
+    assert b"adapter" not in encode_spec(RunSpec())
+    assert decode_spec(encode_spec(adapted)) == adapted
+    assert run_id(adapted, owner) != run_id(RunSpec(), owner)
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ("rank = 4", "adapter.* kind is missing"),
+        ('kind = "dora"', r"adapter.kind cannot be 'dora': it is one of lora"),
+        ('kind = "lora"\nrank = 0', "rank must be positive, is 0"),
+        ('kind = "lora"\nrank = 999', "adapter.rank 999 is more than model.dim 128"),
+        ('kind = "lora"\nalpha = -1', "alpha must be positive"),
+        ('kind = "lora"\ntargets = ["query"]', r"targets has .'query'.: a decoder layer has q_proj, k_proj"),
+        ('kind = "lora"\ntargets = []', "targets is empty"),
+        ('kind = "lora"\ntargets = ["q_proj", "q_proj"]', "names a matrix twice"),
+        ('kind = "lora"\nbase = "int3"', r"adapter.base cannot be 'int3': it is one of fp32, bf16, int8, nf4"),
+        ('kind = "lora"\n[model]\nnum_experts = 4', "a model with experts cannot have one yet"),
+    ],
+)
+def test_what_is_wrong_with_an_adapter_is_said_in_one_line(tmp_path: Path, lines: str, complaint: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[adapter]\n{lines}\n")
+    with pytest.raises(SpecError, match=complaint) as raised:
+        load_spec(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_adapters_take_ten_times_the_rate_at_which_all_weights_are_tuned(tmp_path: Path) -> None:
+    digests = "[" + ", ".join(['"00"'] * 8) + "]"
+    begins = f'[initial]\nsource = "model"\ndigests = {digests}\n'
+    (tmp_path / "all.toml").write_text(begins)
+    (tmp_path / "lora.toml").write_text(begins + '[adapter]\nkind = "lora"\n')
+    tuned, adapted = (load_spec(tmp_path / f"{name}.toml").optimizer.learning_rate for name in ("all", "lora"))
+    assert adapted == pytest.approx(10 * tuned, rel=0.05)

@@ -1,9 +1,20 @@
+from typing import Literal
+
 import msgspec
 import pytest
 
 from shoal.coordinator.cost.memory import COUNTED_BYTES_PER_PARAMETER
 from shoal.coordinator.cost.workload import Workload
-from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
+from shoal.protocol.spec import (
+    AdapterSpec,
+    BaseFormat,
+    DataSpec,
+    ModelSpec,
+    RunSpec,
+    SwarmSpec,
+    TrainingSpec,
+    WireSpec,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +67,47 @@ def test_where_a_stage_has_few_members_each_needs_room_for_more_experts(members:
     bytes_of_all, bytes_of_some = (w.resident_bytes(1, 3, members=members) for w in (whole, placed))
     assert bytes_of_all - bytes_of_some == COUNTED_BYTES_PER_PARAMETER * missing
     assert placed.num_parameters == whole.num_parameters == sum(whole.layer_parameters)
+
+
+LLAMA_8B = ModelSpec(
+    dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336, vocab_size=128256, context=1024
+)
+
+
+def adapted(base: BaseFormat, *, keep: Literal["stash", "recompute"] = "stash") -> Workload:
+    adapter = AdapterSpec(kind="lora", rank=16, base=base)
+    return Workload.of(RunSpec(model=LLAMA_8B, adapter=adapter, training=TrainingSpec(keep=keep, microbatch_size=1)))
+
+
+def test_of_adapters_only_a_and_b_are_reduced_and_stepped() -> None:
+    full, lora = Workload.of(RunSpec(model=LLAMA_8B, training=TrainingSpec(microbatch_size=1))), adapted("nf4")
+    assert sum(lora.layer_parameters) == 32 * 16 * (4 * 4096 + 2 * (4096 + 1024) + 2 * 4096 + 3 * (4096 + 14336) - 8192)
+    assert lora.num_parameters == sum(full.layer_parameters) + sum(lora.layer_parameters)
+    assert lora.layer_flop == full.layer_flop
+    assert lora.cut_bytes == full.cut_bytes
+
+
+@pytest.mark.parametrize(("base", "gigabytes"), [("bf16", 16.1), ("int8", 8.3), ("nf4", 4.8)])
+def test_a_stage_holds_its_part_of_the_base(base: BaseFormat, gigabytes: float) -> None:
+    lora = adapted(base)
+    assert lora.memory.base is not None
+    assert sum(lora.memory.base.layer_bytes) / 1e9 == pytest.approx(gigabytes, abs=0.05)
+    whole, half = (lora.resident_bytes(first, 32, members=1) for first in (0, 16))
+    assert gigabytes * 1e9 < whole < (gigabytes + 12) * 1e9
+    assert half < whole - sum(lora.memory.base.layer_bytes[:16])
+    moved = sum(lora.layer_state_bytes)
+    assert moved == pytest.approx(sum(lora.memory.base.layer_bytes) + 12 * sum(lora.layer_parameters))
+    assert lora.state_bytes_per_parameter * sum(lora.layer_parameters) == pytest.approx(moved)
+
+
+def test_a_backward_beside_a_base_is_one_product_and_not_two() -> None:
+    assert (adapted("bf16").backward_per_forward, adapted("bf16").loss_per_forward) == (1.0, 2.0)
+    again = adapted("bf16", keep="recompute")
+    assert (again.backward_per_forward, again.loss_per_forward) == (2.0, 2.0)
+
+
+def test_stages_taken_for_layers_keep_their_base() -> None:
+    memory = adapted("nf4").memory.by_stage(lambda values: (sum(values[:10]), sum(values[10:])))
+    assert memory.base is not None
+    assert len(memory.base.layer_bytes) == len(memory.layer_fixed_bytes) == 2
+    assert sum(memory.base.layer_bytes) == pytest.approx(4.79e9, rel=0.01)

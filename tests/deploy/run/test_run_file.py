@@ -4,7 +4,7 @@ import pytest
 
 from shoal.deploy.run.run_file import DEMO_SPEC, MOE_SPEC, dump_spec, with_changes, write_spec
 from shoal.protocol.errors import SpecError
-from shoal.protocol.spec import ContinuedSpec, DataSpec, OptimizerSpec, RunSpec, SourceSpec
+from shoal.protocol.spec import AdapterSpec, ContinuedSpec, DataSpec, OptimizerSpec, RunSpec, SourceSpec
 from shoal.protocol.toml.spec_file import load_spec
 
 
@@ -41,6 +41,14 @@ def test_changes_reach_sections_and_the_top() -> None:
     spec = with_changes(RunSpec(), {"training.steps": 30, "seed": 7})
     assert (spec.training.steps, spec.seed) == (30, 7)
     assert spec.model == RunSpec().model
+
+
+def test_adapters_read_back_equal_and_may_be_a_change(tmp_path: Path) -> None:
+    spec = with_changes(RunSpec(), {"adapter.kind": "lora", "adapter.rank": 2, "adapter.base": "nf4"})
+    assert spec.adapter == AdapterSpec(kind="lora", rank=2, base="nf4")
+    write_spec(spec, tmp_path / "run.toml")
+    assert load_spec(tmp_path / "run.toml") == spec
+    assert with_changes(spec, {"adapter.rank": 3}).adapter == AdapterSpec(kind="lora", rank=3, base="nf4")
 
 
 @pytest.mark.parametrize(

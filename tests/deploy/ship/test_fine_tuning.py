@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.deploy.ship.import_model import FolderWeights
+from shoal.deploy.ship.import_model import FolderBase, FolderWeights
 from shoal.peer import single_process
+from shoal.peer.base_layers import FOLDER
 from shoal.peer.data.corpus import load_corpus
+from shoal.peer.model.layout import all_layer_keys
 from shoal.protocol.toml.spec_file import load_spec
 
 pytestmark = pytest.mark.process
@@ -63,6 +65,44 @@ def test_a_swarm_goes_on_from_a_model_and_what_it_learns_is_a_model_again(
     assert done.wait(120) == 0, world.logs()
     assert json.loads(done.output)["version"] == STEPS
     assert FolderWeights(tmp_path / "learnt", spec.model).digests() != spec.initial.digests
+    written = world.shoal("generate", "--prompt", "fish ", "-n", 20, "--device", "cpu", "--json")
+    assert written.wait(120) == 0, world.logs()
+    assert json.loads(written.output)["text"]
+
+
+def test_a_swarm_trains_adapters_beside_a_model_that_one_peer_has(world: Any, tmp_path: Path) -> None:
+    """And the other keeps what it got of the model."""
+    save_model(tmp_path / "model")
+    base = world.spec(STEPS, exact=True)
+    tuned = tmp_path / "tuned.toml"
+    argv = ("--spec", base, "--lora", 4, "--base", "int8")
+    assert world.shoal("import", tmp_path / "model", tuned, *argv).wait(120) == 0, world.logs()
+
+    host = world.shoal("host", tuned, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", 1, "--reports")
+    invite = json.loads(host.line('{"event":"Ready"'))["invite"]
+    joined = world.shoal("join", invite, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", 1, "--reports")
+    assert host.wait(120) == 0, world.logs()
+    assert joined.wait(60) == 0, world.logs()
+
+    spec = load_spec(tuned)
+    model = FolderBase(FolderWeights(tmp_path / "model", spec.model), spec)
+    stored = {key: model.layer(key) for key in all_layer_keys(spec.model)}
+    corpus = load_corpus(spec.data, context=spec.model.context)
+    alone = [step.loss for step in single_process.train(spec, corpus, steps=STEPS, base=stored)]
+    lines = [json.loads(line) for line in host.output.splitlines() + joined.output.splitlines()]
+    reports = {line["report"]["step"]: line["report"]["loss"] for line in lines if _has_loss(line)}
+    assert [reports[step] for step in sorted(reports)] == pytest.approx(alone, abs=1e-4)
+    kept = {file.stem: file.read_bytes() for file in tmp_path.rglob(f"{FOLDER}/*.bin")}
+    assert kept
+    assert all(stored[key].numpy().tobytes() == data for key, data in kept.items())
+
+    done = world.shoal("export", tmp_path / "learnt", "--json")
+    assert done.wait(120) == 0, world.logs()
+    said = json.loads(done.output)
+    assert (said["version"], said["form"], said["bytes"] < 50_000) == (STEPS, "peft", True)
+    merged = world.shoal("export", tmp_path / "merged", "--format", "hf", "--json")
+    assert merged.wait(120) == 0, world.logs()
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
     written = world.shoal("generate", "--prompt", "fish ", "-n", 20, "--device", "cpu", "--json")
     assert written.wait(120) == 0, world.logs()
     assert json.loads(written.output)["text"]

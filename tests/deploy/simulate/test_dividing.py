@@ -30,6 +30,19 @@ def test_placed_experts_follow_their_layers_while_peers_die(seed, record_propert
     assert result.rollbacks == 0, "a holder of each stage and of each expert has lived all the while"
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_the_base_of_adapters_follows_their_layers_while_peers_die(seed, record_property):
+    """One peer has it at first, and may die as any other."""
+    run = DividingRun(seed=seed, peers=4, steps=14, microbatches=3, kill_every_s=4.0, base="int8")
+    result = play_dividing(run)
+    record_property("divisions", result.divisions)
+    record_property("kills", result.kills)
+    assert flaws_of(run, result) == []
+    assert result.divisions > 0
+    assert result.kills > 0
+    assert result.rollbacks == 0, "a holder of each stage has lived all the while"
+
+
 def test_what_was_fetched_ahead_is_what_its_holders_have(caplog):
     """Replayed steps make the same bits, so nothing is fetched a second time, and nobody cannot keep up."""
     run = DividingRun(seed=1, peers=4, steps=30, microbatches=3)

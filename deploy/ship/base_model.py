@@ -1,0 +1,101 @@
+"""The model that a snapshot's adapters stand beside: where this machine has it, and what both make together."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shoal.deploy.ship.found_snapshot import FoundSnapshot
+from shoal.deploy.ship.import_model import FolderBase, FolderWeights, open_copy
+from shoal.peer.base_layers import FOLDER
+from shoal.peer.initial import weights_digest
+from shoal.peer.model.frozen import FrozenLayer, adapter_of, base_numel, seed_base
+from shoal.peer.model.layout import all_layer_keys, layer_layout, state_layout
+from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import adapter_names
+
+_ABOVE_MAX: Final = 4
+"""The run's folder, in which `FOLDER` is, lies so many folders above a snapshot at most."""
+
+
+class BaseModel:
+    """Args:
+        near: folders of snapshots: their peers keep the layers of the base in the same folder of the run.
+        folder: the model's, if the person at this machine says it.
+    Raises: LocalError: what is in `folder` is no such model.
+    """
+
+    def __init__(self, spec: RunSpec, *, near: Iterable[Path], folder: Path | None = None) -> None:
+        self._spec = spec
+        above = (place for path in near for place in list(path.resolve().parents)[:_ABOVE_MAX])
+        self._kept = [place / FOLDER for place in dict.fromkeys(above) if (place / FOLDER).is_dir()]
+        self._copy = open_copy(spec, folder) if folder is not None else None
+        self._said = folder
+        self._looked_elsewhere = folder is not None
+
+    def layer(self, key: str) -> Tensor:
+        """Give the layer that the run's spec names, as `stored_base` has it. Raises: LocalError: it is not here."""
+        digests = self._spec.initial.digests
+        if not digests:
+            return seed_base(self._spec, key)
+        wanted = digests[all_layer_keys(self._spec.model).index(key)]
+        stored = next((found for found in self._found(key) if weights_digest(found) == wanted), None)
+        if stored is None:
+            where = f"{self._said} has another" if self._said is not None else "this machine does not have"
+            raise LocalError(
+                f"{where} {key} of the model that the adapters stand beside: say --base FOLDER, where the model is "
+                f"that was {self._spec.initial.source} on the host's machine"
+            )
+        return stored
+
+    def _found(self, key: str) -> Iterator[Tensor]:
+        for place in self._kept if self._said is None else ():
+            try:
+                data = (place / f"{key}.bin").read_bytes()
+            except OSError:
+                continue
+            if len(data) == 4 * base_numel(self._spec, key):
+                yield torch.frombuffer(bytearray(data), dtype=torch.float32)
+        if not self._looked_elsewhere:
+            self._looked_elsewhere = True
+            self._copy = self._elsewhere()
+        if self._copy is not None:
+            yield self._copy.layer(key)
+
+    def _elsewhere(self) -> FolderBase | None:
+        """Look in the folder that the host has named, if this machine has it; else in the Hugging Face cache."""
+        source = Path(self._spec.initial.source).expanduser()
+        if source.is_dir():
+            try:
+                return FolderBase(FolderWeights(source, self._spec.model), self._spec)
+            except LocalError:
+                pass  # another machine's path, by chance ours, too
+        return open_copy(self._spec, None)
+
+
+def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | None:
+    """Find the base of a snapshot; None: it has all weights of its model itself. Raises: LocalError: as `BaseModel`."""
+    if snapshot.spec.adapter is None:
+        return None
+    parts = (part for parts in snapshot.parts.values() for part in parts)
+    near = (Path(disk.where(path)) for disk, path in parts)
+    return BaseModel(snapshot.spec, near=near, folder=folder)
+
+
+def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> Tensor:
+    """A layer of the model as it is trained, float32 in the model's layout: what was trained, or W + (alpha / rank) B A
+    of the base as it is stored and of what was trained beside it."""
+    if base is None:
+        return param_N
+    frozen = FrozenLayer.of(spec, key, base.layer(key), device=torch.device("cpu"), dtype=torch.float32)
+    adapters = state_layout(spec, key).views(param_N)
+    tensors = dict(frozen.vectors)
+    for name, matrix in frozen.matrices.items():
+        tensors[name] = matrix.dense(torch.float32)
+        a, b = adapter_names(name)
+        if a in adapters:
+            tensors[name] = tensors[name] + adapter_of(spec).scale * (adapters[b] @ adapters[a])
+    return layer_layout(spec.model, key).flatten(tensors)

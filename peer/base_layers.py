@@ -1,0 +1,233 @@
+"""The base that adapters stand beside: its layers as this peer has them, and how it comes by those that it lacks.
+
+The run's spec has a digest of each layer (`initial.digests`), so whoever gives a layer needs not be believed. It is
+looked for on this peer's disk, in a folder that has the model (its host's, or a volunteer's own copy of it), and then
+with the members of the plan, which give each other what has come. What has come is kept on the disk as long as the run
+is, so that it travels to a peer once, and every peer that has held a layer can give it. Whoever keeps a copy of a
+stage's state gets its base too (`copies.py`): a stage that dies comes back whole.
+
+Without digests the run's seed makes the base, and nothing travels.
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shoal.peer.arithmetic import Arithmetic
+from shoal.peer.handoff.fetcher import StateFetcher
+from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.relay import Relay
+from shoal.peer.handoff.server import INITIAL
+from shoal.peer.initial import InitialWeights, bare_layer
+from shoal.peer.model.frozen import adapter_of, base_numel
+from shoal.peer.pipeline.state import LayerState
+from shoal.protocol.durable import replace_file
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import all_layer_keys
+from shoal.protocol.ports import Compute, Disk
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+FOLDER: Final = "base"
+"""In the run's folder: a file of bytes for each layer."""
+_MADE: Final = ("int8", "nf4")
+"""Formats that take long to make of a folder's weights: what was made is kept as if it had been fetched."""
+
+
+class BaseLayers:
+    """Of one peer. Implements `InitialWeights`: others may have what is here.
+
+    Args:
+        disk: layers are kept in the run's folder on it; None: in memory.
+        pass_on: as `StateServer.pass_on`.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        endpoint: Endpoint,
+        compute: Compute,
+        inbox: ChunkInbox,
+        arithmetic: Arithmetic,
+        disk: Disk | None,
+        run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
+        pass_on: Callable[[Relay], None],
+    ) -> None:
+        self.model_folder: InitialWeights | None = None
+        """This machine's own copy of the model, whose layers it gives as `stored_base` has them."""
+        self._spec = spec
+        self._endpoint = endpoint
+        self._compute = compute
+        self._inbox = inbox
+        self._arithmetic = arithmetic
+        self._disk = disk
+        self._run_blocking = run_blocking
+        self._pass_on = pass_on
+        self._folder = PurePosixPath(endpoint.run) / FOLDER
+        self._in_memory: dict[str, Tensor] = {}
+        """Where nothing is kept on a disk."""
+        self._not_in_folder: set[str] = set()
+        """Layers that the model's folder has otherwise, or no more."""
+        self._fetching = asyncio.Lock()
+
+    async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
+        """Those of the layers that are here, as `stored_base` has them."""
+        known = [key for key in keys if key in all_layer_keys(self._spec.model)]
+        return {key: stored for key in known if (stored := await self._here(key)) is not None}
+
+    async def get(
+        self, keys: Sequence[str], holders: Sequence[PeerID], *, mates: Collection[PeerID] = ()
+    ) -> Mapping[str, Tensor]:
+        """All of the layers. They come one after the other, so that what is here stays here if the rest fails.
+
+        Args:
+            holders: who is asked for those that are not here.
+            mates: others who need the same layers now; each gets a part, and passes it on.
+        Raises: Unreachable, Refused, RemoteError: nobody has given some of them.
+        """
+        found = dict(await self.read(keys))
+        if len(found) < len(keys):
+            async with self._fetching:
+                found |= await self.read([key for key in keys if key not in found])
+                for key in keys:
+                    if key not in found:
+                        found |= await self._fetch((key,), holders, mates)
+        return {key: found[key] for key in keys}
+
+    async def get_ready(self, keys: Sequence[str], holders: Sequence[PeerID]) -> None:
+        """Get layers that will be needed, one after the other, while others train. What nobody gives is left out."""
+        for key in keys:
+            try:
+                await self.get([key], holders)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no base of %s yet: %s", key, error)
+
+    # --- here ---
+
+    async def _here(self, key: str) -> Tensor | None:
+        if not self._spec.initial.digests:
+            return await self._compute.run_on_host(lambda: self._arithmetic.seed_base(key))
+        if key in self._in_memory:
+            return self._in_memory[key]
+        stored = await self._from_disk(key)
+        return await self._from_folder(key) if stored is None else stored
+
+    async def _from_disk(self, key: str) -> Tensor | None:
+        disk = self._disk
+        if disk is None:
+            return None
+        found: list[bytes] = []
+
+        def read() -> None:
+            if f"{key}.bin" in disk.list(self._folder):
+                found.append(disk.read(self._folder / f"{key}.bin"))
+
+        try:
+            await self._run_blocking(read)
+        except OSError as error:
+            logger.warning("cannot read the base of %s: %s", key, error.strerror or error)
+        if not found or len(found[0]) != 4 * base_numel(self._spec, key):
+            return None
+        stored = torch.frombuffer(bytearray(found[0]), dtype=torch.float32)
+        if await self._is_foreign(key, stored):
+            logger.warning("the base of %s on this disk is damaged: getting it again", key)
+            return None
+        return stored
+
+    async def _from_folder(self, key: str) -> Tensor | None:
+        if self.model_folder is None or key in self._not_in_folder:
+            return None
+        try:
+            read = await self.model_folder.read([key])
+        except LocalError as error:
+            logger.warning("cannot read the base from its folder: %s", error)
+            read = {}
+        if key in read:
+            if not await self._is_foreign(key, read[key]):
+                if adapter_of(self._spec).base in _MADE:
+                    await self._keep(key, read[key])
+                return read[key]
+            logger.warning("%s of this machine's copy of the model is not the run's: asking others for it", key)
+        self._not_in_folder.add(key)
+        return None
+
+    # --- from others ---
+
+    async def _fetch(
+        self, keys: tuple[str, ...], holders: Sequence[PeerID], mates: Collection[PeerID]
+    ) -> Mapping[str, Tensor]:
+        """Fetch, compare and keep. If somebody offers something else, each holder is asked alone."""
+        others = [peer for peer in holders if peer != self._endpoint.peer_id]
+        foreign: tuple[str, ...] = ()
+        for asked in (others, *([peer] for peer in others)):
+            try:
+                found = await self._fetch_from(keys, asked, mates if asked is others else ())
+            except (Unreachable, Refused, RemoteError):
+                if asked is others:
+                    raise
+                continue
+            foreign = await self._compute.run_on_host(functools.partial(self._foreign, found))
+            if not foreign:
+                stored = {key: layer.param_N for key, layer in found.items()}
+                for key, values in stored.items():
+                    await self._keep(key, values)
+                return stored
+            logger.warning("these are not the layers of the run's base: %s", ", ".join(foreign))
+        raise Unreachable(self._endpoint.peer_id, f"nobody has the run's own base of {', '.join(foreign)}")
+
+    async def _fetch_from(
+        self, keys: tuple[str, ...], holders: Sequence[PeerID], mates: Collection[PeerID]
+    ) -> Mapping[str, LayerState]:
+        vectors = self._arithmetic.vectors
+        fetcher = StateFetcher(
+            self._spec,
+            keys,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            compute=self._compute,
+            device=vectors.host,
+            vectors=vectors,
+        )
+        relay = Relay(INITIAL, 0, mates, vectors=vectors)
+        if mates:
+            self._pass_on(relay)
+        try:
+            state = await fetcher.fetch(holders, version=0, stored_era=INITIAL, relay=relay, carriers=holders[1:])
+        except BaseException:
+            relay.done(void=True)
+            raise
+        relay.done()
+        return state.layers
+
+    async def _keep(self, key: str, stored: Tensor) -> None:
+        disk = self._disk
+        if disk is None:
+            self._in_memory[key] = stored
+            return
+        payload, path = self._arithmetic.vectors.payload_of(stored), self._folder / f"{key}.bin"
+        try:
+            await self._run_blocking(lambda: replace_file(disk, path, payload))
+        except OSError as error:
+            logger.error("cannot keep the base of %s: %s", key, error.strerror or error)
+            self._in_memory[key] = stored
+
+    # --- whether it is the run's ---
+
+    async def _is_foreign(self, key: str, stored: Tensor) -> bool:
+        layer = bare_layer(stored, self._arithmetic.vectors)
+        return bool(await self._compute.run_on_host(lambda: self._foreign({key: layer})))
+
+    def _foreign(self, layers: Mapping[str, LayerState]) -> tuple[str, ...]:
+        """Which of them are not what the run's spec names."""
+        digests = dict(zip(all_layer_keys(self._spec.model), self._spec.initial.digests, strict=True))
+        return tuple(key for key, layer in layers.items() if layer.proof() != digests[key])

@@ -1,0 +1,174 @@
+"""Weights that are not trained: a layer of the base, as it is stored, and with adapters beside it.
+
+A matrix stays as its bytes say and is made dense for each product: the product keeps the bytes for its backward, not
+what it made of them, and never has a gradient of the matrix.
+
+B samples   T tokens   D width   N elements of a layer   Y bytes of a layer   R rank
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from shoal.kernels import codec, nf4
+from shoal.peer.model.layout import init_layer, layer_layout
+from shoal.protocol.base_format import base_bytes, stored_tensors
+from shoal.protocol.spec import AdapterSpec, BaseFormat, RunSpec
+from shoal.protocol.tensors import adapter_names
+
+_PLAIN: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_INT8: Final = codec.FORMATS["int8"]
+
+
+def adapter_of(spec: RunSpec) -> AdapterSpec:
+    """The run's; whoever asks knows that it has one."""
+    assert spec.adapter is not None, "the run trains all weights"
+    return spec.adapter
+
+
+def stored_base(spec: RunSpec, key: str, flat_N: Tensor) -> Tensor:
+    """A layer's parameters, float32 [N] in the model's layout, as the run's base has them: the same bytes on every
+    machine. They travel as state does, so they come as float32 [Y / 4], whose values mean nothing."""
+    model, base = spec.model, adapter_of(spec).base
+    views = layer_layout(model, key).views(flat_N)
+    stored_Y = torch.zeros(base_bytes(model, base, key), dtype=torch.uint8)
+    for name, _, form, first, end in stored_tensors(model, base, key):
+        stored_Y[first:end] = _encoded(views[name], form)
+    return stored_Y.view(torch.float32)
+
+
+def seed_base(spec: RunSpec, key: str) -> Tensor:
+    """As `stored_base`, of the weights that the run's seed makes."""
+    return stored_base(spec, key, init_layer(spec.model, key, spec.seed))
+
+
+def base_numel(spec: RunSpec, key: str) -> int:
+    """The elements that `stored_base` has."""
+    return base_bytes(spec.model, adapter_of(spec).base, key) // torch.float32.itemsize
+
+
+def _encoded(x: Tensor, form: BaseFormat) -> Tensor:
+    """uint8, the bytes of a tensor in its format."""
+    x = x.detach().to("cpu", torch.float32).contiguous()
+    if form == "nf4":
+        return nf4.encode(x)
+    if form == "int8":
+        return codec.encode(x, _INT8)
+    return x.to(_PLAIN[form]).reshape(-1).view(torch.uint8)
+
+
+class FrozenMatrix:
+    """One matrix of the base.
+
+    Args: stored_Y: its bytes, uint8.
+    """
+
+    __slots__ = ("_form", "_stored_Y", "shape")
+
+    def __init__(self, stored_Y: Tensor, shape: tuple[int, ...], form: BaseFormat) -> None:
+        self._stored_Y = stored_Y
+        self._form = form
+        self.shape = shape
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[rows, columns]; without a copy if it is stored so."""
+        if self._form in _PLAIN:
+            return self._stored_Y.view(_PLAIN[self._form]).view(self.shape).to(dtype)
+        numel = math.prod(self.shape)
+        flat_N = (
+            nf4.decode(self._stored_Y, numel) if self._form == "nf4" else codec.decode(self._stored_Y, numel, _INT8)
+        )
+        return flat_N.view(self.shape).to(dtype)
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows with these numbers, [..., columns]."""
+        if self._form in _PLAIN:
+            return functional.embedding(index, self._stored_Y.view(_PLAIN[self._form]).view(self.shape)).to(dtype)
+        return functional.embedding(index, self.dense(dtype))
+
+    def times(self, x: Tensor) -> Tensor:
+        """x W^T: [..., columns] -> [..., rows]."""
+        if self._form in _PLAIN and _PLAIN[self._form] == x.dtype:
+            return functional.linear(x, self.dense(x.dtype))
+        product: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
+        return product
+
+
+class _Product(torch.autograd.Function):
+    """x W^T of a matrix that is made dense anew for the backward: kept, it would be as large as if it were trained."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: FrozenMatrix) -> Tensor:
+        ctx.matrix = matrix
+        return functional.linear(x, matrix.dense(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        matrix: FrozenMatrix = ctx.matrix
+        return grad @ matrix.dense(grad.dtype), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenLayer:
+    """One layer of the base on a device."""
+
+    matrices: Mapping[str, FrozenMatrix]
+    vectors: Mapping[str, Tensor]
+    """Norms and biases, in `dtype`."""
+    dtype: torch.dtype
+    """What is multiplied in."""
+
+    @classmethod
+    def of(cls, spec: RunSpec, key: str, stored: Tensor, *, device: torch.device, dtype: torch.dtype) -> "FrozenLayer":
+        """Args: stored: as `stored_base` has it."""
+        stored_Y = stored.to(device).view(torch.uint8)
+        matrices: dict[str, FrozenMatrix] = {}
+        vectors: dict[str, Tensor] = {}
+        for name, shape, form, first, end in stored_tensors(spec.model, adapter_of(spec).base, key):
+            if len(shape) == 1:
+                vectors[name] = stored_Y[first:end].view(_PLAIN[form]).to(dtype)
+            else:
+                matrices[name] = FrozenMatrix(stored_Y[first:end], shape, form)
+        return cls(matrices=matrices, vectors=vectors, dtype=dtype)
+
+
+class AdaptedLayer(dict[str, Tensor]):
+    """What the model's functions see of a layer with adapters: their leaves, and norms and biases of the base, by name.
+    Its matrices are only used through the methods.
+
+    Args:
+        adapters: A and B, by name: leaves of autograd, or none.
+        scale: what B A is multiplied with.
+    """
+
+    def __init__(self, frozen: FrozenLayer, adapters: Mapping[str, Tensor], *, scale: float) -> None:
+        super().__init__(frozen.vectors)
+        self.update(adapters)
+        self._frozen = frozen
+        self._scale = scale
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """The projection `name` with its adapter and its bias, if there are: [..., columns] -> [..., rows]."""
+        y = self._frozen.matrices[name + ".weight"].times(x)
+        bias = self.get(name + ".bias")
+        if bias is not None:
+            y = y + bias
+        a, b = adapter_names(name)
+        if a not in self:
+            return y
+        return y + functional.linear(functional.linear(x, self[a]), self[b]) * self._scale
+
+    def rows(self, name: str, index: Tensor) -> Tensor:
+        """Rows of the matrix `name`."""
+        return self._frozen.matrices[name].rows(index, self._frozen.dtype)
+
+    def matrix(self, name: str) -> Tensor:
+        """The matrix `name`, which wants no gradient."""
+        return self._frozen.matrices[name].dense(self._frozen.dtype)

@@ -1,0 +1,58 @@
+"""How the weights of a base, which are not trained, are stored and sent, and the bytes that they take. Pure.
+
+All tensors of a layer lie one behind the other, in the order of `tensors.layer_tensors`, each padded to `ALIGNMENT`
+bytes. "int8" is the format of that name of `kernels/codec`, "nf4" that of `kernels/nf4`.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+
+from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
+from shoal.protocol.spec import BaseFormat, ModelSpec
+from shoal.protocol.tensors import layer_tensors
+
+ALIGNMENT: Final = 16
+_PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
+_TILE: Final = 64
+_TILE_BYTES: Final = {"int8": 66, "nf4": 34}
+
+
+def stored_tensors(
+    model: ModelSpec, base: BaseFormat, key: str
+) -> Iterator[tuple[str, tuple[int, ...], BaseFormat, int, int]]:
+    """Each tensor of a layer: (name, shape, its own format, first byte, end)."""
+    matrices, vectors = layer_tensors(model, key)
+    first = 0
+    for name, shape in (matrices | vectors).items():
+        form = _form_of(base, key, shape)
+        end = first + form_bytes(form, math.prod(shape))
+        yield name, shape, form, first, end
+        first = end + -end % ALIGNMENT
+
+
+def form_bytes(form: BaseFormat, numel: int) -> int:
+    """The bytes of a tensor of `numel` elements."""
+    if form in _PLAIN_BYTES:
+        return _PLAIN_BYTES[form] * numel
+    return _TILE_BYTES[form] * -(-numel // _TILE)
+
+
+@lru_cache(maxsize=4096)
+def base_bytes(model: ModelSpec, base: BaseFormat, key: str) -> int:
+    """The bytes of a layer's base, a multiple of `ALIGNMENT`."""
+    *_, (_, _, _, _, end) = stored_tensors(model, base, key)
+    return end + -end % ALIGNMENT
+
+
+def model_bytes(model: ModelSpec, base: BaseFormat) -> int:
+    """The bytes of the base of a whole model."""
+    return sum(base_bytes(model, base, key) for key in all_layer_keys(model))
+
+
+def _form_of(base: BaseFormat, key: str, shape: tuple[int, ...]) -> BaseFormat:
+    if len(shape) == 1:
+        return "fp32" if base == "fp32" else "bf16"
+    # Every token passes through embedding and head, whose rows are one token's each: 4 bits would cost much there.
+    return "int8" if base == "nf4" and key in (EMBED, HEAD) else base

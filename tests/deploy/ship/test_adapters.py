@@ -1,0 +1,207 @@
+"""Adapters, in and out: a folder becomes the base of a run, and what is trained a folder for PEFT."""
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shoal.deploy import cli
+from shoal.deploy.ship.base_model import base_of
+from shoal.deploy.ship.export import export
+from shoal.deploy.ship.found_snapshot import find_snapshots
+from shoal.deploy.ship.generate import load_writer
+from shoal.deploy.ship.import_model import import_model, open_copy, open_initial
+from shoal.peer.base_layers import FOLDER
+from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer
+from shoal.peer.model.generate import Sampler
+from shoal.peer.model.layout import all_layer_keys, initial_parameters, state_layout
+from shoal.peer.model.llama import rotary_tables, run_layers
+from shoal.peer.pipeline.state import LayerState
+from shoal.peer.snapshot import write_snapshot
+from shoal.protocol.errors import LocalError
+from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.spec import AdapterSpec, BaseFormat, RunSpec
+from shoal.protocol.toml.spec_file import load_spec
+
+transformers = pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of bytes, with biases and grouped queries."""
+    folder = tmp_path_factory.mktemp("models") / "little"
+    torch.manual_seed(3)
+    config = transformers.Qwen2Config(
+        vocab_size=256,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    made.save_pretrained(folder)
+    return folder
+
+
+def imported(model: Path, *, base: BaseFormat = "fp32", **adapter: Any) -> RunSpec:
+    return import_model(model, context=16, adapter=AdapterSpec(kind="lora", rank=4, alpha=6.0, base=base, **adapter))
+
+
+def adapters(spec: RunSpec, key: str) -> torch.Tensor:
+    """B is not zero, as after some steps."""
+    flat_N = initial_parameters(spec, key)
+    return flat_N + 0.05 * torch.randn(flat_N.shape, generator=torch.Generator().manual_seed(len(key)))
+
+
+def write(spec: RunSpec, folder: Path, *, keeps_base: bool = False) -> Path:
+    """A peer's folder with a snapshot, as `shoal join` leaves one."""
+    disk, at = LiveDisk(folder), PurePosixPath(RUN)
+    layers = {}
+    for key in all_layer_keys(spec.model):
+        param_N = adapters(spec, key)
+        layers[key] = LayerState(param_N=param_N, moment1_N=param_N * 0, moment2_N=param_N * 0)
+    disk.make_folder(at / "snapshots" / "embed-head")
+    write_snapshot(disk, at / "snapshots" / "embed-head", run=RUN, version=9, layers=layers, spec=spec)
+    if keeps_base:
+        disk.make_folder(at / FOLDER)
+        weights = open_initial(spec)
+        assert weights is not None
+        for key in all_layer_keys(spec.model):
+            disk.write(at / FOLDER / f"{key}.bin", weights.layer(key).numpy().tobytes())
+    return folder
+
+
+def ours(spec: RunSpec, tokens_BT: torch.Tensor) -> torch.Tensor:
+    weights, keys = open_initial(spec), all_layer_keys(spec.model)
+    assert weights is not None
+    assert spec.adapter is not None
+    layers = {}
+    for key in keys:
+        frozen = FrozenLayer.of(spec, key, weights.layer(key), device=CPU, dtype=torch.float32)
+        layers[key] = AdaptedLayer(frozen, state_layout(spec, key).views(adapters(spec, key)), scale=spec.adapter.scale)
+    return run_layers(spec.model, keys, layers, tokens_BT, rotary_tables(spec.model))
+
+
+TOKENS_BT = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_folder_becomes_the_base_of_a_run(model: Path, tmp_path: Path) -> None:
+    toml = tmp_path / "run.toml"
+    said = CliRunner().invoke(cli.app, ["import", str(model), str(toml), "--lora", "8", "--base", "nf4"])
+    assert said.exit_code == 0, (said.output, said.exc_info)
+    assert "adapters of rank 8" in said.output
+    spec = load_spec(toml)
+    assert spec.adapter == AdapterSpec(kind="lora", rank=8, alpha=16.0, base="nf4")
+    weights = open_initial(spec)
+    assert weights is not None
+    assert len(weights.layer("layers.0")) < len(open_initial(imported(model)).layer("layers.0")) / 6  # type: ignore[union-attr]
+    changed = msgspec.structs.replace(spec, adapter=msgspec.structs.replace(spec.adapter, base="int8"))
+    with pytest.raises(LocalError, match=r"weights as int8, which .adapter. names"):
+        open_initial(changed)
+
+
+def test_the_import_says_what_goes_with_what(model: Path, tmp_path: Path) -> None:
+    said = CliRunner().invoke(cli.app, ["import", str(model), str(tmp_path / "run.toml"), "--base", "nf4"])
+    assert said.exit_code == 2
+    assert "--lora RANK" in said.output
+
+
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")], ids=["all", "two"])
+def test_peft_loads_the_export_with_equal_logits(model: Path, tmp_path: Path, targets: tuple[str, ...] | None) -> None:
+    peft = pytest.importorskip("peft")
+    spec = imported(model) if targets is None else imported(model, targets=targets)
+    write(spec, tmp_path / "peer")
+    done = export(find_snapshots(tmp_path / "peer"), tmp_path / "out")
+    assert done.form == "peft"
+    assert done.parameters == sum(state_layout(spec, key).numel for key in all_layer_keys(spec.model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
+    bare = theirs(TOKENS_BT).logits
+    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path / "out").eval()
+    with torch.inference_mode():
+        logits = loaded(TOKENS_BT).logits
+        assert (logits - ours(spec, TOKENS_BT)).abs().max() < 1e-4
+        assert (logits - bare).abs().max() > 0.01, "the adapters do nothing"
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
+
+
+@pytest.mark.parametrize("base", ["fp32", "bf16", "nf4"])
+def test_the_merged_export_is_the_model_that_was_trained(model: Path, tmp_path: Path, base: BaseFormat) -> None:
+    spec = imported(model, base=base)
+    write(spec, tmp_path / "peer")
+    done = export(find_snapshots(tmp_path / "peer"), tmp_path / "out", form="hf")
+    assert done.form == "hf"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32").eval()
+    with torch.inference_mode():
+        assert (theirs(TOKENS_BT).logits - ours(spec, TOKENS_BT)).abs().max() < 1e-4
+
+
+def test_what_a_peer_keeps_of_the_base_is_enough(model: Path, tmp_path: Path) -> None:
+    spec = imported(model, base="bf16")
+    elsewhere = msgspec.structs.replace(spec.initial, source="/host/only")
+    moved = msgspec.structs.replace(spec, initial=elsewhere)
+    write(spec, tmp_path / "whole", keeps_base=True)
+    (snapshot,) = find_snapshots(tmp_path / "whole")
+    snapshot = _with(snapshot, moved)
+    base = base_of(snapshot)
+    assert base is not None
+    weights = open_initial(spec)
+    assert weights is not None
+    assert torch.equal(base.layer("layers.1").view(torch.uint8), weights.layer("layers.1").view(torch.uint8))
+    write(spec, tmp_path / "bare")
+    (bare,) = find_snapshots(tmp_path / "bare")
+    bare = _with(bare, moved)
+    with pytest.raises(LocalError, match=r"does not have embed of the model.*--base FOLDER"):
+        export([bare], tmp_path / "out", form="hf")
+    assert not (tmp_path / "out").exists()
+    assert export([bare], tmp_path / "out", form="hf", base=model).form == "hf"
+
+
+def _with(snapshot: Any, spec: RunSpec) -> Any:
+    return type(snapshot)(run=snapshot.run, era=snapshot.era, version=snapshot.version, spec=spec, parts=snapshot.parts)
+
+
+def test_a_snapshot_of_adapters_writes(model: Path, tmp_path: Path) -> None:
+    write(imported(model), tmp_path / "peer")
+    writer = load_writer(find_snapshots(tmp_path / "peer"), device=CPU)
+    assert "".join(writer.write("fish", 5, Sampler(temperature=0)))
+
+
+def test_a_copy_in_the_cache_is_found_by_its_digest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = imported(model, base="int8")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert open_copy(spec, None) is None
+    for name, source in (("other", None), ("little", model)):
+        folder = tmp_path / "hub" / f"models--fish--{name}" / "snapshots" / "abc"
+        folder.mkdir(parents=True)
+        if source is None:
+            torch.manual_seed(4)
+            config = transformers.AutoConfig.from_pretrained(model)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        else:
+            assert open_copy(spec, None) is None, "a model of the same shape is not the same model"
+            for file in source.iterdir():
+                (folder / file.name).write_bytes(file.read_bytes())
+    copy = open_copy(spec, None)
+    weights = open_initial(spec)
+    assert copy is not None
+    assert weights is not None
+    assert torch.equal(copy.layer("head").view(torch.uint8), weights.layer("head").view(torch.uint8))
+
+
+def test_a_copy_for_a_run_without_a_base_is_a_mistake_of_who_names_it(model: Path) -> None:
+    with pytest.raises(LocalError, match="leave --base out"):
+        open_copy(RunSpec(), model)
