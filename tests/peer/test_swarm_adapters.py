@@ -121,9 +121,9 @@ def losses_of_peft(spec: RunSpec, steps: int) -> Iterator[float]:
         adamw.zero_grad()
         total = 0.0
         for index in range(number):
-            tokens_BT, targets_BT = microbatch(corpus, spec, step, index)
+            tokens_BT, labels = microbatch(corpus, spec, step, index)
             logits_BTV = adapted(tokens_BT).logits
-            loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+            loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels.targets_BT.flatten())
             torch.autograd.backward(loss / number)
             total += loss.item()
         for key in keys:

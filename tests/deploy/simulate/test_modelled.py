@@ -15,7 +15,6 @@ from shoal.protocol.spec import RunSpec, WireSpec
 from shoal.protocol.topology import make_topology
 
 RATE = 50e12
-MEMORY = 40e9
 
 
 def spec_of(**training: Any) -> RunSpec:
@@ -43,7 +42,7 @@ def made(
 ) -> ModelledRun:
     limits = RunLimits(steps=steps, seconds=seconds)
     n = num_stages * replicas
-    topology = make_topology(np.full((n, n), 1e-3), np.full((n, n), 1.25e9), flop_per_s=RATE, memory_bytes=MEMORY)
+    topology = make_topology(np.full((n, n), 1e-3), np.full((n, n), 1.25e9), flop_per_s=RATE)
     stages = tuple(tuple(range(k, n, num_stages)) for k in range(num_stages))
     bounds = tuple(24 * k // num_stages for k in range(num_stages + 1))
     placement = Placement(stages=stages, bounds=bounds)
@@ -76,7 +75,7 @@ def test_where_plans_choose_the_format_sums_are_in_four_bits_only_if_a_step_wait
     """By the coordinator's own plans for a layout that is held, of two stages of three members. Links that nobody has
     measured yet are taken for slow, so the first steps have four bits in any case."""
     spec = msgspec.structs.replace(spec_of(steps=12), wire=WireSpec(activations="int8", gradients="auto"))
-    topology = make_topology(np.full((6, 6), 1e-3), np.full((6, 6), 1.25e9), flop_per_s=flop_per_s, memory_bytes=MEMORY)
+    topology = make_topology(np.full((6, 6), 1e-3), np.full((6, 6), 1.25e9), flop_per_s=flop_per_s)
     result = run_modelled(made(2, 3, steps=12, seconds=60_000.0, spec=spec, topology=topology))
     assert not result.failures
     cut_bytes = 66 / 64 * 2048 * 2048
