@@ -44,7 +44,7 @@ def export(
     json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a snapshot as a folder that transformers loads, or its adapters as one for peft."""
+    """Write a snapshot for transformers, adapters for peft."""
     if len(paths) > 2:
         raise LocalError("say at most two folders: a snapshot, and the folder to make")
     *where, out = paths

@@ -91,6 +91,9 @@ def test_a_day(world: Any) -> None:
     assert str(page) in day.does(the_line("Host a run", "report"), "-o", page)
     assert "<html" in page.read_text()
     assert day.does(the_line("Host a run", "generate"), "--tokens", 5).startswith("def ")
+    day.means["notes/"] = str(world.text)  # that run's
+    assert "nats" in day.does(the_line("Host a run", "eval"))
+    day.means["notes/"] = str(world.folder / "notes")
     assert "transformers" in day.does(the_line("Host a run", "export"))
     assert "shoal host" in day.does(the_line("Host a run", "import"))
 

@@ -203,6 +203,6 @@ def test_float32_on_cuda_is_tritons_where_it_is_installed(
 ) -> None:
     twins = SimpleNamespace(adamw_step=lambda *_, **__: "twin")
     monkeypatch.setattr(package, "_triton", lambda: twins if installed else None)
-    tensor: Any = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype)
+    tensor: Any = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, numel=lambda: 1)
     assert package._by_device("adamw_step", lambda *_, **__: "reference")(tensor) == chosen
     assert package._by_device("muon_step", lambda *_, **__: "reference")(tensor) == "reference"
