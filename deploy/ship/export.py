@@ -119,7 +119,8 @@ def _export(
     tokenizer: Path | None,
     write: Callable[[Path], tuple[int, int]],
 ) -> Exported:
-    files = _small_files(snapshot.spec, dtype, tokenizer) | card_files(snapshot)
+    files = _small_files(snapshot.spec, dtype, tokenizer)
+    files |= card_files(snapshot, library="peft" if form == "peft" else "transformers")
     if form == "peft":
         del files["config.json"], files["generation_config.json"]
         files["adapter_config.json"] = _json(_adapter_config(snapshot.spec))

@@ -95,18 +95,21 @@ def provenance_of(snapshot: FoundSnapshot) -> Provenance:
     )
 
 
-def card_files(snapshot: FoundSnapshot) -> dict[str, bytes]:
+def card_files(snapshot: FoundSnapshot, *, library: str) -> dict[str, bytes]:
     """The files about a snapshot, by name, that its export has besides the model: the card, its facts, the licence of
-    the base as far as that is on this machine."""
+    the base as far as that is on this machine.
+
+    Args: library: what loads the export, "transformers" or "peft".
+    """
     found = provenance_of(snapshot)
     facts = msgspec.json.format(msgspec.json.encode(found)) + b"\n"
-    return {CARD: card(found).encode(), PROVENANCE: facts} | _licence_files(snapshot.spec)
+    return {CARD: card(found, library=library).encode(), PROVENANCE: facts} | _licence_files(snapshot.spec)
 
 
-def card(found: Provenance) -> str:
+def card(found: Provenance, *, library: str) -> str:
     """The README.md."""
     base = found.base
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["shoal"]}
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["shoal"]}
     if base is not None:
         front |= {"base_model": base.name} | ({"license": base.licence} if base.licence else {})
     if hub := [one.source.removeprefix(HUB) for one in found.sources if one.source.startswith(HUB)]:
@@ -114,7 +117,7 @@ def card(found: Provenance) -> str:
     # A JSON text is a YAML one.
     head = [f"{name}: {msgspec.json.encode(value).decode()}" for name, value in front.items()]
     lines = ["---", *head, "---", "", f"# {printable(found.name)}", ""]
-    lines += [_how_it_came_to_be(found), "", "| | |", "|---|---|", *_facts(found)]
+    lines += [_how_it_came_to_be(found, is_adapter=library == "peft"), "", "| | |", "|---|---|", *_facts(found)]
     lines += ["", "## Data", "", *_data(found)]
     if found.evaluations:
         lines += ["", "## Evaluation", "", "| of | loss | perplexity | bits a byte | value |", "|---|---|---|---|---|"]
@@ -123,8 +126,11 @@ def card(found: Provenance) -> str:
     return "\n".join(lines)
 
 
-def _how_it_came_to_be(found: Provenance) -> str:
-    began = f"tuned from {printable(found.base.name)}" if found.base else "trained from scratch"
+def _how_it_came_to_be(found: Provenance, *, is_adapter: bool) -> str:
+    base = printable(found.base.name) if found.base else ""
+    if is_adapter:
+        return f"Adapters for {base or 'a model from a seed'}, trained by a swarm of volunteers with shoal."
+    began = f"tuned from {base}" if base else "trained from scratch"
     return f"A language model, {began} by a swarm of volunteers with shoal."
 
 

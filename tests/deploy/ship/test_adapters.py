@@ -134,6 +134,9 @@ def test_peft_loads_the_export_with_equal_logits(model: Path, tmp_path: Path, ta
         assert (logits - ours(spec, TOKENS_BT)).abs().max() < 1e-4
         assert (logits - bare).abs().max() > 0.01, "the adapters do nothing"
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'library_name: "peft"' in card
+    assert f"Adapters for {model.name}" in card
 
 
 @pytest.mark.parametrize("base", ["fp32", "bf16", "nf4"])
