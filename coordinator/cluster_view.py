@@ -383,7 +383,7 @@ class ClusterView:
         return forms[-1] if snapshot is None else choose_sums(snapshot, stages, forms, kept=kept)
 
     def other_sums(self, live: Plan) -> WireFormat | None:
-        """The format in which the reductions of the live plan had better travel; None: the one that they have."""
+        """Return the format that the live plan's reductions should change to; None: its own is still the best."""
         sequence, sums = self._sums
         return sums if sequence == live.sequence and sums != live.sums else None
 

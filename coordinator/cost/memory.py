@@ -42,7 +42,7 @@ class ResidentTerms:
     narrow_weights: float
     """bfloat16 copies of the sets that jobs compute with."""
     sums: float
-    """The sum of the gradients of the step that is reduced, and of each step ahead."""
+    """Sums of gradients: one for the step that is being reduced, one for each step ahead."""
     places: float
     """The sums of the weights that gradients were taken at, one for each of `sums`, where the compensation asks."""
     means: float
@@ -74,7 +74,8 @@ class StageMemory:
     layer_job_bytes: tuple[float, ...] = ()
     """[L], what the one job that runs takes in each layer besides `layer_held_bytes`; empty: nothing."""
     workspace_bytes: float = 0.0
-    """What a stage takes for a moment, however many layers it has."""
+    """Bytes that a stage needs only while one of its layers steps or runs backward: the same for any number of
+    layers."""
     base: FrozenBase | None = None
     """None: all weights train."""
 
@@ -87,7 +88,7 @@ class StageMemory:
 
     @classmethod
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """What plans count: where all weights train less than `foreseen`."""
+        """Return the memory that plans reckon with. It is less than `foreseen`, unless adapters are trained."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls(
@@ -188,7 +189,7 @@ LOGITS_BYTES_MAX = 1 << 28
 
 
 def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
-    """What a stage takes for a moment, however many layers it has: one decoder layer's step, or its backward."""
+    """Count the bytes that a stage needs only while one decoder layer steps or runs backward, whichever needs more."""
     tokens = spec.training.microbatch_size * spec.model.context
     if spec.adapter is not None:
         step = STEP_TEMPORARIES * state_elements(spec, "layers.0")

@@ -97,7 +97,7 @@ class Workload:
 
     @property
     def state_bytes_per_parameter(self) -> float:
-        """The bytes of `layer_state_bytes` for each parameter that is trained, in the mean of the layers."""
+        """Bytes that travel with moved layers for each parameter trained in them, averaged over all layers."""
         if self.memory.base is None:
             return STATE_BYTES_PER_PARAMETER
         return sum(self.layer_state_bytes) / sum(self.layer_parameters)
