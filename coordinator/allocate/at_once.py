@@ -109,8 +109,8 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Add up the bytes that a replica holds of layers, in a stage of `members` members: float [L + 1], entry i is for the
-    first i layers. The stage's workspace is left out: it does not grow with the layers."""
+    """Add up the bytes that a replica holds of layers, in a stage of `members` members: float [L + 1], entry i is for
+    the first i layers. The stage's workspace is left out: it does not grow with the layers."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 
