@@ -9,9 +9,7 @@ from shoal.deploy.terminal.presenter import Presenter
 from shoal.deploy.words import duration, quantity, short
 
 _HOW_TO_STOP = "Ctrl-C leaves once the work in hand is done; Ctrl-Z pauses and resumes"
-_WHAT_NEXT = (
-    "`shoal generate -p TEXT` lets the model write, `shoal export FOLDER` makes a folder for transformers of it"
-)
+_WHAT_NEXT = "`shoal generate -p TEXT` lets the model write, `shoal export FOLDER` makes a folder that others load"
 
 
 class PeerOutput:
