@@ -4,7 +4,7 @@ PYTHON ?= $(or $(firstword $(foreach v,3.11 3.12 3.13 3.14,$(shell python$(v) -c
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup compiled demo test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack soak-dividing bench-live bench-staleness
+.PHONY: setup compiled demo test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack soak-dividing bench-gpu bench-live bench-staleness
 
 setup: $(STAMP)
 
@@ -50,9 +50,13 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	@set -e; for script in $(filter-out tests/bench/live_swarm.py,$(wildcard tests/bench/*.py)); do \
+	@set -e; for script in $(filter-out tests/bench/gpu.py tests/bench/live_swarm.py,$(wildcard tests/bench/*.py)); do \
 	  echo "== $$script"; $(BIN)/python $$script $(ARGS); done
-	@echo "== tests/bench/live_swarm.py takes an hour: make bench-live"
+	@echo "== tests/bench/live_swarm.py takes an hour: make bench-live; what needs a card: make bench-gpu"
+
+# What a CUDA card reaches of what it can do, in ten minutes: a table, and gpu.json. ARGS='--only layers' for a part.
+bench-gpu: setup
+	$(BIN)/python tests/bench/gpu.py $(ARGS)
 
 # Scenarios of tests/lab/ with real peers on an emulated internet, and simulated: most of an hour as root, on a machine that
 # does nothing else. ARGS='small two-nats' for those, ARGS='--virtual-only six-homes' where no namespaces can be made.

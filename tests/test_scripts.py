@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,3 +42,28 @@ def test_everything_that_it_imports_is_there_and_nothing_need_be_said(
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_nothing)
     with pytest.raises(Parsed):  # `make bench`, `make soak` and `make lab` say nothing
         module.main()
+
+
+def test_what_is_measured_on_a_card_runs_on_a_cpu_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, file = load(HERE / "bench" / "gpu.py", monkeypatch), tmp_path / "gpu.json"
+    parts = ["layers", "last", "commit", "wire", "digests"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", "--json", str(file), "--only", *parts])
+    module.main()
+    figures = json.loads(file.read_text())["figures"]
+    assert list(dict.fromkeys(figure["part"] for figure in figures)) == parts
+    assert all(figure["value"] == 1.0 for figure in figures if figure["part"] == "digests")  # the same device twice
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(figures)
+
+
+def test_without_a_card_it_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load(HERE / "bench" / "gpu.py", monkeypatch)
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2
+    assert "no CUDA device" in capsys.readouterr().err
