@@ -14,6 +14,8 @@ from shoal.protocol.errors import LocalError
     "shoal plan home-gpus --tokens 20B --price-kwh 0.35  # days and price to 20 billion tokens",
     "shoal plan home-gpus --compare  # ours beside random, greedy and others",
     "shoal plan network.json --stages 4 --json  # of your own network, for a script",
+    "shoal plan --cards  # which cards hold how much of models of 1, 8 and 30 billion parameters",
+    "shoal plan --cards run.toml  # ... and of the model of a run",
     "shoal plan --experts experts.json  # replicas of experts on nodes, and what they survive",
 )
 def plan(
@@ -21,7 +23,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="SCENARIO",
-            help="SCENARIO.toml, NETWORK.json, or the name of a shipped scenario.",
+            help="SCENARIO.toml, NETWORK.json, or the name of a shipped scenario; with --cards RUN.toml.",
             autocompletion=scenario_names,
         ),
     ] = None,
@@ -29,6 +31,9 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE.json", help="Slots and loads: say who should hold which experts instead."),
     ] = None,
+    cards: Annotated[
+        bool, typer.Option("--cards", help="Say which cards hold how much of a model, and how fast they are.")
+    ] = False,
     tokens: Annotated[
         str | None,
         typer.Option(metavar="NUMBER", help="Say how long so many take: 20B, 1.5T. Default: 20 a parameter."),
@@ -56,8 +61,15 @@ def plan(
     Also why others are left out, and what would help them. It is arithmetic on what the scenario says: nothing is run,
     and everybody is taken to stay. With --experts: who should hold which experts, and what that survives.
     """
+    if cards:
+        if experts is not None or compare:
+            raise LocalError("--cards stands alone, or with a run file: leave --experts and --compare out")
+        from shoal.deploy.planning.cards import show_cards
+
+        show_cards(None if network is None else Path(network), as_json=json)
+        return
     if (network is None) == (experts is None):
-        raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json")
+        raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json, or --cards")
     if experts is not None:
         from shoal.deploy.planning.expert_plan import show_experts
 

@@ -1,0 +1,259 @@
+"""`shoal plan --cards`: which cards can hold how much of a model, how fast so many of them are, and how long it takes
+until a newcomer has its part.
+
+All of it is arithmetic: memory as the coordinator foresees it for real peers, the makers' figures for dense products in
+bfloat16 and what of them training reaches, lines that carry nothing else.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import typer
+from rich.console import Console
+
+from shoal.coordinator.cost.memory import StageMemory, resident_terms
+from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.planning.rows import Column, Rows
+from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec, TrainingSpec
+from shoal.protocol.toml.spec_file import load_spec
+
+REACHED: Final = 0.4
+"""The share of a card's dense rate that a stage's jobs are taken to reach. `tests/bench/gpu.py` measures it."""
+KEPT_BYTES: Final = 1.0e9
+"""Memory of a card that the model cannot have: the driver, torch's kernels, the desktop."""
+IN_FLIGHT: Final = 4
+"""Microbatches that a stage keeps between their forward and their backward: a few hops' round trip."""
+LINES_MBPS: Final = (20.0, 100.0, 1_000.0)
+CONTEXTS: Final = (2_048, 8_192)
+
+
+class Card(msgspec.Struct, frozen=True):
+    """One that people own, by its maker's figures."""
+
+    name: str
+    memory_gb: float
+    tflops: float
+    """Of dense products in bfloat16 with sums in float32; in float32 where it has no bfloat16."""
+
+
+CARDS: Final = (
+    Card("RTX 4060", 8, 30),
+    Card("RTX 3060", 12, 25),
+    Card("RTX 4070", 12, 58),
+    Card("Tesla T4 (fp32)", 16, 8),
+    Card("RTX 5060 Ti", 16, 47),
+    Card("RTX 3090", 24, 71),
+    Card("RTX 4090", 24, 165),
+    Card("RTX 5090", 32, 209),
+    Card("RTX 6000 Ada", 48, 182),
+    Card("A100", 80, 312),
+    Card("H100", 80, 989),
+    Card("H200", 141, 989),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model of the table."""
+
+    name: str
+    spec: RunSpec
+
+
+class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one kind of card is to one model. Where such cards alone cannot hold the model, since a layer or one of its
+    ends is too large for them, all figures but `layers` are null."""
+
+    card: str
+    layers: int
+    """Decoder layers of the middle of the model that it holds."""
+    cards: int | None = None
+    """How many of them hold the whole model, once."""
+    tokens_per_s: float | None = None
+    """Of so many in a row, if nothing but their speed bounds them."""
+    up_mbit_s: float | None = None
+    """What each then sends to its two neighbours; null where one card holds the whole model."""
+    fetch_gb: float | None = None
+    """What a newcomer fetches before its first microbatch: its layers' weights and moments, or adapters and base."""
+    fetch_minutes: tuple[float, ...] | None = None
+    """How long that takes over lines of `LINES_MBPS` downwards."""
+
+
+class CardsTable(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints, for each model."""
+
+    model: str
+    parameters: float
+    context: int
+    line_mbit_s: tuple[float, ...]
+    cards: tuple[CardFigures, ...]
+
+
+def usual_models() -> list[Named]:
+    """Llama's shapes at 1, 8 and 30 billion parameters, trained whole, and 8 billion with adapters; as frugal with
+    memory as a run can be."""
+    shapes = (
+        ("1 B", 2048, 16, 16, 16, 5_632, 32_000),
+        ("8 B", 4096, 32, 32, 8, 14_336, 128_256),
+        ("30 B", 6656, 60, 52, 52, 17_920, 32_000),
+    )
+    found = []
+    for name, dim, num_layers, heads, kv_heads, ffn_dim, words in shapes:
+        for context in CONTEXTS:
+            model = ModelSpec(
+                vocab_size=words,
+                dim=dim,
+                num_layers=num_layers,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                ffn_dim=ffn_dim,
+                context=context,
+            )
+            training = TrainingSpec(microbatch_size=1, compute="bf16", keep="recompute")
+            spec = RunSpec(model=model, training=training)
+            found.append(Named(f"{name}, {context:,} tokens", spec))
+            if name == "8 B":
+                adapted = msgspec.structs.replace(spec, adapter=AdapterSpec(kind="lora", rank=16, base="nf4"))
+                found.append(Named(f"8 B with adapters beside nf4, {context:,} tokens", adapted))
+    return found
+
+
+def cards_table(named: Named, cards: Sequence[Card] = CARDS) -> CardsTable:
+    spec = named.spec
+    memory = StageMemory.foreseen(spec, experts_held=spec.model.experts_held)
+    on_card = memory.resident_bytes_per_parameter - resident_terms(spec).means  # those lie in the machine's memory
+    workload = replace(Workload.of(spec), memory=replace(memory, resident_bytes_per_parameter=on_card))
+    return CardsTable(
+        model=named.name,
+        parameters=workload.num_parameters,
+        context=spec.model.context,
+        line_mbit_s=LINES_MBPS,
+        cards=tuple(figures_of(card, workload) for card in cards),
+    )
+
+
+def figures_of(card: Card, workload: Workload) -> CardFigures:
+    """Embedding and head count with the layers beside them."""
+    free_bytes = card.memory_gb * 1e9 - KEPT_BYTES
+    stages = stages_of(workload, free_bytes)
+    first = min(1, workload.num_layers - 1)
+    layers = held_from(workload, first, free_bytes) if stages is None or len(stages) > 1 else workload.num_layers
+    if stages is None:
+        return CardFigures(card=card.name, layers=layers)
+    slowest = max(workload.job_flop(begin, end) for begin, end in stages)
+    tokens_per_s = workload.tokens_per_microbatch / (slowest / (REACHED * card.tflops * 1e12))
+    fetch_bytes = max(sum(workload.layer_state_bytes[begin:end]) for begin, end in stages)
+    sent_bits = 8.0 * 2.0 * workload.cut_bytes / workload.tokens_per_microbatch
+    return CardFigures(
+        card=card.name,
+        layers=layers,
+        cards=len(stages),
+        tokens_per_s=tokens_per_s,
+        up_mbit_s=sent_bits * tokens_per_s / 1e6 if len(stages) > 1 else None,
+        fetch_gb=fetch_bytes / 1e9,
+        fetch_minutes=tuple(8.0 * fetch_bytes / (mbps * 1e6) / 60.0 for mbps in LINES_MBPS),
+    )
+
+
+def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
+    """The fewest stages, as even as they can be. None: some layer does not fit."""
+    begin, fewest = 0, 0
+    while begin < workload.num_layers:
+        held = held_from(workload, begin, free_bytes)
+        if not held:
+            return None
+        begin, fewest = begin + held, fewest + 1
+    even = [workload.num_layers * stage // fewest for stage in range(fewest + 1)]
+    cuts = list(pairwise(even))
+    if all(_fits(workload, *cut, free_bytes) for cut in cuts):
+        return cuts
+    cuts, begin = [], 0
+    while begin < workload.num_layers:  # the ends of the model are larger than its middle
+        end = begin + held_from(workload, begin, free_bytes)
+        cuts.append((begin, end))
+        begin = end
+    return cuts
+
+
+def held_from(workload: Workload, begin: int, free_bytes: float) -> int:
+    """How many layers fit from `begin` on."""
+    ends = range(begin + 1, workload.num_layers + 1)
+    return sum(_fits(workload, begin, end, free_bytes) for end in ends)
+
+
+def _fits(workload: Workload, begin: int, end: int, free_bytes: float) -> bool:
+    in_flight = IN_FLIGHT if end - begin < workload.num_layers else 1
+    held_bytes = in_flight * sum(workload.layer_held_bytes[begin:end])
+    return workload.resident_bytes(begin, end, members=1) + held_bytes <= free_bytes
+
+
+# --- for people ---
+
+
+def show_cards(path: Path | None, *, as_json: bool) -> None:
+    """Args: path: a run file; None: models of usual sizes. Raises: SpecError: it is none."""
+    models = usual_models() if path is None else [Named(path.name, load_spec(path))]
+    tables = [cards_table(named) for named in models]
+    if as_json:
+        typer.echo(msgspec.json.encode(tables).decode())
+        return
+    console = Console(highlight=False)
+    for table in tables:
+        lines_of(table, console)
+        console.print()
+    console.print(LEGEND, style="dim")
+
+
+LEGEND: Final = (
+    f"Arithmetic, nothing was run: {REACHED:.0%} of the card's dense bfloat16 rate, {KEPT_BYTES / 1e9:g} GB of its "
+    f"memory for driver and desktop, {IN_FLIGHT} microbatches in flight. layers: of the middle that the card holds. "
+    "cards: that hold the model once (more are replicas); none: an end of the model is too large for such a card, "
+    "which can hold layers beside larger cards. tokens/s and Mbit/s up: of so many in a row, if nothing else bounds "
+    "them. GB: what a newcomer fetches. min@N: minutes for that with N Mbit/s down."
+)
+
+
+def lines_of(table: CardsTable, console: Console) -> None:
+    console.print(f"{table.model} ({said(table.parameters / 1e9)} B parameters)", style="bold")
+    minutes = [f"min@{mbps:g}" for mbps in table.line_mbit_s]
+    rows = Rows(
+        console,
+        [
+            Column("card", 16, right=False),
+            Column("layers", 6),
+            Column("cards", 5),
+            Column("tokens/s", 8),
+            Column("Mbit/s up", 9),
+            Column("GB", 6),
+            *(Column(each, 8) for each in minutes),
+        ],
+    )
+    for figures in table.cards:
+        if figures.cards is None:
+            rows.row(figures.card, str(figures.layers), "none", *["-"] * (3 + len(minutes)), style="dim")
+            continue
+        assert figures.tokens_per_s is not None
+        assert figures.fetch_gb is not None
+        assert figures.fetch_minutes is not None
+        rows.row(
+            figures.card,
+            str(figures.layers),
+            str(figures.cards),
+            f"{figures.tokens_per_s:,.0f}",
+            "-" if figures.up_mbit_s is None else f"{figures.up_mbit_s:,.0f}",
+            said(figures.fetch_gb),
+            *(said(each) for each in figures.fetch_minutes),
+        )
+
+
+def said(number: float) -> str:
+    """Two digits, three from 100 on: `0.34`, `4.8`, `26`, `1,230`."""
+    if number == 0.0:
+        return "0"
+    digits = max(0, 1 - math.floor(math.log10(number)))
+    return f"{number:,.{digits}f}"
