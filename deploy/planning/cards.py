@@ -38,7 +38,7 @@ class Card(msgspec.Struct, frozen=True):
     name: str
     memory_gb: float
     tflops: float
-    """Of dense products in bfloat16 with sums in float32; in float32 where it has no bfloat16."""
+    """The rate of dense products in bfloat16 with sums in float32; in float32 where it has no bfloat16."""
 
 
 CARDS: Final = (
@@ -75,7 +75,7 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
     cards: int | None = None
     """How many of them hold the whole model, once."""
     tokens_per_s: float | None = None
-    """Of so many in a row, if nothing but their speed bounds them."""
+    """The rate of so many in a row, if nothing but their speed bounds them."""
     up_mbit_s: float | None = None
     """What each then sends to its two neighbours; null where one card holds the whole model."""
     fetch_gb: float | None = None
