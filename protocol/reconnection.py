@@ -14,6 +14,7 @@ the peer at its other end is dialled until it answers:
 | this process stood still, and nothing has come since                 | that one                                  |
 | the machine was suspended                                            | all                                       |
 | nobody can look into the kernel, and two calls went unanswered       | all of that peer                          |
+| the peer has a stream carried to us, so it has none (`missed_by`)    | all of that peer that are not new         |
 
 Any dead connection condemns all of its peer: the network daemon may choose it for what is sent next.
 """
@@ -49,6 +50,9 @@ SECOND_PATIENCE_S: Final = 1
 """One of two ends that find out by silence goes first (`goes_first`), and the other dials as little as this. libp2p
 dials from the port on which it listens. If both do so while the cable is out, or within a round trip, the two dials
 become one connection that each end has opened: the handshake fails, and neither dials again for five seconds."""
+AFTER_A_MOVE_S: Final = 2.5
+"""Whoever has changed its address pauses for so long after each dial that nobody answered. A peer behind a NAT cannot
+be dialled from an address that is new to it: it must dial, once it knows of the loss, and not while we do."""
 FRESH_S: Final = 5.0
 LINGER_S: Final = 60.0
 """A peer that is wanted no more is dialled for so long still: a plan may have left it out because it was away."""
@@ -73,7 +77,7 @@ class Outcome(Enum):
     REFUSED = auto()
     """The machine is there and nobody listens, or another peer does."""
     NO_ANSWER = auto()
-    """Nothing came back, or we have no network, or libp2p did not dial at all."""
+    """Nothing came back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +85,7 @@ class _Absence:
     since_s: float
     dial_at_s: float
     is_second: bool = False
+    is_our_move: bool = False
     tries: int = 0
     last: Outcome = Outcome.NO_ANSWER
 
@@ -107,6 +112,8 @@ class Reconnection:
     _absent: dict[PeerID, _Absence] = field(default_factory=dict)
     _back_s: dict[PeerID, float] = field(default_factory=dict)
     """When each peer that had been away was there again."""
+    _unchanged: dict[PeerID, tuple[frozenset[str], float]] = field(default_factory=dict)
+    """The connections of each peer, and since when they are these."""
     _dialled: set[PeerID] = field(default_factory=set)
     _stalled_s: dict[str, float] = field(default_factory=dict)
     """The time since which a connection has owed us an acknowledgement, without a break."""
@@ -144,6 +151,15 @@ class Reconnection:
         """A call of ours got no answer in its time."""
         self._unanswered[peer] = self._unanswered.get(peer, 0) + 1
 
+    def missed_by(self, peer: PeerID, now_s: float) -> bool:
+        """The peer has no connection with us, as it has had something carried to us. Returns: whether those that we
+        have with it are dead, as they are not new: it may have looked before there was a new one."""
+        _, since_s = self._unchanged.get(peer, (frozenset(), math.inf))
+        if now_s < since_s + FRESH_S or self.is_fresh(peer, now_s):
+            return False
+        self.lost(peer, now_s)
+        return True
+
     def refused(self, peer: PeerID, now_s: float) -> None:
         """The daemon has dialled a peer by itself and found nobody where that was."""
         if peer not in self._absent:
@@ -169,7 +185,12 @@ class Reconnection:
             gone: addresses that this machine had and has no more.
             stood_still_s: how long this process stood still before.
         """
-        dead, silent = set(), set()
+        dead, silent, moved = set(), set(), set()
+        before, self._unchanged = self._unchanged, {}
+        for peer, ways in connections.items():
+            names = frozenset(ways)
+            old_names, since_s = before.get(peer, (frozenset(), now_s))
+            self._unchanged[peer] = (names, since_s if names == old_names else now_s)
         stalled_s, self._stalled_s = self._stalled_s, {}
         for peer, ways in connections.items():
             is_unknown = all(way is None for way in ways.values())
@@ -184,8 +205,9 @@ class Reconnection:
                     since_s = stalled_s.get(name, now_s)
                     self._stalled_s[name] = since_s if way.silent_s >= now_s - since_s else now_s
                 stalls_s = now_s - self._stalled_s.get(name, now_s)
-                slept = stood_still_s >= STOOD_STILL_S and way.silent_s >= DEAD_S
-                if slept or way.local in gone:
+                if way.local in gone:
+                    moved.add(peer)
+                if way.local in gone or (stood_still_s >= STOOD_STILL_S and way.silent_s >= DEAD_S):
                     dead.add(peer)
                 elif stalls_s >= DEAD_S:
                     silent.add(peer)
@@ -193,7 +215,7 @@ class Reconnection:
             if peer not in dead and peer not in silent:
                 self._returned(peer, now_s)
         for peer in dead:
-            self.lost(peer, now_s)
+            self.lost(peer, now_s, is_our_move=peer in moved)
         for peer in silent - dead:
             self.lost(peer, now_s, found_by_both=True)
         self._wanted = {peer: until_s for peer, until_s in self._wanted.items() if now_s < until_s}
@@ -210,18 +232,29 @@ class Reconnection:
             drop=tuple(sorted(dead | silent)), dial=tuple(peer for peer in due if peer not in self._dialled)[:free]
         )
 
-    def lost(self, peer: PeerID, now_s: float, *, pause_s: float = 0.0, found_by_both: bool = False) -> None:
+    def lost(
+        self,
+        peer: PeerID,
+        now_s: float,
+        *,
+        pause_s: float = 0.0,
+        found_by_both: bool = False,
+        is_our_move: bool = False,
+    ) -> None:
         """There is no connection to the peer any more.
 
         Args:
             pause_s: it is expected to dial us within this time.
             found_by_both: it finds out, too, and dials us as we dial it.
+            is_our_move: we have another address now.
         """
         self._unanswered.pop(peer, None)
         if peer in self._wanted:
             is_second = found_by_both and not self.goes_first(peer)
             dial_at_s = now_s + (SECOND_AFTER_S if is_second else pause_s)
-            self._absent[peer] = _Absence(since_s=now_s, dial_at_s=dial_at_s, is_second=is_second)
+            self._absent[peer] = _Absence(
+                since_s=now_s, dial_at_s=dial_at_s, is_second=is_second, is_our_move=is_our_move
+            )
 
     def _returned(self, peer: PeerID, now_s: float) -> None:
         if self._absent.pop(peer, None) is not None:
@@ -236,7 +269,8 @@ class Reconnection:
         return SECOND_PATIENCE_S if absence.is_second else PATIENCES_S[absence.tries % len(PATIENCES_S)]
 
     def dialled(self, peer: PeerID, outcome: Outcome | None, *, began_s: float, now_s: float) -> Outcome:
-        """A dial has ended. Args: outcome: None: libp2p did not dial, because it had failed a moment before.
+        """A dial has ended. Args: outcome: None: nothing was dialled, because we have no network, or because libp2p had
+        failed a moment before.
 
         Returns: what is known by it.
         """
@@ -254,7 +288,8 @@ class Reconnection:
         least_s = SECOND_EVERY_S if absence.is_second else EVERY_S
         every_s = min(max(least_s, _SHARE * (now_s - absence.since_s)), EVERY_S_MAX)
         jitter = 1.0 + _JITTER * (2.0 * self.rng.random() - 1.0)
-        absence.dial_at_s = max(now_s, began_s + every_s * jitter)
+        pause_s = AFTER_A_MOVE_S if absence.is_our_move and outcome is not None else 0.0
+        absence.dial_at_s = max(now_s + pause_s, began_s + every_s * jitter)
         return absence.last
 
 

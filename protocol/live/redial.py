@@ -126,6 +126,13 @@ class Redialer:
         elif outcome_of(why) is Outcome.REFUSED:
             self._core.refused(peer, _now_s())
 
+    def missed_by(self, peer: PeerID) -> None:
+        """The peer has had something carried to us, so it has no connection with us, whatever we have."""
+        if self._core.missed_by(peer, _now_s()):
+            logger.info("%s has lost the connection with us: it is closed here, too", peer[-8:])
+            self.drop(peer)
+            self._dial(peer)
+
     def drops(self, peer: PeerID) -> int:
         """How often its connections were dropped by us: what breaks meanwhile says nothing of the peer."""
         return self._drops.get(peer, 0)
@@ -307,11 +314,11 @@ class Redialer:
         return known
 
     async def _connect(self, p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> Outcome | None:
-        """None: libp2p did not dial."""
+        """None: nothing was dialled."""
         open_ways = [place for place in (split_address(text)[0] for text in where) if _has_route(place)]
         if not open_ways:
             await asyncio.sleep(_OFFLINE_S)
-            return Outcome.NO_ANSWER
+            return None
         try:
             async with asyncio.timeout(patience_s + _ANSWER_TIMEOUT_S):
                 await _ask_to_connect(p2p, peer, open_ways, patience_s)

@@ -529,6 +529,7 @@ class LiveTransport:
         return streams
 
     async def _take_carried(self, source: PeerID, carrier: PeerID, purpose: Purpose, streams: Streams) -> None:
+        self._redialer.missed_by(source)
         if purpose == "calls":
             await self._carried_calls.take(source, streams)
         else:

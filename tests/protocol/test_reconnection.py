@@ -4,8 +4,10 @@ import pytest
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.reconnection import (
+    AFTER_A_MOVE_S,
     DEAD_S,
     DIALS_MAX,
+    EVERY_S,
     EVERY_S_MAX,
     FRESH_S,
     LINGER_S,
@@ -239,3 +241,40 @@ def test_only_so_many_are_dialled_at_once():
     for peer in first:
         core.dials(peer)
     assert core.look({}, set(everybody), 0.1).dial == ()
+
+
+def test_whoever_has_moved_pauses_after_each_dial_without_an_answer_so_that_the_other_end_can_dial(core):
+    look(core, at_one(A, local=THERE) | at_one(B), 0.0)
+    assert look(core, at_one(B), 0.0).dial == (A,)
+    for began_s in (0.0, 4.5, 9.0):
+        patience_s = core.dials(A)
+        core.dialled(A, Outcome.NO_ANSWER, began_s=began_s, now_s=began_s + patience_s)
+        ended_s = began_s + patience_s
+        assert look(core, at_one(B), ended_s + AFTER_A_MOVE_S - 0.1).dial == ()
+        assert look(core, at_one(B), ended_s + AFTER_A_MOVE_S).dial == (A,)
+
+
+def test_whoever_has_moved_and_has_no_network_yet_does_not_pause(core):
+    look(core, at_one(A, local=THERE) | at_one(B), 0.0)
+    core.dials(A)
+    core.dialled(A, None, began_s=0.0, now_s=0.5)
+    assert look(core, at_one(B), 1.2 * EVERY_S).dial == (A,)
+
+
+def test_a_peer_that_has_lost_us_ends_what_we_have_of_it(core):
+    for now_s in (0.0, FRESH_S):
+        look(core, at_one(A) | at_one(B), now_s)
+    assert core.missed_by(A, FRESH_S)
+    assert core.is_absent(A)
+    assert look(core, at_one(B), FRESH_S).dial == (A,)  # at once, in whatever order the two would dial otherwise
+
+
+def test_what_is_new_outlives_the_word_of_a_peer_that_has_not_seen_it_yet(core):
+    assert not core.missed_by(A, 0.0)  # we have none, as it says
+    look(core, at_one(A), 0.0)
+    assert not core.missed_by(A, FRESH_S - 0.1)
+    look(core, {A: {f"where {A} is": way(), "another": way()}}, FRESH_S)
+    assert not core.missed_by(A, FRESH_S)
+    lose(core, B, 2 * FRESH_S)
+    look(core, at_one(B), 2 * FRESH_S + 1.0)
+    assert not core.missed_by(B, 2 * FRESH_S + 1.5)

@@ -2,11 +2,14 @@ import asyncio
 
 import pytest
 
+from shoal.protocol import reconnection
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.live import redial
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.redial import Redialer
+from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.reconnection import Outcome
+from shoal.protocol.token_bucket import RateLimits
 
 BACKOFF = "failed to dial 12D3: all dials failed\n  * [/ip4/20.0.2.10/tcp/4001] dial backoff"
 REFUSED = "* [/ip4/127.0.0.1/tcp/4001] dial tcp4 127.0.0.1:4001: connect: connection refused"
@@ -14,9 +17,10 @@ SILENT = "* [/ip4/20.0.2.10/tcp/4001] dial tcp4 0.0.0.0:4001->20.0.2.10:4001: i/
 BOTH_OPENED = "* [/ip4/20.0.2.10/tcp/4001] failed to negotiate security protocol: noise: message is too short"
 
 
-async def three(live_peer):
+async def three(live_peer, *, carrier=""):
     """Of a plan; the third is there so that nobody is alone: who is alone dials everybody again in any case."""
-    peers = [(await live_peer(name))[0] for name in "abc"]
+    lends = {carrier: {"throttle": Throttle(RateLimits(relay_bytes_per_s=1e9))}}
+    peers = [(await live_peer(name, **lends.get(name, {})))[0] for name in "abc"]
     for peer in peers:
         for other in peers:
             await peer.introduce(other.peer_id, other.addresses())
@@ -95,6 +99,25 @@ def test_whoever_comes_back_has_us_close_what_it_left_behind(live_peer, eventual
         await eventually(lambda: b._redialer.drops(a.peer_id) > dropped)
         monkeypatch.undo()
         await until_connected(a, b)
+        await close(a, b, c)
+
+    run(main())
+
+
+@pytest.mark.process
+def test_whoever_has_something_carried_to_us_has_lost_us_and_is_dialled_again(live_peer, eventually, monkeypatch):
+    async def main():
+        monkeypatch.setattr(reconnection, "FRESH_S", 0.0)
+        a, b, c = await three(live_peer, carrier="c")
+        a.want([a.peer_id, b.peer_id, c.peer_id])
+        await until_connected(a, b)
+        dropped = a._redialer.drops(b.peer_id)
+        # As if the network daemon of b had no connection with a any more, and that of a did not know it.
+        assert await b._carried_calls.call(a.peer_id, b"hello") == b"re: hello"
+        assert a._redialer.drops(b.peer_id) == dropped + 1
+        await eventually(lambda: not a._redialer._core.is_absent(b.peer_id))
+        await until_connected(a, b)
+        assert await a.call(b.peer_id, b"hello", timeout_s=30) == b"re: hello"
         await close(a, b, c)
 
     run(main())
