@@ -300,11 +300,15 @@ def far(monkeypatch):
     monkeypatch.setattr(transport_module.LiveTransport, "_round_trip_s", lambda self, peer: 1.0)
 
 
+V4, V6 = "/ip4/127.0.0.1/tcp/0", "/ip6/::1/tcp/0"
+
+
 @pytest.mark.usefixtures("far")
-def test_frames_to_another_house_go_over_lanes_from_the_first_one_on(live_peer, eventually):
+@pytest.mark.parametrize(("ours", "theirs"), [((V4,), (V4,)), ((V6,), (V6,)), ((V4, V6), (V6,))])
+def test_frames_to_another_house_go_over_lanes_from_the_first_one_on(live_peer, eventually, ours, theirs):
     async def main():
-        a, _ = await live_peer("a")
-        b, heard = await live_peer("b")
+        a, _ = await live_peer("a", listen=ours)
+        b, heard = await live_peer("b", listen=theirs)
         await introduce(a, b)
         for number in range(5):
             await a.send(b.peer_id, b"%d" % number, bytes(1 << 20), priority=Priority.BULK)
@@ -318,7 +322,7 @@ def test_frames_to_another_house_go_over_lanes_from_the_first_one_on(live_peer, 
         await eventually(lambda: b._lane_door._num_lanes == 0)
         await b.close()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
+            socket.create_connection(("127.0.0.1" if theirs == (V4,) else "::1", port))
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(main())
