@@ -12,8 +12,8 @@ import pytest
 from hypothesis import settings
 
 # The models are tiny: a second thread costs each operation more than it gives, and beside other work a hundred times as
-# much, because OpenMP's threads wait for one another by spinning. torch reads this once; processes inherit it. So do the
-# network daemons of real peers, whose scheduler would spin on the other cores.
+# much, because OpenMP's threads wait for one another by spinning. torch reads this once; processes inherit it. So do
+# the network daemons of real peers, whose scheduler would spin on the other cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMAXPROCS", "1")
 
