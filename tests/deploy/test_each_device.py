@@ -49,7 +49,7 @@ def test_only_the_first_peer_has_the_port_that_was_asked_for(tmp_path: Any) -> N
 @pytest.mark.process
 @pytest.mark.timeout(180)
 def test_two_peers_take_part_under_one_command_and_leave_with_it(world: Any) -> None:
-    slowly = ("--reports", "--threads", 1, "--limit", "compute_share=0.2")  # nothing here is about training
+    slowly = ("--reports", "--threads", 1, "--limit", "compute_share=0.1")  # nothing here is about training
     host = world.shoal("host", world.spec(5000), "--listen", "127.0.0.1:0", "--device", "cpu", *slowly)
     invite = json.loads(host.line('{"event":"Ready"'))["invite"]
     both = world.shoal(

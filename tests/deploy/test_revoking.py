@@ -19,7 +19,7 @@ def commits(command: Any) -> int:
 def test_what_an_invite_lets_its_holder_do_ends_with_it_and_stays_ended_when_the_host_starts_again(world: Any) -> None:
     """A revoked member is out in two heartbeats. An invite to look on shows the run and lets nobody train."""
     spec = world.spec(100_000)
-    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.2", "--state-dir")
+    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.1", "--state-dir")
     hosting = ("host", spec, *common, world.folder / "host")
     host = world.shoal(*hosting)
     invite = json.loads(host.line('{"event":"Ready"'))["invite"]
