@@ -31,6 +31,7 @@ from shoal.deploy.commands.status import status
 from shoal.deploy.commands.take_part import continue_, host, join
 from shoal.deploy.commands.tokenizer import train
 from shoal.deploy.dashboard.address import with_default
+from shoal.deploy.ending import run
 from shoal.deploy.simulate.command import simulate
 from shoal.protocol.errors import ShoalError
 
@@ -142,4 +143,4 @@ app.add_typer(tokenizer, name="tokenizer")
 
 
 if __name__ == "__main__":
-    app(prog_name="shoal")
+    run(app)

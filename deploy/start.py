@@ -7,7 +7,8 @@ import sys
 def main() -> None:
     try:
         from shoal.deploy.cli import app
+        from shoal.deploy.ending import run
 
-        app(prog_name="shoal")
+        run(app)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

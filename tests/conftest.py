@@ -3,6 +3,7 @@
 import gc
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,8 +12,15 @@ import pytest
 from hypothesis import settings
 
 # The models are tiny: a second thread costs each operation more than it gives, and beside other work a hundred times as
-# much, because OpenMP's threads wait for one another by spinning. torch reads this once; processes inherit it.
+# much, because OpenMP's threads wait for one another by spinning. torch reads this once; processes inherit it. So do
+# the network daemons of real peers, whose scheduler would spin on the other cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMAXPROCS", "1")
+
+# Where nothing compiled may be kept, each worker spends half of its time before the first test on rewriting the asserts
+# of all files, every time, and each of the hundred processes that tests start most of a second on compiling shoal.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What is imported and collected stays until the end. Looking through it for garbage, again and again, is a quarter of
 # the time that collecting the tests takes, and some of what each simulated swarm takes afterwards.

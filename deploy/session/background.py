@@ -8,6 +8,12 @@ from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
+_NAME = "background"
+
+
+def is_working() -> bool:
+    """Whether such work runs now, whoever waits for it."""
+    return any(thread.name == _NAME for thread in threading.enumerate())
 
 
 async def in_background(work: Callable[[], T]) -> T:
@@ -31,5 +37,5 @@ async def in_background(work: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(tell, what)
 
-    threading.Thread(target=run, name="background", daemon=True).start()
+    threading.Thread(target=run, name=_NAME, daemon=True).start()
     return await done

@@ -91,10 +91,6 @@ class World:
             with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
                 return port
 
-    def status(self) -> dict[str, Any] | None:
-        command = self.shoal("status", "--json")
-        return dict(json.loads(command.output)) if command.wait(60) == 0 else None
-
     def ours(self) -> list[str]:
         """Command lines of processes of this test that run now, the children's daemons included."""
         found = []

@@ -10,7 +10,7 @@ from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
 from shoal.protocol.toml.spec_file import load_spec
 
-STEPS = 100
+STEPS = 50
 
 
 def daemons(folder: Path) -> list[psutil.Process]:
@@ -30,7 +30,7 @@ def daemons(folder: Path) -> list[psutil.Process]:
 def test_a_run_whose_peers_lose_their_network_daemons_learns_what_one_process_learns(world: Any) -> None:
     report, spec_path = world.folder / "report.jsonl", world.spec(STEPS, exact=True)
     demo = world.shoal("demo", "--spec", spec_path, "--peers", 4, "--stages", 2, "--json", report)
-    for step, which in ((5, -1), (30, 0)):  # the youngest, then the oldest: that of the host
+    for step, which in ((5, -1), (20, 0)):  # the youngest, then the oldest: that of the host
         world.until(lambda step=step: report.exists() and f'{{"step":{step},' in report.read_text(), timeout_s=120)
         daemons(world.folder)[which].kill()
     assert demo.wait(200) == 0, demo.output + world.logs()

@@ -10,7 +10,7 @@ import pytest
 README = (Path(__file__).parents[2] / "README.md").read_text()
 STEPS = 100_000
 """More than there is time for: `shoal leave` ends it."""
-SLOWLY = ("--limit", "compute_share=0.2")
+SLOWLY = ("--limit", "compute_share=0.1")
 """The test is of what one types, and other tests want the processors."""
 
 
@@ -65,7 +65,7 @@ def test_a_day(world: Any) -> None:
 
     guest = day.starts(the_line("Lend a GPU", "join INVITE"), "--threads", 1, *SLOWLY)
     world.until(lambda: any(int(step) > 5 for step in re.findall(r"^step (\d+)/", host.output, re.M)))  # a snapshot
-    assert "20% of the device's time" in guest.line("limits that you have set")
+    assert "10% of the device's time" in guest.line("limits that you have set")
 
     assert "shoal pause volunteer" in day.does(the_line("Lend a GPU", "pause"), code=2)  # the host is here, too
     assert "paused" in day.does(the_line("Lend a GPU", "pause"), "volunteer")

@@ -49,14 +49,17 @@ def test_only_the_first_peer_has_the_port_that_was_asked_for(tmp_path: Any) -> N
 @pytest.mark.process
 @pytest.mark.timeout(180)
 def test_two_peers_take_part_under_one_command_and_leave_with_it(world: Any) -> None:
-    host = world.shoal("host", world.spec(5000), "--listen", "127.0.0.1:0", "--device", "cpu", "--reports")
+    slowly = ("--reports", "--threads", 1, "--limit", "compute_share=0.1")  # nothing here is about training
+    host = world.shoal("host", world.spec(5000), "--listen", "127.0.0.1:0", "--device", "cpu", *slowly)
     invite = json.loads(host.line('{"event":"Ready"'))["invite"]
     both = world.shoal(
         "join", invite, "--device", "cpu,cpu", "--listen", "127.0.0.1:0", "--name", "box", "--threads", 1
     )
 
     def names() -> set[str]:
-        return {peer["name"] for peer in (world.status() or {}).get("peers", ())}
+        whole, _, _ = host.output.rpartition("\n")
+        told = [json.loads(line) for line in whole.splitlines() if line.startswith('{"event":"Status"')]
+        return {peer["name"] for peer in told[-1]["status"]["peers"]} if told else set()
 
     world.until(lambda: {"box-1", "box-2"} <= names(), timeout_s=90)
     both.process.send_signal(signal.SIGTERM)

@@ -33,15 +33,15 @@ class Peer:
 
 @pytest.mark.process
 def test_a_peer_pauses_answers_all_the_while_and_goes_on(world: Any) -> None:
+    common = ("--json", "--threads", 1, "--limit", "compute_share=0.2")  # nobody waits for many steps here
+
     def start(name: str, *arguments: object) -> Peer:
-        return Peer(
-            world.shoal(*arguments, "--json", "--threads", 1, "--state-dir", world.folder / name), world.folder / name
-        )
+        return Peer(world.shoal(*arguments, *common, "--state-dir", world.folder / name), world.folder / name)
 
     host = start("host", "host", world.spec(STEPS))
     world.until(lambda: host.said("Ready"))
     invite = host.said("Ready")[0]["invite"]
-    peers = [host, *(start(f"peer{i}", "join", invite, "--limit", "compute_share=0.5") for i in range(2))]
+    peers = [host, *(start(f"peer{i}", "join", invite) for i in range(2))]
     steps = lambda: max((report["report"]["step"] for report in host.said("Committed")), default=-1)  # noqa: E731
     # Whichever of the two holds the second stage (the text of the first they have not): the other holds it too, or is a
     # spare that comes in its place.

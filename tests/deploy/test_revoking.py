@@ -16,10 +16,10 @@ def commits(command: Any) -> int:
     return int(command.output.count('{"event":"Committed"'))
 
 
-def test_what_an_invite_lets_its_holder_do_ends_with_it_and_stays_ended_when_all_start_again(world: Any) -> None:
+def test_what_an_invite_lets_its_holder_do_ends_with_it_and_stays_ended_when_the_host_starts_again(world: Any) -> None:
     """A revoked member is out in two heartbeats. An invite to look on shows the run and lets nobody train."""
     spec = world.spec(100_000)
-    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.2", "--state-dir")
+    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.1", "--state-dir")
     hosting = ("host", spec, *common, world.folder / "host")
     host = world.shoal(*hosting)
     invite = json.loads(host.line('{"event":"Ready"'))["invite"]
@@ -55,8 +55,8 @@ def test_what_an_invite_lets_its_holder_do_ends_with_it_and_stays_ended_when_all
     for command in (host, stays):
         command.process.send_signal(signal.SIGINT)
     assert (host.wait(60), stays.wait(60)) == (0, 0)
-    again = world.shoal(*hosting), world.shoal("join", invite, *common, world.folder / "stays")
-    world.until(lambda: all(commits(command) for command in again))
+    again = world.shoal(*hosting)
+    again.line('{"event":"Ready"')
     back = world.shoal("join", other["invite"], *common, world.folder / "goes")
     assert back.wait(60) == 2
     assert "does not let this machine in: you are excluded from this run" in back.errors

@@ -22,7 +22,7 @@ def test_a_run_goes_on_where_it_was_with_the_commands_of_yesterday(world: Any) -
     spec.write_text(spec.read_text().replace("snapshot_interval_steps = 5", "snapshot_interval_steps = 0"))
     for name in ("host", "guest"):
         (world.folder / name).mkdir(mode=0o755)
-    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.2", "--state-dir")
+    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.1", "--state-dir")
     hosting = ("host", spec, *common, world.folder / "host")
     host = world.shoal(*hosting)
     invite = json.loads(host.line('{"event":"Ready"'))["invite"]

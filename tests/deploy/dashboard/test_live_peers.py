@@ -67,16 +67,19 @@ def test_a_volunteer_joins_a_demo_shows_the_same_run_coordinates_and_leaves(worl
     world.until(trains(own_url, everybody))
 
     watch = world.shoal("status", invite, "--watch", "--json")
-    world.until(lambda: watch.output.count("\n") >= 3)
-    watch.process.send_signal(signal.SIGINT)
-    assert watch.wait(60) == 130, watch.errors
-    seen = [json.loads(line) for line in watch.output.splitlines()]
-    assert seen[0]["run"] == own["run"]
-    assert [line["step"] for line in seen] == sorted(line["step"] for line in seen)
+
+    def seen() -> list[dict[str, Any]]:
+        """What the watch has been told: a line an answer."""
+        whole, _, _ = watch.output.rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
+
+    world.until(lambda: len(seen()) >= 3)
+    told = seen()
+    assert told[0]["run"] == own["run"]
+    assert [line["step"] for line in told] == sorted(line["step"] for line in told)
 
     def version() -> int:
-        status = world.status()
-        peers = status["peers"] if status else []
+        peers = seen()[-1]["peers"]
         return max((p["version"] for p in peers if p["name"] == "volunteer" and p["synced"]), default=0)
 
     world.until(version)
@@ -90,11 +93,9 @@ def test_a_volunteer_joins_a_demo_shows_the_same_run_coordinates_and_leaves(worl
     world.until(trains(url, {"peer-1", "peer-2"}))
     world.until(lambda: "volunteer left" in [change["text"] for change in state(url)["changes"]])
 
-    def goes_on_without() -> bool:
-        status = world.status()
-        return status is not None and len([p for p in status["peers"] if p["stage"] is not None]) == 2
-
-    world.until(goes_on_without)
+    world.until(lambda: {p["name"] for p in seen()[-1]["peers"] if p["stage"] is not None} == {"peer-1", "peer-2"})
+    watch.process.send_signal(signal.SIGINT)
+    assert watch.wait(60) == 130, watch.errors
     demo.process.send_signal(signal.SIGINT)
     assert demo.wait(60) == 130, demo.output + world.logs()
     assert not world.ours()

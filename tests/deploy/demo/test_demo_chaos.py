@@ -8,8 +8,8 @@ from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
 from shoal.protocol.toml.spec_file import load_spec
 
-STEPS = 120
-"""Some twenty seconds of training on two cores."""
+STEPS = 60
+"""Time for a few faults, and each of them starts a process: 120 steps had twice as many."""
 
 
 @pytest.mark.process

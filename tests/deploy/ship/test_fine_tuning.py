@@ -1,12 +1,15 @@
 """From somebody's model to a run of real peers that goes on from it, and back to a model."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from shoal.deploy import cli
 from shoal.deploy.ship.import_model import FolderBase, FolderWeights
 from shoal.peer import single_process
 from shoal.peer.base_layers import FOLDER
@@ -38,13 +41,29 @@ def save_model(folder: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
+@pytest.fixture
+def does(world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A `shoal` command in this process, which has imported torch: the peers are processes, what comes before and after
+    them need not be. `../test_day.py` runs each of these commands by itself.
+    """
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, world.environment[name])
+
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return run
+
+
 def test_a_swarm_goes_on_from_a_model_and_what_it_learns_is_a_model_again(
-    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: Any, does: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(tmp_path / "model")
     base = world.spec(STEPS, exact=True)
     tuned = tmp_path / "tuned.toml"
-    assert world.shoal("import", tmp_path / "model", tuned, "--spec", base).wait(120) == 0, world.logs()
+    does("import", tmp_path / "model", tuned, "--spec", base)
 
     host = world.shoal("host", tuned, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", 1, "--reports")
     invite = json.loads(host.line('{"event":"Ready"'))["invite"]
@@ -61,22 +80,20 @@ def test_a_swarm_goes_on_from_a_model_and_what_it_learns_is_a_model_again(
     reports = {line["report"]["step"]: line["report"]["loss"] for line in lines if _has_loss(line)}
     assert [reports[step] for step in sorted(reports)] == pytest.approx(alone, abs=1e-4)
 
-    done = world.shoal("export", tmp_path / "learnt", "--json")
-    assert done.wait(120) == 0, world.logs()
-    assert json.loads(done.output)["version"] == STEPS
+    assert json.loads(does("export", tmp_path / "learnt", "--json"))["version"] == STEPS
     assert FolderWeights(tmp_path / "learnt", spec.model).digests() != spec.initial.digests
-    written = world.shoal("generate", "--prompt", "fish ", "-n", 20, "--device", "cpu", "--json")
-    assert written.wait(120) == 0, world.logs()
-    assert json.loads(written.output)["text"]
+    assert json.loads(does("generate", "--prompt", "fish ", "-n", 20, "--device", "cpu", "--json"))["text"]
 
 
-def test_a_swarm_trains_adapters_beside_a_model_that_one_peer_has(world: Any, tmp_path: Path) -> None:
+def test_a_swarm_trains_adapters_beside_a_model_that_one_peer_has(
+    world: Any, does: Callable[..., str], tmp_path: Path
+) -> None:
     """And the other keeps what it got of the model."""
     save_model(tmp_path / "model")
     base = world.spec(STEPS, exact=True)
     tuned = tmp_path / "tuned.toml"
     argv = ("--spec", base, "--lora", 4, "--base", "int8")
-    assert world.shoal("import", tmp_path / "model", tuned, *argv).wait(120) == 0, world.logs()
+    does("import", tmp_path / "model", tuned, *argv)
 
     host = world.shoal("host", tuned, "--listen", "127.0.0.1:0", "--device", "cpu", "--threads", 1, "--reports")
     invite = json.loads(host.line('{"event":"Ready"'))["invite"]
@@ -96,16 +113,11 @@ def test_a_swarm_trains_adapters_beside_a_model_that_one_peer_has(world: Any, tm
     assert kept
     assert all(stored[key].numpy().tobytes() == data for key, data in kept.items())
 
-    done = world.shoal("export", tmp_path / "learnt", "--json")
-    assert done.wait(120) == 0, world.logs()
-    said = json.loads(done.output)
+    said = json.loads(does("export", tmp_path / "learnt", "--json"))
     assert (said["version"], said["form"], said["bytes"] < 50_000) == (STEPS, "peft", True)
-    merged = world.shoal("export", tmp_path / "merged", "--format", "hf", "--json")
-    assert merged.wait(120) == 0, world.logs()
+    does("export", tmp_path / "merged", "--format", "hf", "--json")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
-    written = world.shoal("generate", "--prompt", "fish ", "-n", 20, "--device", "cpu", "--json")
-    assert written.wait(120) == 0, world.logs()
-    assert json.loads(written.output)["text"]
+    assert json.loads(does("generate", "--prompt", "fish ", "-n", 20, "--device", "cpu", "--json"))["text"]
 
 
 def _has_loss(line: dict[str, Any]) -> bool:
