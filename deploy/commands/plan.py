@@ -7,11 +7,13 @@ import typer
 
 from shoal.deploy.commands.options import examples, scenario_names
 from shoal.protocol.errors import LocalError
+from shoal.protocol.toml.spec_file import load_spec
 
 
 @examples(
     "shoal plan home-gpus  # who should hold what, what that gives, and why others are left out",
     "shoal plan home-gpus --tokens 20B --price-kwh 0.35  # days and price to 20 billion tokens",
+    "shoal plan home-gpus --run run.toml  # the same machines under your own run, and how long its steps take",
     "shoal plan home-gpus --compare  # ours beside random, greedy and others",
     "shoal plan network.json --stages 4 --json  # of your own network, for a script",
     "shoal plan --experts experts.json  # replicas of experts on nodes, and what they survive",
@@ -29,9 +31,16 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE.json", help="Slots and loads: say who should hold which experts instead."),
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.toml", help="A run spec instead of the scenario's model, batch and goal."),
+    ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="NUMBER", help="Say how long so many take: 20B, 1.5T. Default: 20 a parameter."),
+        typer.Option(
+            metavar="NUMBER",
+            help="Say how long so many take: 20B, 1.5T. Default: the run's steps; without a run 20 a parameter.",
+        ),
     ] = None,
     price_kwh: Annotated[
         float | None, typer.Option(min=0.0, help="Of a kilowatt-hour, in your currency. Default: 0.30.")
@@ -76,6 +85,7 @@ def plan(
             stages=stages,
             wishes=Wishes(tokens=None if tokens is None else parse_tokens(tokens), price_kwh=price_kwh),
             compare=compare,
+            run=None if run is None else load_spec(run),
             as_json=json,
             simulated=simulated,
         )

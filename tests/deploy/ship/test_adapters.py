@@ -238,6 +238,37 @@ def test_what_a_peer_keeps_of_the_base_is_enough(model: Path, tmp_path: Path) ->
     assert export([bare], tmp_path / "out", form="hf", base=model).form == "hf"
 
 
+def test_adapters_are_evaluated_and_write_beside_the_model_that_is_named(model: Path, tmp_path: Path) -> None:
+    """A machine that neither has the host's folder nor a peer's copy of the base."""
+    spec = imported(model)
+    moved = msgspec.structs.replace(spec, initial=msgspec.structs.replace(spec.initial, source="/host/only"))
+    write(moved, tmp_path / "peer")
+    text = tmp_path / "book.txt"
+    text.write_bytes(bytes(TOKENS_BT[0] % 90 + 32))
+
+    def shoal(*arguments: object) -> Any:
+        return CliRunner().invoke(cli.app, [*map(str, arguments), "--device", "cpu"])
+
+    for command in (("eval", tmp_path / "peer", "--text", text), ("generate", tmp_path / "peer", "-p", "f", "-n", 3)):
+        missing = shoal(*command)
+        assert missing.exit_code == 2
+        assert "say --base FOLDER, where the model is" in missing.stderr
+        assert shoal(*command, "--base", model).exit_code == 0
+    evaluated = shoal("eval", tmp_path / "peer", "--text", text, "--base", model, "--json")
+    export(find_snapshots(tmp_path / "peer"), tmp_path / "merged", form="hf", base=model)
+    merged = shoal("eval", tmp_path / "merged", "--text", text, "--json")
+    losses = [json.loads(said.stdout)["scores"][0]["loss"] for said in (evaluated, merged)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    bare = shoal("eval", model, "--text", text, "--json")
+    assert abs(losses[0] - json.loads(bare.stdout)["scores"][0]["loss"]) > 1e-3, "the adapters count"
+
+
+def test_a_base_for_a_whole_model_is_a_mistake_of_who_names_it(model: Path) -> None:
+    said = CliRunner().invoke(cli.app, ["eval", str(model), "--text", "x", "--base", str(model), "--device", "cpu"])
+    assert said.exit_code == 2
+    assert "is a whole model, beside which no adapters stand: leave --base out" in said.stderr
+
+
 def _with(snapshot: Any, spec: RunSpec) -> Any:
     return type(snapshot)(run=snapshot.run, era=snapshot.era, version=snapshot.version, spec=spec, parts=snapshot.parts)
 
