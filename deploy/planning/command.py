@@ -305,11 +305,9 @@ def _figures(placement: Placement, request: Request, scenario: Scenario, asked: 
 
 
 def _goal(request: Request, scenario: Scenario, asked: Asked) -> Goal:
-    if asked.wishes.tokens is not None:
-        return Goal(tokens=asked.wishes.tokens)
-    run = asked.run
+    run, parameters = asked.run, request.workload.num_parameters
     steps = scenario.run_steps if run is None else run.training.steps
-    return goal_of(run or scenario.spec, parameters=request.workload.num_parameters, steps=steps)
+    return goal_of(asked.wishes, run or scenario.spec, parameters=parameters, steps=steps)
 
 
 def _parameters(request: Request) -> float:

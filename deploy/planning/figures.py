@@ -45,8 +45,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """Neither the command line nor the run says it."""
 
 
-def goal_of(spec: RunSpec, *, parameters: float, steps: int | None) -> Goal:
-    """The goal where the command line names none.
+def goal_of(wishes: Wishes, spec: RunSpec, *, parameters: float, steps: int | None) -> Goal:
+    """What the command line names; else what suits the run.
 
     Whoever says a run's steps means them. What begins with a model's weights has all that such a model can learn from
     20 tokens a parameter behind it: its goal is its own data, which its steps are chosen for.
@@ -55,11 +55,13 @@ def goal_of(spec: RunSpec, *, parameters: float, steps: int | None) -> Goal:
         parameters: of the model.
         steps: of the run, where somebody has said them.
     """
+    if wishes.tokens is not None:
+        return Goal(tokens=wishes.tokens)
     if steps is not None:
         return Goal(tokens=float(steps * spec.tokens_per_step), why=f"the run's {steps:,} steps")
     if spec.adapter is not None or spec.initial.digests:
         usual = TrainingSpec().steps
-        why = f"{usual:,} steps, as a fine-tuning run that does not say; --run RUN.toml or --tokens says another goal"
+        why = f"{usual:,} steps, as a fine-tuning run that does not say; --tokens says another goal"
         return Goal(tokens=float(usual * spec.tokens_per_step), why=why, is_assumed=True)
     return Goal(
         tokens=TOKENS_PER_PARAMETER * parameters,
