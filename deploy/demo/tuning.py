@@ -33,7 +33,7 @@ _STEPS_SHARE: Final = 2
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model on the two texts, in nats a byte."""
+    """The losses of one model on the two texts, in nats a byte."""
 
     code: float
     prose: float
@@ -43,9 +43,9 @@ class TuneSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` gets."""
 
     parameters: int
-    """Of the base."""
+    """How many the base has."""
     trained: int
-    """Of the adapters."""
+    """How many the adapters have."""
     steps: int
     tune_steps: int
     before: Losses
@@ -53,13 +53,13 @@ class TuneSummary(msgspec.Struct, frozen=True, kw_only=True):
     base_seconds: float
     tune_seconds: float
     seconds: float
-    """All of it."""
+    """How long all of it took."""
     model: str
     """The base as a folder for transformers."""
     adapters: str
     """A folder for peft."""
     snapshot: str
-    """That of the adapters."""
+    """The snapshot of the adapters."""
 
 
 class Tuning:
@@ -199,7 +199,7 @@ def _wanted(spec: RunSpec) -> str:
 
 
 def tune_lines(summary: TuneSummary) -> Sequence[str]:
-    """For people."""
+    """Show people the losses before and after, and where what was made lies."""
     before, after = summary.before, summary.after
     rows = [("nats a byte", "base", "fine-tuned")]
     for text, first, second in (

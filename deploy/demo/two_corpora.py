@@ -14,7 +14,7 @@ from shoal.protocol.errors import LocalError
 _PROSE_FOLDER: Final = "pydoc_data"
 """Left out of the sources: the documentation lies in it, as a Python file."""
 _HELD_OUT_BYTES: Final = 64 * 1024
-"""Of each text at most: seconds of `shoal eval` with a model of a million parameters."""
+"""How much of each text is held out at most: seconds of `shoal eval` with a model of a million parameters."""
 _EVERY: Final = {"code": 40, "prose": 8}
 """One document of so many is held out: the library has some hundreds of files, the documentation some 80 topics."""
 

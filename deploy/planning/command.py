@@ -306,7 +306,7 @@ def _figures(placement: Placement, request: Request, scenario: Scenario, asked: 
 
 def _goal(request: Request, scenario: Scenario, asked: Asked) -> Goal:
     run, parameters = asked.run, request.workload.num_parameters
-    steps = scenario.run_steps if run is None else run.training.steps
+    steps = None if run is None else run.training.steps  # a scenario's are how far a simulation goes
     return goal_of(asked.wishes, run or scenario.spec, parameters=parameters, steps=steps)
 
 

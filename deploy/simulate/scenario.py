@@ -129,8 +129,6 @@ class Scenario:
     seconds: float | None
     watts: tuple[float | None, ...]
     """[N], what each device draws while it trains, where the file says it."""
-    run_steps: int | None = None
-    """`[training] steps`, where the file says it: the steps of the run that is planned for."""
     paper: WorkloadEntry | None
     """The constants of the DT-FM objective, where the network file has them."""
     trace: Path | None
@@ -210,7 +208,6 @@ def load_scenario(path: Path) -> Scenario:
         stages=file.stages,
         seconds=file.seconds,
         watts=watts,
-        run_steps=read_toml(path).get("training", {}).get("steps"),
         paper=network.workload if network is not None else None,
         trace=trace,
         churn=file.churn,

@@ -267,7 +267,7 @@ def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: 
         step_s=result.tokens_per_step / tokens_per_s,
         sent_bytes={device: float(crossed[device].sum()) for device in worked},
         received_bytes={device: float(crossed[:, device].sum()) for device in worked},
-        goal=goal_of(wishes, scenario.spec, parameters=parameters, steps=scenario.run_steps),
+        goal=goal_of(wishes, scenario.spec, parameters=parameters, steps=None),
         price_kwh=wishes.price_kwh,
     )
 
