@@ -4,7 +4,7 @@ PYTHON ?= $(or $(firstword $(foreach v,3.11 3.12 3.13 3.14,$(shell python$(v) -c
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup compiled demo test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack soak-dividing bench-gpu bench-live bench-staleness
+.PHONY: setup compiled demo demo-tune test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack soak-dividing bench-gpu bench-live bench-staleness
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ $(COMPILED): $(STAMP) $(wildcard coordinator/allocate/*.py)
 # A swarm of six peers on this machine. ARGS='--json out.jsonl' and the like go to `shoal demo`.
 demo: setup
 	$(BIN)/shoal demo $(ARGS)
+
+# A base, then adapters beside it on another text, and the losses of both: some ten minutes. ARGS=--long for an hour or more.
+demo-tune: setup
+	$(BIN)/shoal demo --tune $(ARGS)
 
 # The whole suite on two cores: real peers on one, the rest beside them. ARGS='-m "not process"' leaves the former out.
 test: compiled

@@ -6,6 +6,9 @@ with the members of the plan, which give each other what has come. What has come
 is, so that it travels to a peer once, and every peer that has held a layer can give it. Whoever keeps a copy of a
 stage's state gets its base too (`copies.py`): a stage that dies comes back whole.
 
+Where the model's head is its embedding (`initial.tied`) both layers begin with the same bytes, which come only once to
+a peer that needs both.
+
 Without digests the run's seed makes the base, and nothing travels.
 """
 
@@ -31,7 +34,7 @@ from shoal.protocol.durable import replace_file
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.layers import all_layer_keys
+from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
 from shoal.protocol.ports import Compute, Disk
 from shoal.protocol.spec import RunSpec
 
@@ -119,8 +122,11 @@ class BaseLayers:
             return await self._compute.run_on_host(lambda: self._arithmetic.seed_base(key))
         if key in self._in_memory:
             return self._in_memory[key]
-        stored = await self._from_disk(key)
-        return await self._from_folder(key) if stored is None else stored
+        for look in (self._from_disk, self._from_head, self._from_folder):
+            stored = await look(key)
+            if stored is not None:
+                return stored
+        return None
 
     async def _from_disk(self, key: str) -> Tensor | None:
         disk = self._disk
@@ -142,6 +148,16 @@ class BaseLayers:
         if await self._is_foreign(key, stored):
             logger.warning("the base of %s on this disk is damaged: getting it again", key)
             return None
+        return stored
+
+    async def _from_head(self, key: str) -> Tensor | None:
+        """The embedding, which a tied model's head begins with."""
+        if key != EMBED or not self._spec.initial.tied:
+            return None
+        head = self._in_memory[HEAD] if HEAD in self._in_memory else await self._from_disk(HEAD)
+        if head is None or await self._is_foreign(EMBED, stored := head[: base_numel(self._spec, EMBED)]):
+            return None
+        await self._keep(EMBED, stored)
         return stored
 
     async def _from_folder(self, key: str) -> Tensor | None:
@@ -198,11 +214,19 @@ class BaseLayers:
             device=vectors.host,
             vectors=vectors,
         )
+        begins = await self.read([EMBED]) if HEAD in keys and self._spec.initial.tied else {}
         relay = Relay(INITIAL, 0, mates, vectors=vectors)
         if mates:
             self._pass_on(relay)
         try:
-            state = await fetcher.fetch(holders, version=0, stored_era=INITIAL, relay=relay, carriers=holders[1:])
+            state = await fetcher.fetch(
+                holders,
+                version=0,
+                stored_era=INITIAL,
+                begins={HEAD: begins[EMBED]} if begins else None,
+                relay=relay,
+                carriers=holders[1:],
+            )
         except BaseException:
             relay.done(void=True)
             raise

@@ -497,9 +497,13 @@ class InitialSpec(_Section, frozen=True):
     """What the model with these weights is called, as far as its folder says: `owner/name` of a hub."""
     licence: str = ""
     """Its licence, as the model's card says it: `apache-2.0`."""
+    tied: bool = False
+    """The model's head is its embedding: embedding and head begin with the one matrix. Only with an `adapter`, which
+    leaves both as they are; an export has one matrix again."""
 
     def __post_init__(self) -> None:
         _require(bool(self.source) == bool(self.digests), "source and digests come together")
+        _require(not self.tied or bool(self.digests), "tied means nothing without source and digests")
         for name in ("name", "licence"):
             value = getattr(self, name)
             _require(len(value) <= BASE_CHARS_MAX and value.isprintable(), f"{name} is no name: {value[:40]!r}")
@@ -608,6 +612,11 @@ class RunSpec(_Section, frozen=True):
         )
         if self.adapter is not None:
             _check_adapter(self.adapter, self.model)
+        _require(
+            not self.initial.tied or self.adapter is not None,
+            "initial.tied: without [adapter] embedding and head train as two layers, which are equal no more: "
+            "import the model again with --untie",
+        )
         tokens = self.training.microbatch_size * self.model.context
         frame_bytes = tensor_bytes(self.wire.activations, tokens * self.model.dim) + tokens * _TARGET_BYTES
         if self.swarm.expert_slots:
@@ -701,6 +710,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         for name in ("name", "licence"):
             if not getattr(spec.initial, name):
                 del tables["initial"][name]
+        if not spec.initial.tied:
+            del tables["initial"]["tied"]
     if spec.adapter is None:
         del tables["adapter"]
     if spec.training.compute == "auto":

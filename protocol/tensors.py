@@ -14,6 +14,8 @@ from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec
 Shapes = dict[str, tuple[int, ...]]
 """Name -> shape."""
 
+EMBEDDING_MATRIX: Final = "model.embed_tokens.weight"
+HEAD_MATRIX: Final = "lm_head.weight"
 EXPERT_MATRICES: Final = ("w1", "w2", "w3")
 """The matrices of one expert: gate, down and up."""
 _OF_EXPERTS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
@@ -42,9 +44,9 @@ def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
     """
     D = model.dim
     if key == EMBED:
-        return {"model.embed_tokens.weight": (model.vocab_size, D)}, {}
+        return {EMBEDDING_MATRIX: (model.vocab_size, D)}, {}
     if key == HEAD:
-        return {"lm_head.weight": (model.vocab_size, D)}, {"model.norm.weight": (D,)}
+        return {HEAD_MATRIX: (model.vocab_size, D)}, {"model.norm.weight": (D,)}
     index, unit = _unit(model, key)
     if unit is not None and unit != TRUNK:
         F = model.ffn_dim

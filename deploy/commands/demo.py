@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.toml.spec_file import load_spec
 
 if TYPE_CHECKING:
+    from shoal.deploy.demo.driver import DemoOptions
     from shoal.deploy.demo.summary import Summary
 
 DEMO_PEERS = 6
@@ -35,6 +37,7 @@ CHAOS_PEERS = 8
     "shoal demo --chaos --seconds 300  # kill a peer every 15 s and watch it mend",
     "shoal demo --moe  # eight experts a layer, spread over six peers, and one who holds the busiest is killed",
     "shoal demo --stages auto --parts 1,1,2,2,4,4  # unequal devices, which the coordinator divides the layers among",
+    "shoal demo --tune  # train a base, then adapters beside it on another text, and evaluate both",
     "shoal demo --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal demo --data ~/notes --json demo.jsonl  # your own text, and a line a step to a file",
 )
@@ -56,6 +59,12 @@ def demo(
     moe: Annotated[
         bool, typer.Option("--moe", help="A mixture of experts; half-way a holder of the busiest is killed.")
     ] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Fine-tune what was trained, on another text; evaluate before and after.")
+    ] = False,
+    long: Annotated[
+        bool, typer.Option("--long", help="With --tune: 24 million parameters in place of one, for an hour.")
+    ] = False,
     chaos: Annotated[bool, typer.Option("--chaos", help="Kill, replace and suspend peers while they train.")] = False,
     chaos_seed: Annotated[int, typer.Option(min=0, help="Decides when which fault comes, and whom it meets.")] = 0,
     kill_every: Annotated[float, typer.Option(min=0.1, help="Seconds from one killed peer to the next.")] = 15.0,
@@ -65,11 +74,16 @@ def demo(
     """Train with a swarm of real peers on this machine, and show it."""
     from shoal.deploy.demo.chaos import ChaosOptions
     from shoal.deploy.demo.driver import Demo, DemoOptions
-    from shoal.deploy.run.run_file import DEMO_SPEC, MOE_SPEC, with_changes
+    from shoal.deploy.run.run_file import DEMO_SPEC, LONG_SPEC, MOE_SPEC, with_changes
 
+    if long and not tune:
+        raise LocalError("--long is for the longer of two fine-tuning demos: say --tune, too")
+    barred = {"--moe": moe, "--chaos": chaos, "--data": data, "--seconds": seconds is not None}
+    if tune and (said := [option for option, is_said in barred.items() if is_said]):
+        raise LocalError(f"{said[0]} does not go with --tune, which has texts and an end of its own: leave one out")
     peers = peers or (CHAOS_PEERS if chaos else DEMO_PEERS)
     changes: dict[str, object] = {"seed": seed, "swarm.min_peers": peers}
-    base = load_spec(spec or (MOE_SPEC if moe else DEMO_SPEC))
+    base = load_spec(spec or (MOE_SPEC if moe else LONG_SPEC if long else DEMO_SPEC))
     if moe and not base.swarm.expert_slots:
         raise LocalError(f"--moe needs a run with swarm.expert_slots; {spec} has none")
     if stages:
@@ -95,6 +109,9 @@ def demo(
         chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
     )
     console = Console(highlight=False)
+    if tune:
+        _tune(chosen, console)
+        return
 
     async def run() -> bool:
         swarm = Demo(chosen, console)
@@ -103,6 +120,19 @@ def demo(
 
     if asyncio.run(run()):
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _tune(options: "DemoOptions", console: Console) -> None:
+    from shoal.deploy.demo.tuning import Tuning, tune_lines
+
+    summary = asyncio.run(Tuning(options, console).run())
+    if summary is None:
+        console.print(f"stopped; what there is lies in {options.folder}", markup=False, soft_wrap=True)
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if options.json_path is not None:
+        options.json_path.write_bytes(msgspec.json.encode(summary) + b"\n")
+    for line in tune_lines(summary):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _print_summary(console: Console, summary: "Summary", *, unit: str) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     "shoal eval --data notes/  # the newest snapshot on this machine, on what its run keeps for validation",
     "shoal eval ./my-model --text book.txt  # perplexity of an exported folder on a text",
     "shoal eval --tasks arc_easy,hellaswag --limit 200  # questions of lm-eval (pip install lm-eval)",
+    "shoal eval --data notes/ --base ./Llama-3.2-1B  # adapters, beside a model that this machine has elsewhere",
     "shoal eval --tasks my_task --include tasks/ --json  # of your own tasks, for a script",
 )
 def eval_(
@@ -32,6 +33,9 @@ def eval_(
     ] = "",
     tokenizer: Annotated[
         Path | None, typer.Option(help="The run's tokenizer.json, if it is not where the run's spec says.")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Where the model is that the run's adapters stand beside, if it is not found.")
     ] = None,
     validation: Annotated[
         bool | None,
@@ -65,7 +69,7 @@ def eval_(
         from shoal.deploy.ship.lm_tasks import check_library
 
         check_library()  # before minutes of other work
-    loaded = load_model(snapshot, device=pick_device(device), tokenizer=tokenizer, context=context)
+    loaded = load_model(snapshot, device=pick_device(device), tokenizer=tokenizer, base=base, context=context)
     scores: list[Score] = []
     if wants_validation:
         scores += _validation(loaded, source, tokenizer, samples)

@@ -14,7 +14,7 @@ from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
 
 @examples(
     "shoal import ./Llama-3.2-1B run.toml --data ./stories.jsonl  # then: shoal host run.toml",
-    "shoal import ./Qwen3-0.6B run.toml --untie --data chats.jsonl --format chat  # teach it answers",
+    "shoal import ./Qwen3-0.6B run.toml --lora 16 --data chats.jsonl --format chat  # teach it answers",
     "shoal import ./my-model run.toml --spec base.toml  # steps, rate and stages as in base.toml",
     "shoal import ./SmolLM2-135M run.toml --untie  # the head is the embedding there: it becomes a layer of its own",
     "shoal import ./Llama-3.1-8B run.toml --lora 16 --base nf4  # adapters beside weights in 4 bits, 4.8 GB in all",
@@ -33,7 +33,8 @@ def import_(
         str, typer.Option(metavar="N|auto", help="Pipeline stages, at most. Default: as many as suit the peers.")
     ] = "",
     untie: Annotated[
-        bool, typer.Option(help="Train a head that is the embedding as a layer of its own, which begins equal.")
+        bool,
+        typer.Option(help="Train a head that is the embedding as a layer of its own, which begins equal."),
     ] = False,
     lora: Annotated[
         int,
@@ -57,7 +58,7 @@ def import_(
     adapter = AdapterSpec(kind="lora", rank=lora, alpha=2.0 * lora, base=base) if lora else None
     start_logging(verbose)
     from shoal.deploy.run.run_file import write_spec
-    from shoal.deploy.ship.import_model import import_model, is_untied
+    from shoal.deploy.ship.import_model import has_tied_head, import_model
     from shoal.deploy.terminal.progress import progress_bar
     from shoal.peer.model.layout import num_parameters
     from shoal.protocol.base_format import model_bytes
@@ -86,7 +87,7 @@ def import_(
         import msgspec
 
         said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
-        said["untied"] = is_untied(folder)
+        said["untied"] = has_tied_head(folder) and not made.initial.tied
         typer.echo(msgspec.json.encode(said).decode())
         return
     kind = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
@@ -94,7 +95,9 @@ def import_(
         f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {kind}, "
         f"{made.model.vocab_size:,} tokens, context {made.model.context}"
     )
-    if is_untied(folder):
+    if made.initial.tied:
+        typer.echo("its embedding and head are one matrix and stay so: adapters leave both as they are")
+    elif has_tied_head(folder):
         head = made.model.vocab_size * made.model.dim
         typer.echo(
             f"its embedding and head were one matrix and are two from now on: the head begins as a copy, with {head:,} "

@@ -7,15 +7,17 @@ import typer
 
 from shoal.deploy.commands.options import examples, scenario_names
 from shoal.protocol.errors import LocalError
+from shoal.protocol.toml.spec_file import load_spec
 
 
 @examples(
     "shoal plan home-gpus  # who should hold what, what that gives, and why others are left out",
     "shoal plan home-gpus --tokens 20B --price-kwh 0.35  # days and price to 20 billion tokens",
+    "shoal plan home-gpus --run run.toml  # the same machines under your own run, and how long its steps take",
     "shoal plan home-gpus --compare  # ours beside random, greedy and others",
     "shoal plan network.json --stages 4 --json  # of your own network, for a script",
     "shoal plan --cards  # which cards hold how much of models of 1, 8 and 30 billion parameters",
-    "shoal plan --cards run.toml  # ... and of the model of a run",
+    "shoal plan --cards --run run.toml  # ... of the model of a run",
     "shoal plan --experts experts.json  # replicas of experts on nodes, and what they survive",
 )
 def plan(
@@ -23,7 +25,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="SCENARIO",
-            help="SCENARIO.toml, NETWORK.json, or the name of a shipped scenario; with --cards RUN.toml.",
+            help="SCENARIO.toml, NETWORK.json, or the name of a shipped scenario.",
             autocompletion=scenario_names,
         ),
     ] = None,
@@ -34,9 +36,16 @@ def plan(
     cards: Annotated[
         bool, typer.Option("--cards", help="Say which cards hold how much of a model, and how fast they are.")
     ] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.toml", help="A run spec instead of the scenario's model, batch and goal."),
+    ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="NUMBER", help="Say how long so many take: 20B, 1.5T. Default: 20 a parameter."),
+        typer.Option(
+            metavar="NUMBER",
+            help="Say how long so many take: 20B, 1.5T. Default: the run's steps; without a run 20 a parameter.",
+        ),
     ] = None,
     price_kwh: Annotated[
         float | None, typer.Option(min=0.0, help="Of a kilowatt-hour, in your currency. Default: 0.30.")
@@ -62,11 +71,11 @@ def plan(
     and everybody is taken to stay. With --experts: who should hold which experts, and what that survives.
     """
     if cards:
-        if experts is not None or compare:
-            raise LocalError("--cards stands alone, or with a run file: leave --experts and --compare out")
+        if network is not None or experts is not None or compare:
+            raise LocalError("--cards is about no scenario: say it alone, or with --run RUN.toml")
         from shoal.deploy.planning.cards import show_cards
 
-        show_cards(None if network is None else Path(network), as_json=json)
+        show_cards(run, as_json=json)
         return
     if (network is None) == (experts is None):
         raise LocalError("say what to plan for: either NETWORK.json or --experts FILE.json, or --cards")
@@ -88,6 +97,7 @@ def plan(
             stages=stages,
             wishes=Wishes(tokens=None if tokens is None else parse_tokens(tokens), price_kwh=price_kwh),
             compare=compare,
+            run=None if run is None else load_spec(run),
             as_json=json,
             simulated=simulated,
         )

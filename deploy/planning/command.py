@@ -18,7 +18,7 @@ from shoal.coordinator.cost.dtfm import DtfmObjective
 from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.planning.figures import Figures, Wishes, figures_of, lines_of, said_gigabytes
+from shoal.deploy.planning.figures import Figures, Goal, Wishes, figures_of, goal_of, lines_of, said_gigabytes
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
 from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
 from shoal.deploy.planning.live_row import read_simulated, said_of_live, said_of_none
@@ -27,6 +27,7 @@ from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.terminal.progress import sign_of_life
 from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 ObjectiveName = Literal["throughput", "dtfm"]
@@ -140,6 +141,8 @@ class Asked:
     wishes: Wishes
     compare: bool
     as_json: bool
+    run: RunSpec | None = None
+    """The run that is planned for; None: the scenario's."""
     simulated: Path | None = None
     """A file of `shoal simulate --json`, which says what a live swarm reaches."""
 
@@ -150,11 +153,14 @@ def show_plan(what: str, asked: Asked) -> None:
         raise LocalError(f"{asked.objective!r} is no objective: take {' or '.join(get_args(ObjectiveName))}")
     aim: ObjectiveName = "dtfm" if asked.objective == "dtfm" else "throughput"
     scenario = find_scenario(what)
+    spec, stages, paper = scenario.spec, scenario.stages, scenario.paper
+    if asked.run is not None:
+        spec, stages, paper = asked.run, asked.run.swarm.stages_max, None
     request = Request(
         topology=scenario.topology,
-        workload=Workload.of(scenario.spec),
-        paper=scenario.paper,
-        stages=asked.stages or scenario.stages,
+        workload=Workload.of(spec),
+        paper=paper,
+        stages=asked.stages or stages,
         seed=asked.seed,
         seconds=asked.seconds,
     )
@@ -185,7 +191,7 @@ def show_plan(what: str, asked: Asked) -> None:
         said = said_of_none(what) if reached is None else said_of_live(reached, tokens_per_s)
         console.print(said, markup=False)
     else:
-        reports = [_show_one(console, what, aim, request, judge, scenario, asked.wishes)]
+        reports = [_show_one(console, what, aim, request, judge, scenario, asked)]
     if asked.as_json:
         print_json(reports if asked.compare else reports[0])
 
@@ -197,7 +203,7 @@ def _show_one(
     request: Request,
     judge: Objective,
     scenario: Scenario,
-    wishes: Wishes,
+    asked: Asked,
 ) -> PlanReport:
     """Print first the layout by rule, then the searched plan and what it means for everybody."""
     first = propose("at-once", request, judge)
@@ -210,7 +216,7 @@ def _show_one(
     same = proposal.placement == first.placement
     console.print(f"searched{', and nothing better was found' if same else ''}: {_in_a_line(proposal)}\n", markup=False)
     console.print(stages_view(proposal.placement, request.topology))
-    figures = _figures(proposal.placement, request, scenario, wishes)
+    figures = _figures(proposal.placement, request, scenario, asked)
     console.print(figures_view(figures))
     groups = _show_left_out(console, request, proposal.placement)
     console.print(cost_view(proposal))
@@ -275,7 +281,7 @@ def _show_comparison(console: Console, aim: ObjectiveName, request: Request, jud
     return reports
 
 
-def _figures(placement: Placement, request: Request, scenario: Scenario, wishes: Wishes) -> Figures:
+def _figures(placement: Placement, request: Request, scenario: Scenario, asked: Asked) -> Figures:
     """Figures by the throughput objective, whatever the search was for. Raises: LocalError: by that it cannot be."""
     objective = ThroughputObjective(request.topology, request.workload)
     cost = objective.cost(placement)
@@ -293,9 +299,15 @@ def _figures(placement: Placement, request: Request, scenario: Scenario, wishes:
         step_s=cost.parts["foreseen_s"],
         sent_bytes=sent,
         received_bytes=sent,
-        parameters=request.workload.num_parameters,
-        wishes=wishes,
+        goal=_goal(request, scenario, asked),
+        price_kwh=asked.wishes.price_kwh,
     )
+
+
+def _goal(request: Request, scenario: Scenario, asked: Asked) -> Goal:
+    run, parameters = asked.run, request.workload.num_parameters
+    steps = None if run is None else run.training.steps  # a scenario's are how far a simulation goes
+    return goal_of(asked.wishes, run or scenario.spec, parameters=parameters, steps=steps)
 
 
 def _parameters(request: Request) -> float:

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from shoal.protocol.errors import LocalError
+from shoal.protocol.spec import RunSpec, TrainingSpec
 from shoal.protocol.topology import Topology
 
 WATTS_ASSUMED: Final = 350.0
@@ -18,7 +19,8 @@ WATTS_ASSUMED: Final = 350.0
 PRICE_KWH_ASSUMED: Final = 0.30
 """Household electricity in Europe, about, in euros."""
 TOKENS_PER_PARAMETER: Final = 20.0
-"""The goal where none is named: compute-optimal training (Hoffmann et al. 2022, arXiv 2203.15556)."""
+"""The goal of a run that trains from nothing, where none is named: compute-optimal training (Hoffmann et al. 2022,
+arXiv 2203.15556)."""
 DAYS_A_MONTH: Final = 30.0
 _SECONDS_A_DAY: Final = 86_400.0
 _SUFFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -28,9 +30,44 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line says."""
 
     tokens: float | None = None
-    """The goal; None: `TOKENS_PER_PARAMETER` times the parameters."""
+    """The goal; None: that of the run."""
     price_kwh: float | None = None
     """The price of a kilowatt-hour; None: `PRICE_KWH_ASSUMED`."""
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that are to be trained on."""
+
+    tokens: float
+    why: str = ""
+    """Where the number is from, for people; empty: it was named."""
+    is_assumed: bool = False
+    """Neither the command line nor the run says it."""
+
+
+def goal_of(wishes: Wishes, spec: RunSpec, *, parameters: float, steps: int | None) -> Goal:
+    """What the command line names; else what suits the run.
+
+    Whoever says a run's steps means them. What begins with a model's weights has all that such a model can learn from
+    20 tokens a parameter behind it: its goal is its own data, which its steps are chosen for.
+
+    Args:
+        parameters: of the model.
+        steps: of the run, where somebody has said them.
+    """
+    if wishes.tokens is not None:
+        return Goal(tokens=wishes.tokens)
+    if steps is not None:
+        return Goal(tokens=float(steps * spec.tokens_per_step), why=f"the run's {steps:,} steps")
+    if spec.adapter is not None or spec.initial.digests:
+        usual = TrainingSpec().steps
+        why = f"{usual:,} steps, as a fine-tuning run that does not say; --tokens says another goal"
+        return Goal(tokens=float(usual * spec.tokens_per_step), why=why, is_assumed=True)
+    return Goal(
+        tokens=TOKENS_PER_PARAMETER * parameters,
+        why=f"{TOKENS_PER_PARAMETER:.0f} tokens a parameter; --tokens says another goal",
+        is_assumed=True,
+    )
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +87,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_day: float
     goal_tokens: float
     goal_is_assumed: bool
+    goal_why: str
     days_to_goal: float
     members: tuple[MemberFigures, ...]
     kwh_per_day: float
@@ -70,17 +108,16 @@ def figures_of(
     step_s: float,
     sent_bytes: dict[int, float],
     received_bytes: dict[int, float],
-    parameters: float,
-    wishes: Wishes,
+    goal: Goal,
+    price_kwh: float | None,
 ) -> Figures:
     """Args:
     watts: [N], None where nobody says.
     sent_bytes, received_bytes: of each device that holds a stage, in a step.
-    parameters: of the model.
+    price_kwh: None: `PRICE_KWH_ASSUMED`.
     """
     per_day = tokens_per_s * _SECONDS_A_DAY
-    goal = wishes.tokens or TOKENS_PER_PARAMETER * parameters
-    price = PRICE_KWH_ASSUMED if wishes.price_kwh is None else wishes.price_kwh
+    price = PRICE_KWH_ASSUMED if price_kwh is None else price_kwh
     drawn = {device: watts[device] or WATTS_ASSUMED for device in sent_bytes}
     kwh_per_day = sum(drawn.values()) / 1e3 * 24.0
     kwh_per_billion = kwh_per_day / per_day * 1e9
@@ -95,9 +132,10 @@ def figures_of(
         classes.setdefault((topology.regions[device] or topology.names[device], drawn[device]), []).append(device)
     return Figures(
         tokens_per_day=per_day,
-        goal_tokens=goal,
-        goal_is_assumed=wishes.tokens is None,
-        days_to_goal=goal / per_day,
+        goal_tokens=goal.tokens,
+        goal_is_assumed=goal.is_assumed,
+        goal_why=goal.why,
+        days_to_goal=goal.tokens / per_day,
         members=tuple(
             MemberFigures(
                 name=name,
@@ -112,9 +150,9 @@ def figures_of(
         kwh_per_day=kwh_per_day,
         kwh_per_billion_tokens=kwh_per_billion,
         price_kwh=price,
-        price_is_assumed=wishes.price_kwh is None,
+        price_is_assumed=price_kwh is None,
         cost_per_billion_tokens=kwh_per_billion * price,
-        cost_to_goal=kwh_per_billion * price * goal / 1e9,
+        cost_to_goal=kwh_per_billion * price * goal.tokens / 1e9,
     )
 
 
@@ -139,7 +177,9 @@ def said_tokens(number: float) -> str:
 
 
 def said_days(days: float) -> str:
-    """`34 days`, `5.2 hours`, `12 years`."""
+    """`34 days`, `5.2 hours`, `12 minutes`, `12 years`."""
+    if days < 1.0 / 24.0:
+        return f"{days * 1_440.0:.2g} minutes"
     if days < 2.0:
         return f"{days * 24.0:.3g} hours"
     return f"{days:,.3g} days" if days < 1_000.0 else f"{days / 365.25:,.3g} years"
@@ -153,7 +193,7 @@ def said_gigabytes(span: tuple[float, float]) -> str:
 
 def lines_of(figures: Figures) -> list[tuple[str, str]]:
     """(what, how much), for people; all but the members' lines and gigabytes."""
-    goal = " (20 tokens a parameter; --tokens says another goal)" if figures.goal_is_assumed else ""
+    goal = f" ({figures.goal_why})" if figures.goal_why else ""
     price = f"{figures.price_kwh:g} a kWh" + (" (assumed; --price-kwh)" if figures.price_is_assumed else "")
     return [
         ("tokens a day", said_tokens(figures.tokens_per_day)),

@@ -12,6 +12,7 @@ from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.toml.spec_file import load_spec
 
 DEMO_SPEC = Path(__file__).parent.parent / "demo" / "demo.toml"
+LONG_SPEC = DEMO_SPEC.with_name("long.toml")
 MOE_SPEC = DEMO_SPEC.with_name("moe.toml")
 
 

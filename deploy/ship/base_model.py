@@ -77,8 +77,13 @@ class BaseModel:
 
 
 def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | None:
-    """Find the base of a snapshot; None: it has all weights of its model itself. Raises: LocalError: as `BaseModel`."""
+    """Find the base of a snapshot; None: it has all weights of its model itself.
+
+    Raises: LocalError: as `BaseModel`; or it has all weights itself, and a folder is named.
+    """
     if snapshot.spec.adapter is None:
+        if folder is not None:
+            raise LocalError("this run trains all weights of its model, beside which no other stands: leave --base out")
         return None
     parts = (part for parts in snapshot.parts.values() for part in parts)
     near = (Path(disk.where(path)) for disk, path in parts)

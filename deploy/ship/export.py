@@ -29,6 +29,7 @@ from shoal.peer.model.layout import layer_layout, state_layout
 from shoal.peer.snapshot import DamagedSnapshot, log_damage
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import HEAD_MATRIX
 
 _CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
 """Files beside a tokenizer.json that say how it is used."""
@@ -157,7 +158,7 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
     begin, end = next(iter(tokenizer.beginning), None), tokenizer.end_of_text
     begin_text, end_text = (None if token is None else tokenizer.decode([token]) for token in (begin, end))
     tables: dict[str, dict[str, Any]] = {
-        "config.json": config_of(spec.model, dtype=dtype, begin_of_text=begin, end_of_text=end),
+        "config.json": config_of(spec.model, dtype=dtype, begin_of_text=begin, end_of_text=end, tied=spec.initial.tied),
         "generation_config.json": generation_config_of(begin_of_text=begin, end_of_text=end),
         "tokenizer_config.json": tokenizer_config_of(spec.model, begin_of_text=begin_text, end_of_text=end_text),
     }
@@ -234,12 +235,13 @@ def _write_weights(
     source: _Source, folder: Path, *, dtype: torch.dtype, shard_bytes: int, on_bytes: OnBytes | None
 ) -> tuple[int, int]:
     """Returns: (bytes of all tensors, files)."""
-    model, keys = source.snapshot.spec.model, source.snapshot.keys
-    layouts = [layer_layout(model, key) for key in keys]
+    spec, keys = source.snapshot.spec, source.snapshot.keys
+    layouts = [layer_layout(spec.model, key) for key in keys]
     sizes = {
         name: math.prod(shape) * dtype.itemsize
         for layout in layouts
         for name, shape in zip(layout.names, layout.shapes, strict=True)
+        if not _is_embedding_again(spec, name)
     }
     shards = _cut(sizes, shard_bytes)
     total, done = sum(sizes.values()), 0
@@ -265,10 +267,16 @@ def _write_weights(
 
 def _tensors(source: _Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Tensors by Hugging Face name, in the order of the layouts. Each is a copy, so a passed layer is free."""
+    spec = source.snapshot.spec
     for key in source.snapshot.keys:
-        layout = layer_layout(source.snapshot.spec.model, key)
-        for name, view in layout.views(source.read(key)).items():
-            yield name, view.to(dtype, copy=True)
+        for name, view in layer_layout(spec.model, key).views(source.read(key)).items():
+            if not _is_embedding_again(spec, name):
+                yield name, view.to(dtype, copy=True)
+
+
+def _is_embedding_again(spec: RunSpec, name: str) -> bool:
+    """Whether the tensor is in the file as the embedding: a tied model's head."""
+    return spec.initial.tied and name == HEAD_MATRIX
 
 
 def _cut(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:

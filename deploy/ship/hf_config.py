@@ -54,8 +54,13 @@ _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
 
 
-def config_of(model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of_text: int | None) -> dict[str, Any]:
-    """The content of the `config.json` that `transformers` reads."""
+def config_of(
+    model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of_text: int | None, tied: bool = False
+) -> dict[str, Any]:
+    """The content of the `config.json` that `transformers` reads.
+
+    Args: tied: the head is the embedding.
+    """
     family = model.family
     return {
         "architectures": [_ARCHITECTURES[family]],
@@ -71,7 +76,7 @@ def config_of(model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of
         "max_position_embeddings": model.context,
         "rms_norm_eps": model.norm_eps,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": begin_of_text,
@@ -110,7 +115,7 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bo
 
     Args:
         context: tokens of a sample; None: what the config allows, at most 1,024.
-        untie: a head that is the embedding becomes a layer of its own.
+        untie: a head that is the embedding becomes a layer of its own, at least in what is stored and computed.
     Raises: LocalError: our model cannot be that one; the line says why.
     """
     kind = config.get("model_type")
@@ -374,7 +379,7 @@ def _troubles(said: _Said, *, untie: bool) -> list[str]:
     checks = [
         (
             said("tie_word_embeddings") and not untie,
-            "its embedding and head are tied; --untie trains them as two layers, which begin equal",
+            "its embedding and head are tied; --untie trains them as two layers, which begin equal, --lora neither",
         ),
         (strange, f"it scales its rotary positions ({_said(strange[0]) if strange else ''})"),
         (

@@ -28,6 +28,7 @@ from shoal.peer.model.frozen import stored_base
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.protocol.errors import DataError, LocalError
 from shoal.protocol.spec import AdapterSpec, DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
+from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of
 
 OnLayer = Callable[[int, int], None]
@@ -37,8 +38,6 @@ _NAMED_MAX: Final = 3
 """How many tensors a message names."""
 _NAME_CHARS_MAX: Final = 80
 _DIMS_MAX: Final = 8
-_EMBEDDING: Final = "model.embed_tokens.weight"
-_HEAD: Final = "lm_head.weight"
 _SMALLEST: Final = "layers.0"
 """The layer by which a copy is told from a model of the same shape: smaller than embedding and head."""
 _FP32_BYTES: Final = 4
@@ -59,10 +58,10 @@ class FolderWeights:
         self._file_of = _tensor_files(folder)
         self._stored: dict[str, str] = {}
         """Tensors that the folder has under another name."""
-        if _has_tied_head(folder):
-            self._stored[_HEAD] = _EMBEDDING
-            if _EMBEDDING in self._file_of:
-                self._file_of[_HEAD] = self._file_of[_EMBEDDING]
+        if has_tied_head(folder):
+            self._stored[HEAD_MATRIX] = EMBEDDING_MATRIX
+            if EMBEDDING_MATRIX in self._file_of:
+                self._file_of[HEAD_MATRIX] = self._file_of[EMBEDDING_MATRIX]
         wanted = {name for key in all_layer_keys(model) for name in layer_layout(model, key).names}
         missing = sorted(wanted - set(self._file_of))
         unknown = sorted(name for name in set(self._file_of) - wanted if not is_ignored(name))
@@ -144,14 +143,16 @@ def import_model(
         format: whether that is conversations; None: what `base` says.
         context: tokens of a sample; None: what the model allows, at most 1,024.
         stages: `swarm.stages`; None: what `base` says, or "auto".
-        untie: a head that is the embedding becomes a layer of its own, which begins with the same weights.
+        untie: a head that is the embedding becomes a layer of its own, which begins with the same weights. Adapters
+            leave both as they are, and need not ask for it: then the model stays tied.
         adapter: what is trained beside the model's weights; None: what `base` says, or all weights.
     Raises: LocalError: this is no model that shoal can train; the line says why. DataError: its tokenizer.
     """
     folder = folder.expanduser().resolve()
-    model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
+    adapts = adapter is not None or (base is not None and base.adapter is not None)
+    model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie or adapts)
     weights = FolderWeights(folder, model)
-    base = base or _for_fine_tuning(folder.name, model, adapts=adapter is not None)
+    base = base or _for_fine_tuning(folder.name, model, adapts=adapts)
     name, licence = name_and_licence(folder)
     data = msgspec.structs.replace(base.data, tokenizer=tokenizer_of(folder, model), tokenizer_digest="", digest="")
     try:
@@ -169,15 +170,11 @@ def import_model(
             adapter=adapter or base.adapter,
         )
         digests = _as_stored(weights, spec).digests(on_layer)
-        initial = InitialSpec(source=str(folder), digests=digests, name=name, licence=licence)
+        tied = adapts and not untie and has_tied_head(folder)
+        initial = InitialSpec(source=str(folder), digests=digests, name=name, licence=licence, tied=tied)
         return msgspec.structs.replace(spec, initial=initial)
     except ValueError as error:
         raise LocalError(f"no run can be made of {folder}: {error}") from error
-
-
-def is_untied(folder: Path) -> bool:
-    """Whether the model of this folder has one matrix where a run that begins with it has two."""
-    return _has_tied_head(folder.expanduser().resolve())
 
 
 def _as_stored(weights: FolderWeights, spec: RunSpec) -> FolderWeights | FolderBase:
@@ -233,7 +230,9 @@ def open_copy(spec: RunSpec, folder: Path | None) -> FolderBase | None:
     return None
 
 
-def _has_tied_head(folder: Path) -> bool:
+def has_tied_head(folder: Path) -> bool:
+    """Whether the model of this folder has one matrix for embedding and head."""
+    folder = folder.expanduser().resolve()
     return (folder / "config.json").exists() and is_tied(read_json(own_file(folder, "config.json")))
 
 

@@ -15,6 +15,7 @@ from shoal.peer.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.peer.model.llama import Params
 from shoal.peer.snapshot_name import MANIFEST
+from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec, ModelSpec
 
 
@@ -32,19 +33,27 @@ class LoadedModel:
 
 
 def load_model(
-    where: Path | None, *, device: torch.device, tokenizer: Path | None = None, context: int | None = None
+    where: Path | None,
+    *,
+    device: torch.device,
+    tokenizer: Path | None = None,
+    base: Path | None = None,
+    context: int | None = None,
 ) -> LoadedModel:
     """Read a model.
 
     Args:
         where: a snapshot, a folder with some, or a model's folder (with a config.json); None: the newest snapshot here.
         tokenizer: where a run's tokenizer.json is, if not where its spec says.
+        base: where the model is that the run's adapters stand beside, if it has any and they are not found.
         context: the most tokens that a model's folder is to be asked about at once; None: at most 1,024.
     Raises: LocalError: there is none, or it is none that shoal knows. DataError: its tokenizer.
     """
     if where is not None and (where / "config.json").exists() and not (where / MANIFEST).exists():
+        if base is not None:
+            raise LocalError(f"{where} is a whole model, beside which no adapters stand: leave --base out")
         return _from_folder(where.expanduser().resolve(), device, context)
-    writer = load_writer(find_snapshots(where), device=device, tokenizer=tokenizer)
+    writer = load_writer(find_snapshots(where), device=device, tokenizer=tokenizer, base=base)
     snapshot = writer.snapshot
     return LoadedModel(
         model=snapshot.spec.model,

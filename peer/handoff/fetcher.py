@@ -102,6 +102,8 @@ class StateFetcher:
         """Mate -> the value of `_num_asked` when it was last asked: the least recently asked mate is next."""
         self._num_asked = 0
         """Requests to mates so far."""
+        self._known: dict[str, int] = {}
+        """Layer -> elements that its parameters begin with and that were here before anything was fetched."""
         self._passed: dict[str, bool] = {}
         """Whether mates have given us a part of a layer; False: none may any more."""
         self.progress = FetchProgress()
@@ -114,6 +116,7 @@ class StateFetcher:
         stored_era: int = TRAINED,
         is_witnessed: Callable[[StateOffer], bool] | None = None,
         known: Mapping[str, LayerState] | None = None,
+        begins: Mapping[str, Tensor] | None = None,
         relay: Relay | None = None,
         carriers: Sequence[PeerID] = (),
     ) -> StageState:
@@ -123,6 +126,8 @@ class StateFetcher:
         Args:
             is_witnessed: of the newest, take nothing but what this says of an offer.
             known: layers that the caller believes it has at that version: what most holders name otherwise is fetched.
+            begins: what the caller believes that a layer's parameters begin with, float32; only the rest is fetched,
+                unless the layer's digest says otherwise.
             relay: gets what comes, for the mates who fetch the same, and who are asked for what has come to them.
             carriers: peers that are asked to get ranges of a lone holder for us, over paths of their own.
         Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
@@ -148,12 +153,15 @@ class StateFetcher:
             self._tensors[key] = layer.tensors
             self._begin(key, whole=True)
         self.progress.total = sum(tensor.numel() for key in missing for tensor in self._tensors[key])
+        for key in missing:
+            if key in (begins or {}):
+                self._fill(key, (begins or {})[key])
         while missing:
             await self._fetch_layers(missing)
             missing = await self._compute.run_on_host(functools.partial(self._differing, missing, digests))
             for key in missing:
                 culprit = self._sources[key][0]
-                is_passed = self._passed.get(key, False)
+                is_passed = self._passed.get(key, False) or self._known.pop(key, 0) > 0
                 if len(self._sources[key]) == 1 and not is_passed:
                     raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
                 # With several sources nobody knows who erred: fetch it again without one, then without the next.
@@ -343,9 +351,20 @@ class StateFetcher:
         found = []
         for index, tensor in enumerate(self._tensors[key]):
             for number, (start, stop) in enumerate(ranges(tensor.numel(), self._vectors)):
+                if index == 0 and stop <= self._known.get(key, 0):
+                    continue
                 owner = owner_of(key, index, number, fetching)
                 found.append(_Range(key, index, start, stop, owner if owner != me else None))
         return found
+
+    def _fill(self, key: str, begin_N: Tensor) -> None:
+        """Take over what a layer's parameters begin with, as whole ranges."""
+        into_N = self._tensors[key][0]
+        for start, stop in ranges(into_N.numel(), self._vectors):
+            if stop <= begin_N.numel():
+                into_N[start:stop] = begin_N[start:stop]
+                self._known[key] = stop
+                self._came(_Range(key, 0, start, stop))
 
     def _next_of(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
         """What to get from a holder: our own ranges, then what mates will come to last."""

@@ -19,6 +19,7 @@ from shoal.peer.pipeline.state import LayerState, StageState, clipped, initial_s
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.peer.pipeline.weights import Weights
 from shoal.peer.vectors import Vectors
+from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
 
 Leaves = dict[str, dict[str, Tensor]]
@@ -85,6 +86,12 @@ class Shard:
     def load_base(self, stored: Mapping[str, Tensor]) -> None:
         """Take over the base of our layers, as `stored_base` has it. It is the same for as long as the run lasts."""
         assert tuple(stored) == self.keys, "the base is another stage's"
+        if self.spec.initial.tied and EMBED in stored and HEAD in stored:
+            begin = stored[HEAD][: stored[EMBED].numel()]
+            if torch.equal(begin.view(torch.uint8), stored[EMBED].view(torch.uint8)):
+                # One matrix, which is in memory once.
+                head = stored[HEAD].to(self.device)
+                stored = {**stored, HEAD: head, EMBED: head[: begin.numel()]}
         self._base = {
             key: FrozenLayer.of(self.spec, key, values, device=self.device, dtype=self.dtype)
             for key, values in stored.items()

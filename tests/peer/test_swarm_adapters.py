@@ -14,15 +14,18 @@ from shoal.deploy.ship.hf_config import config_of
 from shoal.peer.base_layers import FOLDER
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.data.microbatch import microbatch
+from shoal.peer.handoff import fetcher
+from shoal.peer.handoff.ranges import fetch_range
 from shoal.peer.initial import weights_digest
 from shoal.peer.model.frozen import base_numel, stored_base
 from shoal.peer.model.layout import all_layer_keys, init_layer, initial_parameters, layer_layout, state_layout
 from shoal.peer.model.schedule import rate_of
 from shoal.peer.single_process import train
-from shoal.protocol.layers import stage_layer_keys
+from shoal.protocol.layers import EMBED, HEAD, stage_layer_keys
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import InitialSpec, RunSpec
+from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 
 STEPS = 20
 THREE_OF_TWO = [["0.0", "0.1"], ["1.0", "1.1"], ["2.0", "2.1"]]
@@ -33,19 +36,36 @@ BASE_SEED = 77
 class Model:
     """Implements `InitialWeights`: a machine's copy of the model; counts how often a layer was read."""
 
-    def __init__(self, spec: RunSpec, *, seed: int = BASE_SEED) -> None:
+    def __init__(self, spec: RunSpec, *, seed: int = BASE_SEED, tied: bool | None = None) -> None:
         self._spec, self._seed = spec, seed
+        self._tied = spec.initial.tied if tied is None else tied
         self.asked: list[str] = []
 
     def layer(self, key: str) -> Tensor:
-        return stored_base(self._spec, key, init_layer(self._spec.model, key, self._seed))
+        return stored_base(self._spec, key, bare(self._spec, key, seed=self._seed, tied=self._tied))
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
         self.asked += keys
         return {key: self.layer(key) for key in keys}
 
 
-def spec_with(spec: RunSpec, *, base: str = "fp32", targets: Sequence[str] = (), **tables: dict[str, Any]) -> RunSpec:
+def bare(spec: RunSpec, key: str, *, seed: int, tied: bool) -> Tensor:
+    """The model's weights, before they are stored: where it is tied its head is its embedding."""
+    flat_N = init_layer(spec.model, key, seed)
+    if tied and key == HEAD:
+        embedding_N = init_layer(spec.model, EMBED, seed)
+        flat_N[: embedding_N.numel()] = embedding_N
+    return flat_N
+
+
+def spec_with(
+    spec: RunSpec,
+    *,
+    base: str = "fp32",
+    targets: Sequence[str] = (),
+    tied: bool = False,
+    **tables: dict[str, Any],
+) -> RunSpec:
     """With adapters beside a base that only some peers have."""
     builtins = msgspec.to_builtins(spec)
     builtins["adapter"] = {"kind": "lora", "rank": 4, "alpha": 8.0, "base": base}
@@ -55,8 +75,8 @@ def spec_with(spec: RunSpec, *, base: str = "fp32", targets: Sequence[str] = (),
     for table, values in tables.items():
         builtins[table] |= values
     spec = msgspec.convert(builtins, RunSpec)
-    digests = tuple(weights_digest(Model(spec).layer(key)) for key in all_layer_keys(spec.model))
-    return msgspec.structs.replace(spec, initial=InitialSpec(source="/host/only", digests=digests))
+    digests = tuple(weights_digest(Model(spec, tied=tied).layer(key)) for key in all_layer_keys(spec.model))
+    return msgspec.structs.replace(spec, initial=InitialSpec(source="/host/only", digests=digests, tied=tied))
 
 
 def swarm_of(
@@ -92,10 +112,11 @@ def losses_of_peft(spec: RunSpec, steps: int) -> Iterator[float]:
     """A plain loop with their model, PEFT's adapters and torch's AdamW."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     assert spec.adapter is not None
-    config = config_of(spec.model, dtype="float32", begin_of_text=None, end_of_text=None)
+    tied = spec.initial.tied
+    config = config_of(spec.model, dtype="float32", begin_of_text=None, end_of_text=None, tied=tied)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     layouts = [layer_layout(spec.model, key) for key in all_layer_keys(spec.model)]
-    views = [layout.views(init_layer(spec.model, layout.key, BASE_SEED)) for layout in layouts]
+    views = [layout.views(bare(spec, layout.key, seed=BASE_SEED, tied=tied)) for layout in layouts]
     model.load_state_dict({name: tensor for of_layer in views for name, tensor in of_layer.items()})
     adapter = spec.adapter
     adapted = peft.get_peft_model(
@@ -135,11 +156,13 @@ def losses_of_peft(spec: RunSpec, steps: int) -> Iterator[float]:
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj")], ids=["all", "q and v"])
+@pytest.mark.parametrize(
+    ("targets", "tied"), [((), False), (("q_proj", "v_proj"), False), ((), True)], ids=["all", "q and v", "tied"]
+)
 def test_three_stages_of_two_replicas_train_adapters_as_peft_does_in_one_process(
-    make_swarm: Callable[..., Any], tiny_spec: RunSpec, targets: tuple[str, ...]
+    make_swarm: Callable[..., Any], tiny_spec: RunSpec, targets: tuple[str, ...], tied: bool
 ) -> None:
-    spec = spec_with(tiny_spec, targets=targets)
+    spec = spec_with(tiny_spec, targets=targets, tied=tied)
     single = list(losses_of_peft(spec, STEPS))
     assert single[-1] < single[0] - 0.3, "the yardstick itself does not learn"
     alone = [step.loss for step in train(spec, load_corpus(spec.data, context=32), steps=STEPS, base=base_of(spec))]
@@ -176,6 +199,63 @@ def test_the_base_comes_to_each_peer_once_and_stays_on_its_disk(
             keys = set(stage_layer_keys(spec.model, stage, stage + 1))
             assert (kept >= keys) if name != "0.0" else not (kept & keys)
             assert all(len(disk.read(folder / f"{key}.bin")) == 4 * base_numel(spec, key) for key in kept)
+
+
+WIDE: dict[str, Any] = {"vocab_size": 4096, "dim": 256, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+"""Its embedding has 4 MiB, which are one range."""
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("really", [True, False], ids=["tied", "said to be"])
+def test_the_one_matrix_of_a_tied_model_comes_once_to_a_peer_that_needs_both_ends(
+    make_swarm: Callable[..., Any], tiny_spec: RunSpec, monkeypatch: pytest.MonkeyPatch, really: bool
+) -> None:
+    """And where the digests say that the head is another matrix, it comes too."""
+    spec = spec_with(tiny_spec, tied=really, model=WIDE, training={"steps": 2}, swarm={"stages": 1})
+    spec = msgspec.structs.replace(spec, initial=msgspec.structs.replace(spec.initial, tied=True))
+    came: dict[str, int] = {}
+
+    async def counted(peer: Any, request: Any, *args: Any, **options: Any) -> None:
+        await fetch_range(peer, request, *args, **options)
+        came[request.layer] = came.get(request.layer, 0) + request.stop - request.start
+
+    monkeypatch.setattr(fetcher, "fetch_range", counted)
+    model = Model(spec, tied=really)
+    swarm = swarm_of(make_swarm, spec, [["a", "b"]], models={"a": model}, steps=2)
+    base = {key: model.layer(key) for key in all_layer_keys(spec.model)}
+    assert came[EMBED] == base[EMBED].numel()
+    assert came[HEAD] == spec.model.dim + (0 if really else base[HEAD].numel())
+    frozen = swarm.drivers["b"].replica.runtime._base
+    places = [frozen[EMBED].matrices[EMBEDDING_MATRIX], frozen[HEAD].matrices[HEAD_MATRIX]]
+    assert len({place.dense(torch.float32).data_ptr() for place in places}) == (1 if really else 2)
+    alone = [step.loss for step in train(spec, swarm.corpus, steps=2, base=base)]
+    assert swarm.losses == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.sim
+def test_a_peer_that_had_the_head_of_a_tied_model_fetches_no_embedding(
+    make_swarm: Callable[..., Any], tiny_spec: RunSpec
+) -> None:
+    spec = spec_with(tiny_spec, base="int8", tied=True, training={"steps": 4})
+
+    async def main() -> list[float]:
+        swarm, host = make_swarm(spec, network=NETWORK), Model(spec)
+        for name in ("a", "b"):
+            (await swarm.add(name, keeps=True)).begin_with(host if name == "a" else None)
+        swarm.obey([["a"], ["b"]], fresh=True)
+        await swarm.until_step(2)
+        assert EMBED not in host.asked or host.asked.count(EMBED) == 1, "only a has computed with it"
+        swarm.obey([["b"], ["a"]], fresh=True, era=1)
+        await swarm.until_step(4)
+        disk, folder = swarm.peer("b").disk, PurePosixPath(swarm.drivers["b"].replica._endpoint.run) / FOLDER
+        assert disk.read(folder / f"{EMBED}.bin") == host.layer(EMBED).numpy().tobytes()
+        assert host.asked.count(EMBED) == 1, "b has made it of the head"
+        await swarm.close()
+        assert swarm.world.failures == []
+        return swarm.losses
+
+    alone = [step.loss for step in train(spec, load_corpus(spec.data, context=32), steps=4, base=base_of(spec))]
+    assert run(main())[-4:] == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.sim

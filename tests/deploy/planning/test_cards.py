@@ -69,7 +69,7 @@ def test_more_memory_holds_no_less_and_the_fetch_takes_as_long_as_its_bits() -> 
 def test_a_run_file_has_one_table_with_every_card(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('name = "notes"\n[model]\ndim = 128\nnum_layers = 6\ncontext = 128\n')
-    (table,) = shown(str(path))
+    (table,) = shown("--run", str(path))
     assert [figures["card"] for figures in table["cards"]] == [card.name for card in CARDS]
     assert all(figures["cards"] == 1 for figures in table["cards"])  # a million parameters
     assert len(shown()) == len(usual_models())
@@ -85,9 +85,10 @@ def test_people_get_a_line_for_each_card_and_what_is_assumed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("no-such.toml",), "cannot read the run spec no-such.toml"),
-        (("--compare",), "--cards stands alone"),
-        (("--experts", "experts.json"), "--cards stands alone"),
+        (("--run", "no-such.toml"), "cannot read the run spec no-such.toml"),
+        (("home-gpus",), "--cards is about no scenario"),
+        (("--compare",), "--cards is about no scenario"),
+        (("--experts", "experts.json"), "--cards is about no scenario"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(arguments: tuple[str, ...], says: str) -> None:

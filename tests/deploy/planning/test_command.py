@@ -176,6 +176,47 @@ def test_what_it_means_for_everybody_is_said(tmp_path: Path) -> None:
         assert words in result.stdout, words
 
 
+RUN = """
+[model]
+dim = 256
+num_layers = 4
+context = 128
+[training]
+steps = 50
+microbatches_per_step = 32
+microbatch_size = 1
+"""
+
+
+def goal_of(*arguments: str) -> tuple[float, bool, str]:
+    figures = planned(*arguments, "--seconds", "0.05")["figures"]
+    assert figures["days_to_goal"] == pytest.approx(figures["goal_tokens"] / figures["tokens_per_day"])
+    return figures["goal_tokens"], figures["goal_is_assumed"], figures["goal_why"]
+
+
+def test_the_goal_is_the_run_s_own_where_that_is_known(tmp_path: Path) -> None:
+    """20 tokens a parameter are for what trains from nothing: adapters beside 8 B would have 160 B before them."""
+    lab, run, adapted = tmp_path / "lab.toml", tmp_path / "run.toml", tmp_path / "adapted.toml"
+    lab.write_text(LAB)
+    tokens, assumed, why = goal_of(str(lab))
+    assert assumed
+    assert tokens > 20 * 8000 * 1024
+    assert why.startswith("20 tokens a parameter")
+
+    adapted.write_text(LAB + '[adapter]\nkind = "lora"\n')
+    tokens, assumed, why = goal_of(str(adapted))
+    assert (tokens, assumed) == (400 * 256 * 1024, True)
+    assert why.startswith("400 steps, as a fine-tuning run that does not say")
+
+    run.write_text(RUN)
+    assert goal_of(str(lab), "--run", str(run)) == (50 * 32 * 128, False, "the run's 50 steps")
+    assert goal_of(str(lab), "--run", str(run), "--tokens", "3M") == (3e6, False, "")
+    result = shoal("plan", str(lab), "--run", str(run), "--seconds", "0.05")
+    assert "to 205 K tokens" in result.stdout
+    assert "(the run's 50 steps)" in result.stdout
+    assert "4,096 tokens a step" in result.stdout
+
+
 @pytest.mark.parametrize("text", ["many", "-3B", "0", "3X", "inf"])
 def test_a_goal_that_is_no_number_of_tokens(tmp_path: Path, text: str) -> None:
     result = shoal("plan", network(tmp_path), f"--tokens={text}")

@@ -35,9 +35,20 @@ RUN = "0123456789abcdef"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of bytes, with biases and grouped queries."""
-    folder = tmp_path_factory.mktemp("models") / "little"
+    return saved(tmp_path_factory.mktemp("models") / "little", transformers.Qwen2Config, tied=False)
+
+
+@pytest.fixture(scope="module", params=["Qwen2Config", "LlamaConfig", "Gemma3TextConfig"])
+def tied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose head is its embedding."""
+    more = {"head_dim": 8, "query_pre_attn_scalar": 8} if request.param.startswith("Gemma") else {}
+    kind = getattr(transformers, request.param)
+    return saved(tmp_path_factory.mktemp("models") / "tied", kind, tied=True, **more)
+
+
+def saved(folder: Path, kind: Any, *, tied: bool, **more: Any) -> Path:
     torch.manual_seed(3)
-    config = transformers.Qwen2Config(
+    config = kind(
         vocab_size=256,
         hidden_size=32,
         num_hidden_layers=3,
@@ -45,7 +56,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         intermediate_size=48,
         max_position_embeddings=64,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
+        **more,
     )
     made = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -150,6 +162,61 @@ def test_the_merged_export_is_the_model_that_was_trained(model: Path, tmp_path: 
         assert (theirs(TOKENS_BT).logits - ours(spec, TOKENS_BT)).abs().max() < 1e-4
 
 
+def test_adapters_leave_a_tied_model_tied(tied: Path, tmp_path: Path) -> None:
+    """The PEFT folder loads on the model itself, and merged it is a model of the same kind, with the one matrix."""
+    peft = pytest.importorskip("peft")
+    toml = tmp_path / "run.toml"
+    argv = ["import", str(tied), str(toml), "--lora", "4", "--base", "fp32", "--context", "16"]
+    said = CliRunner().invoke(cli.app, argv)
+    assert said.exit_code == 0, said.output
+    assert "embedding and head are one matrix and stay so" in said.output
+    spec = load_spec(toml)
+    assert spec.initial.tied
+    weights = open_initial(spec)
+    assert weights is not None
+    embedding = weights.layer("embed")
+    assert torch.equal(weights.layer("head")[: embedding.numel()], embedding)
+    write(spec, tmp_path / "peer")
+    expected = ours(spec, TOKENS_BT)
+
+    export(find_snapshots(tmp_path / "peer"), tmp_path / "adapters")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tied, dtype="float32").eval()
+    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters").eval()
+    with torch.inference_mode():
+        assert (loaded(TOKENS_BT).logits - expected).abs().max() < 1e-4
+
+    done = export(find_snapshots(tmp_path / "peer"), tmp_path / "merged", form="hf", shard_bytes=20_000)
+    assert done.shards > 1
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is True
+    names = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32").eval()
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    assert done.parameters == merged.num_parameters()
+    with torch.inference_mode():
+        assert (merged(TOKENS_BT).logits - expected).abs().max() < 1e-4
+
+
+def test_a_tied_model_is_untied_for_adapters_only_where_that_is_asked_for(tied: Path) -> None:
+    adapter = AdapterSpec(kind="lora", rank=4, base="int8")
+    kept, untied = (import_model(tied, context=16, untie=untie, adapter=adapter) for untie in (False, True))
+    assert (kept.initial.tied, untied.initial.tied) == (True, False)
+    assert kept.initial.digests == untied.initial.digests
+    again = import_model(tied, context=16, base=kept)
+    assert again.initial.tied, "the adapter of a run spec counts too"
+    copy = open_copy(kept, tied)
+    assert copy is not None
+    assert torch.equal(copy.layer("head").view(torch.uint8)[: copy.layer("embed").numel() * 4], _bytes(copy, "embed"))
+    with pytest.raises(ValueError, match=r"initial.tied: without .adapter. embedding and head train as two layers"):
+        msgspec.structs.replace(kept, adapter=None)
+
+
+def _bytes(copy: Any, key: str) -> torch.Tensor:
+    found: torch.Tensor = copy.layer(key).view(torch.uint8)
+    return found
+
+
 def test_what_a_peer_keeps_of_the_base_is_enough(model: Path, tmp_path: Path) -> None:
     spec = imported(model, base="bf16")
     elsewhere = msgspec.structs.replace(spec.initial, source="/host/only")
@@ -169,6 +236,37 @@ def test_what_a_peer_keeps_of_the_base_is_enough(model: Path, tmp_path: Path) ->
         export([bare], tmp_path / "out", form="hf")
     assert not (tmp_path / "out").exists()
     assert export([bare], tmp_path / "out", form="hf", base=model).form == "hf"
+
+
+def test_adapters_are_evaluated_and_write_beside_the_model_that_is_named(model: Path, tmp_path: Path) -> None:
+    """A machine that neither has the host's folder nor a peer's copy of the base."""
+    spec = imported(model)
+    moved = msgspec.structs.replace(spec, initial=msgspec.structs.replace(spec.initial, source="/host/only"))
+    write(moved, tmp_path / "peer")
+    text = tmp_path / "book.txt"
+    text.write_bytes(bytes(TOKENS_BT[0] % 90 + 32))
+
+    def shoal(*arguments: object) -> Any:
+        return CliRunner().invoke(cli.app, [*map(str, arguments), "--device", "cpu"])
+
+    for command in (("eval", tmp_path / "peer", "--text", text), ("generate", tmp_path / "peer", "-p", "f", "-n", 3)):
+        missing = shoal(*command)
+        assert missing.exit_code == 2
+        assert "say --base FOLDER, where the model is" in missing.stderr
+        assert shoal(*command, "--base", model).exit_code == 0
+    evaluated = shoal("eval", tmp_path / "peer", "--text", text, "--base", model, "--json")
+    export(find_snapshots(tmp_path / "peer"), tmp_path / "merged", form="hf", base=model)
+    merged = shoal("eval", tmp_path / "merged", "--text", text, "--json")
+    losses = [json.loads(said.stdout)["scores"][0]["loss"] for said in (evaluated, merged)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    bare = shoal("eval", model, "--text", text, "--json")
+    assert abs(losses[0] - json.loads(bare.stdout)["scores"][0]["loss"]) > 1e-3, "the adapters count"
+
+
+def test_a_base_for_a_whole_model_is_a_mistake_of_who_names_it(model: Path) -> None:
+    said = CliRunner().invoke(cli.app, ["eval", str(model), "--text", "x", "--base", str(model), "--device", "cpu"])
+    assert said.exit_code == 2
+    assert "is a whole model, beside which no adapters stand: leave --base out" in said.stderr
 
 
 def _with(snapshot: Any, spec: RunSpec) -> Any:

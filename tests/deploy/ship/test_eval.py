@@ -254,6 +254,9 @@ def test_tasks_of_lm_eval_get_the_answers_that_the_model_gives(tmp_path: Path, t
     assert values["fish_text bits_per_byte"] == pytest.approx(bits, abs=1e-5)
     assert values["fish_writing exact_match"] == pytest.approx(1.0)
     assert {score["examples"] for score in found} == {12}
+    export(find_snapshots(folder), tmp_path / "out")
+    of_folder = said(tmp_path / "out", "--tasks", "fish_choice,fish_text,fish_writing", "--include", tasks)["scores"]
+    assert {score["name"]: score["value"] for score in of_folder} == pytest.approx(values, abs=1e-6)
 
 
 def test_a_task_that_is_not_there_is_one_clear_line(tmp_path: Path, text: Path, tasks: Path) -> None:

@@ -1,0 +1,217 @@
+"""`shoal demo --tune`: a base is trained, then fine-tuned, by a swarm of real peers each, and both are evaluated.
+
+Every step between the two swarms is the command that a person would type: `shoal export`, `import`, `eval`, as children
+of this process, which is as light as the demo's. The base learns the sources of Python's library, the adapters its
+documentation in English; both are evaluated on parts of both texts that no peer has seen.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+
+from shoal.deploy.children import CLI, Children, last_line
+from shoal.deploy.demo.crew import environment
+from shoal.deploy.demo.driver import Demo, DemoOptions
+from shoal.deploy.demo.summary import Summary
+from shoal.deploy.demo.two_corpora import TwoCorpora, write_two_corpora
+from shoal.protocol.errors import LocalError
+from shoal.protocol.layers import all_layer_keys
+from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import num_elements, state_elements
+from shoal.protocol.toml.spec_file import load_spec
+
+RANK: Final = 8
+_STEPS_SHARE: Final = 2
+"""The base trains so many times as many steps as its adapters."""
+
+
+class Losses(msgspec.Struct, frozen=True, kw_only=True):
+    """The losses of one model on the two texts, in nats a byte."""
+
+    code: float
+    prose: float
+
+
+class TuneSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` gets."""
+
+    parameters: int
+    """How many the base has."""
+    trained: int
+    """How many the adapters have."""
+    steps: int
+    tune_steps: int
+    before: Losses
+    after: Losses
+    base_seconds: float
+    tune_seconds: float
+    seconds: float
+    """How long all of it took."""
+    model: str
+    """The base as a folder for transformers."""
+    adapters: str
+    """A folder for peft."""
+    snapshot: str
+    """The snapshot of the adapters."""
+
+
+class Tuning:
+    """Args: options: those of the base's demo; its text is replaced."""
+
+    def __init__(self, options: DemoOptions, console: Console) -> None:
+        self._options = options
+        self._folder = options.folder
+        self._console = console
+        self._lines: list[bytes] = []
+        self._children = Children(on_line=lambda _, line: self._lines.append(line), on_exit=lambda *_: None)
+        self._is_stopped = False
+
+    async def run(self) -> TuneSummary | None:
+        """Returns: None: it was interrupted. Raises: LocalError: something did not come about; the line says what."""
+        try:
+            return await self._run()
+        except _Stopped:
+            return None
+        finally:
+            await self._children.close()
+
+    async def _run(self) -> TuneSummary:
+        began_s = time.monotonic()
+        corpora = await asyncio.to_thread(write_two_corpora, self._folder / "texts")
+        spec = _reading(self._options.spec, corpora.code)
+        numel = sum(sum(num_elements(spec.model, key)) for key in all_layer_keys(spec.model))
+        self._say(f"1  a base of {numel:,} parameters learns Python's library, in {spec.training.steps} steps")
+        base = await self._train(spec, self._folder / "base")
+
+        model, toml, tuned = self._folder / "model", self._folder / "tune.toml", self._folder / "tune"
+        await self._shoal("export", base.snapshot, model)
+        wanted = self._folder / "wanted.toml"
+        wanted.write_text(_wanted(spec))
+        await self._shoal("import", model, toml, "--data", corpora.prose, "--lora", RANK, "--spec", wanted)
+        adapted = load_spec(toml)
+        trained = sum(state_elements(adapted, key) for key in all_layer_keys(adapted.model))
+        steps = adapted.training.steps
+        self._say(f"2  beside it {trained:,} parameters of adapters learn Python's documentation, in {steps} steps")
+        tune = await self._train(adapted, tuned)
+
+        self._say("3  what both have learnt, by `shoal eval`")
+        adapters = self._folder / "adapters"
+        await self._shoal("export", tune.snapshot, adapters)
+        before, after = [await self._losses(where, corpora) for where in (str(model), tune.snapshot)]
+        return TuneSummary(
+            parameters=numel,
+            trained=trained,
+            steps=base.steps,
+            tune_steps=tune.steps,
+            before=before,
+            after=after,
+            base_seconds=round(base.seconds, 1),
+            tune_seconds=round(tune.seconds, 1),
+            seconds=round(time.monotonic() - began_s, 1),
+            model=str(model),
+            adapters=str(adapters),
+            snapshot=tune.snapshot,
+        )
+
+    async def _train(self, spec: RunSpec, folder: Path) -> Summary:
+        demo = Demo(replace(self._options, spec=spec, folder=folder, json_path=None), self._console)
+        summary = await demo.run()
+        if demo.interrupted:
+            raise _Stopped
+        if not summary.finished or not summary.snapshot:
+            raise LocalError(f"the swarm did not come to its end: look into {folder}/logs")
+        return summary
+
+    async def _losses(self, where: str, corpora: TwoCorpora) -> Losses:
+        texts = [part for path in corpora.held_out for part in ("--text", path)]
+        said = await self._shoal("eval", where, *texts, "--device", "cpu")
+        code, prose = (score["loss"] for score in said["scores"])
+        return Losses(code=code, prose=prose)
+
+    async def _shoal(self, command: str, *arguments: object) -> dict[str, Any]:
+        """What `shoal COMMAND … --json` says. Raises: LocalError: it failed, and this is its own line."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
+        self._lines.clear()
+        log = self._folder / "logs" / f"{command}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [*CLI, command, *map(str, arguments), "--json"]
+        child = await self._children.start(command, argv, env=environment(), log=log)
+        await child.exited.wait()
+        if self._is_stopped:
+            raise _Stopped
+        if child.process.returncode != 0 or not self._lines:
+            raise LocalError(last_line(log).removeprefix("shoal: ") or f"`shoal {command}` failed: look into {log}")
+        said: dict[str, Any] = msgspec.json.decode(self._lines[-1])
+        return said
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+        self._children.terminate()
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"\n{text}", markup=False, style="bold", soft_wrap=True)
+
+
+class _Stopped(Exception):
+    """The user has interrupted."""
+
+
+def _reading(spec: RunSpec, text: Path) -> RunSpec:
+    data = msgspec.structs.replace(spec.data, source=str(text), digest="")
+    return msgspec.structs.replace(spec, data=data)
+
+
+def _wanted(spec: RunSpec) -> str:
+    """What the model's folder does not say of the second run: as the first, but shorter. Its rate follows from it."""
+    training, swarm = spec.training, spec.swarm
+    stages = f'"{swarm.stages}"' if isinstance(swarm.stages, str) else swarm.stages
+    lines = [
+        f'name = "{spec.name[:50]}-tuned"',
+        f"seed = {spec.seed}",
+        "[model]",
+        f"num_layers = {spec.model.num_layers}",
+        "[optimizer]",
+        'name = "adamw"',
+        "weight_decay = 0.0",
+        "[training]",
+        f"steps = {max(1, training.steps // _STEPS_SHARE)}",
+        f"microbatches_per_step = {training.microbatches_per_step}",
+        f"microbatch_size = {training.microbatch_size}",
+        f"s_max = {training.s_max}",
+        f"validation_interval_steps = {training.validation_interval_steps}",
+        f"validation_microbatches = {training.validation_microbatches}",
+        "[swarm]",
+        f"stages = {stages}",
+        f"min_peers = {swarm.min_peers}",
+        f"heartbeat_s = {swarm.heartbeat_s}",
+        f"term_s = {swarm.term_s}",
+        f"snapshot_interval_steps = {swarm.snapshot_interval_steps}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def tune_lines(summary: TuneSummary) -> Sequence[str]:
+    """Show people the losses before and after, and where what was made lies."""
+    before, after = summary.before, summary.after
+    rows = [("nats a byte", "base", "fine-tuned")]
+    for text, first, second in (
+        ("library sources", before.code, after.code),
+        ("documentation", before.prose, after.prose),
+    ):
+        rows.append((text, f"{first:.3f}", f"{second:.3f}"))
+    return [
+        *(f"{text:<16} {first:>10} {second:>12}" for text, first, second in rows),
+        "",
+        f"{summary.base_seconds:.0f} s for the base, {summary.tune_seconds:.0f} s for the adapters, "
+        f"{summary.seconds:.0f} s in all",
+        f"base      {summary.model}  # a folder for transformers",
+        f"adapters  {summary.adapters}  # a folder for peft",
+    ]
