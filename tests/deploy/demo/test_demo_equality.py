@@ -1,12 +1,8 @@
-"""Six real processes over libp2p equal one process: the same loss, step by step."""
+"""Six real processes over libp2p equal one process, the same loss step by step; and the demo tells of it and ends."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from shoal.peer.data.corpus import load_corpus
@@ -35,11 +31,13 @@ microbatches_per_step = 6
 microbatch_size = 2
 s_max = 0
 compute = "fp32"
+validation_interval_steps = 5
 [swarm]
 stages = 3
 min_peers = 6
 heartbeat_s = 0.5
 term_s = 5.0
+snapshot_interval_steps = 5
 [wire]
 activations = "fp32"
 """
@@ -47,40 +45,34 @@ activations = "fp32"
 
 @pytest.mark.process
 @pytest.mark.timeout(240)
-def test_three_stages_of_two_real_peers_equal_one_process(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the {i % 7}th fish of shoal {i % 13} swims {i * i % 31} miles\n" for i in range(3000)))
-    spec_file = tmp_path / "run.toml"
-    spec_file.write_text(SPEC.format(text=text))
-    report = tmp_path / "report.jsonl"
-    command = [sys.executable, "-m", "shoal.deploy.cli", "demo", "--spec", str(spec_file), "--json", str(report)]
-    before = {process.pid for process in psutil.process_iter()}
-    done = subprocess.run(
-        command,
-        env=os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")},
-        capture_output=True,
-        text=True,
-        timeout=200,
+def test_three_stages_of_two_real_peers_equal_one_process_and_leave_nothing(world: Any) -> None:
+    """One swarm for all of it: what a demo says, and that nothing of it is left, holds for any."""
+    world.text.write_text(
+        "".join(f"the {i % 7}th fish of shoal {i % 13} swims {i * i % 31} miles\n" for i in range(3000))
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    *lines, summary = [json.loads(line) for line in report.read_text().splitlines()]
-    losses = [line["loss"] for line in sorted(lines, key=lambda line: line["step"])]
+    spec_file, report = world.folder / "run.toml", world.folder / "report.jsonl"
+    spec_file.write_text(SPEC.format(text=world.text))
+    demo = world.shoal("demo", "--spec", spec_file, "--json", report)
+    assert demo.wait(200) == 0, demo.output + world.logs()
 
+    steps, faults, summary = world.report()
+    assert sorted(line["step"] for line in steps) == list(range(STEPS))
+    losses = [line["loss"] for line in sorted(steps, key=lambda line: line["step"])]
     spec = load_spec(spec_file)
     single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)]
     assert single[-1] < single[0] - 0.3, "the yardstick itself does not learn"
     assert max(abs(a - b) for a, b in zip(losses, single, strict=True)) < 1e-4
+
+    assert faults == []
+    assert summary["chaos"] is None
     assert summary["finished"]
-    assert (summary["steps"], summary["duplicates"], summary["given_up"]) == (STEPS, 0, 0)
-    left = [process for process in psutil.process_iter(["name"]) if process.pid not in before]
-    assert [
-        process for process in left if process.info["name"] in ("p2pd", "python") and is_of(process, tmp_path)
-    ] == []
-
-
-def is_of(process: psutil.Process, folder: Path) -> bool:
-    """False, too, of one that ends as we look: other tests' do."""
-    try:
-        return str(folder) in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
+    assert (summary["steps"], summary["peers"], summary["duplicates"], summary["given_up"]) == (STEPS, 6, 0, 0)
+    assert summary["loss_last"] < summary["loss_first"]
+    assert summary["val_loss"] < summary["loss_first"] - 0.3
+    assert summary["tokens_per_s"] > 0
+    assert summary["coordinator_terms"] >= 1
+    assert (Path(summary["snapshot"]) / "manifest.json").is_file()
+    assert summary["sample"].startswith("def ")
+    assert "step 20/20" in demo.output
+    assert "shoal join shoal1" in demo.output
+    assert not world.ours()
