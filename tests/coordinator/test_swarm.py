@@ -39,16 +39,16 @@ def test_no_first_plan_without_the_text(run_swarm):
     run_swarm(scenario, min_peers=6)
 
 
-@pytest.mark.parametrize("num_peers", [6, 20])
-def test_the_role_moves_every_term_and_the_layout_stays(run_swarm, num_peers):
+@pytest.mark.parametrize(("num_peers", "num_terms"), [(6, 6), (20, 3)])
+def test_the_role_moves_every_term_and_the_layout_stays(run_swarm, num_peers, num_terms):
     async def scenario(swarm):
         await swarm.begin(num_peers)
-        await asyncio.sleep(5.5 * 60)
+        await asyncio.sleep((num_terms - 0.5) * 60)
         assert swarm.agreed()
 
     swarm = run_swarm(scenario, min_peers=num_peers)
     plans = swarm.chain()
-    assert [plan.term for plan in plans] == [1, 2, 3, 4, 5, 6]
+    assert [plan.term for plan in plans] == list(range(1, num_terms + 1))
     assert len({plan.coordinator for plan in plans}) > 1
     assert all(plan.stages == plans[0].stages for plan in plans)
     assert all("hand-over" in plan.reason for plan in plans[1:])
@@ -129,8 +129,7 @@ def test_when_all_leave_at_once_nobody_waits_long(run_swarm):
     run_swarm(scenario, min_peers=6)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("num_peers", [6, 20])
+@pytest.mark.parametrize(("num_peers", "seed"), [*((6, seed) for seed in range(5)), (20, 0), (20, 1)])
 def test_a_killed_coordinator_is_replaced(run_swarm, num_peers, seed, record_property):
     async def scenario(swarm):
         await swarm.begin(num_peers)

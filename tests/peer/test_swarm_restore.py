@@ -10,7 +10,7 @@ from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
-STEPS = 18
+STEPS = 14
 INTERVAL = 4
 
 
