@@ -42,7 +42,7 @@ class ResidentTerms:
     narrow_weights: float
     """bfloat16 copies of the sets that jobs compute with."""
     gradient: float
-    """Takes the microbatch that runs, for its own gradient."""
+    """The microbatch that runs fills one of its own."""
     sums: float
     """Sums of gradients: one for the step that is being reduced, one for each step ahead."""
     places: float
