@@ -18,6 +18,7 @@ from typing import Final
 
 from shoal.peer.archive import Archive
 from shoal.peer.copies import Copies
+from shoal.peer.pipeline.state import StageState
 from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -167,8 +168,10 @@ class Departure:
 
     async def _save(self, tenure: Tenure, until_s: float) -> bool:
         """Ours first, since it is what nobody else has. Returns: whether our disk has it."""
-        state = tenure.state
-        assert state is not None, "only a tenure that is ready can be the last"
+        state = await self._made(tenure, until_s)
+        if state is None:
+            logger.error("left within a step: version %d is not saved", tenure.version)
+            return False
         if state.version == 0:
             return True  # anybody can make that
         others = asyncio.create_task(self._ask_others_to_save(state.version, until_s), name="ask others to save")
@@ -188,6 +191,15 @@ class Departure:
         finally:
             await others
         return saved
+
+    async def _made(self, tenure: Tenure, until_s: float) -> StageState | None:
+        """The state of a tenure that is ready, after the step that is being made; None: that does not end in time."""
+        until_s = max(self._clock.now_s() + _SAVE_S, until_s)
+        while True:
+            state = tenure.state
+            if state is not None or self._clock.now_s() >= until_s:
+                return state
+            await asyncio.sleep(_POLL_S)
 
     async def _ask_others_to_save(self, version: int, until_s: float) -> None:
         plan = self._plan()
@@ -218,7 +230,7 @@ class Departure:
         self._archive.want(message.version)
         until_s = self._clock.now_s() + _ANSWER_S
         for tenure in tenures:
-            while tenure.is_ready and tenure.version < message.version:
+            while tenure.is_ready and (tenure.version < message.version or tenure.is_stepping):
                 if self._clock.now_s() >= until_s:
                     return Saved(version=tenure.version)
                 await asyncio.sleep(_POLL_S)

@@ -193,6 +193,7 @@ class PeerDriver:
             compute=compute,
             clock=clock,
             current=self._current,
+            is_stepping=self._is_stepping,
             stored=self._stored,
             vectors=vectors,
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
@@ -607,6 +608,9 @@ class PeerDriver:
         states = (tenure.state for tenure in self._tenures if tenure.is_ready)
         return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
 
+    def _is_stepping(self, keys: Collection[str]) -> bool:
+        return any(tenure.is_stepping and set(keys) <= set(tenure.keys) for tenure in self._tenures)
+
     async def _stored(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         """Those of the layers at that version that we carry, or have on our disk."""
         carried = self._carried.read(era, version)
@@ -711,7 +715,7 @@ class PeerDriver:
         """There was no memory for a job, not even with all freed that can be made again. The next plan is to give us
         less: we claim what surely is too little for this stage, one and a half of its states, where plans count 20
         bytes a parameter of which 12 are the state, and the base of adapters."""
-        state_bytes = sum(4 * tensor.numel() for layer in self._layers_of(tenure) for tensor in layer.tensors)
+        state_bytes = tenure.state_bytes
         if self._base is not None and tenure is self.replica:
             state_bytes += sum(4 * begun_numel(self._spec, key) for key in self.replica.runtime.keys) // 2
         before = self.advert().memory_bytes
@@ -725,10 +729,6 @@ class PeerDriver:
         )
         self._short[tenure] = asyncio.get_running_loop().call_later(_SHORT_S, self._try_again, tenure)
         self._say_hello()
-
-    def _layers_of(self, tenure: Part) -> list[LayerState]:
-        states = [part.state for part in self._tenures if part is tenure]
-        return [layer for state in states if state is not None for layer in state.layers.values()]
 
     def _try_again(self, tenure: Part) -> None:
         """No plan has taken the stage from us: there may be nobody else for it."""

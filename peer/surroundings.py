@@ -30,6 +30,9 @@ class Part(Protocol):
     @property
     def core(self) -> MemberCore: ...
 
+    @property
+    def state_bytes(self) -> int: ...
+
     def resume(self) -> None: ...
 
 

@@ -28,8 +28,9 @@ from shoal.peer.group.reductions import EarlyPieces, Reductions
 from shoal.peer.group.telling import Telling
 from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.joining import Joining
+from shoal.peer.model.layout import state_layout
 from shoal.peer.outbox import Outbox
-from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.state import StageState, moment2_numel
 from shoal.peer.replica.commands import (
     AskRepair,
     CatchUp,
@@ -236,7 +237,24 @@ class Tenure(ABC):
 
     @property
     def state(self) -> StageState | None:
+        """None: none has come yet, or a step is being made."""
         return self._held.state
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the layers that the group holds."""
+        return self._held.keys
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a state of ours, whatever its version."""
+        spec = self._s.spec
+        return 4 * sum(2 * state_layout(spec, key).numel + moment2_numel(spec, key) for key in self.keys)
+
+    @property
+    def is_stepping(self) -> bool:
+        """The state is on its way to the next version."""
+        return self._held.is_stepping
 
     @property
     def audience(self) -> list[PeerID]:
@@ -299,7 +317,8 @@ class Tenure(ABC):
     def follow(self, plan: Plan) -> None:
         """A plan in which our group and its layers are as before."""
         self.handle(PlanFollowed(plan, self._s.recent.former(self.group_id), self._upstream()))
-        self.witnesses.look(self.state)
+        if not self.is_stepping:  # else they look when the step has been made
+            self.witnesses.look(self.state)
 
     def peer_state(self, peer: PeerID, hello: Hello) -> None:
         """What a peer says of itself."""
@@ -426,9 +445,13 @@ class Tenure(ABC):
         self.handle(DigestArrived(source, message))
         return Done()
 
-    async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor], early: EarlyPieces) -> None:
+    async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
         """A round: send our sum, add up what needs nothing of others, take what came early."""
-        due = reduction.begin(await self.compute.run_on_host(make_sum))
+        sum_N = await self.compute.run_on_host(make_sum)
+        if sum_N is None:
+            return  # our step to the next version has begun: who is in this attempt will catch up with us
+        due = reduction.begin(sum_N)
+        del sum_N
         if self.reductions.is_void(reduction):
             return
         for peer in reduction.others:
@@ -481,8 +504,8 @@ class Tenure(ABC):
         """An optimizer step has made `state`."""
         if skipped_layers:
             logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
+        self._note_gradient(state)  # before the next round begins, which may drop it
         self._reached(state, digest, state.gradient_norm)
-        self._note_gradient(state)
         self.witnesses.look(state)
         self.joining.stepped()
         self._s.listeners.on_state(self, state)

@@ -1,10 +1,11 @@
 """How many bytes a replica holds for each parameter of its stage, term by term, at the moment when that is most.
 
-That moment is the optimizer's step: the new state is made beside the old one, and while it is made the next steps'
-sums and weights are there already. A microbatch's own gradient is not: it has been added before. Checked against real
-peers by `tests/bench/memory.py` (`MEASURED.md`).
+That moment is the reduction: the sum that is being reduced and what comes of it are there, and the device is busy with
+a microbatch of the next step, whose sum and weights are there, too. The optimizer's step takes less: it lets the sum go
+first, and makes the new state layer by layer, each in place of the old one. Checked against real peers by
+`tests/bench/memory.py` (`MEASURED.md`), and tensor by tensor by `tests/peer/pipeline/test_step_memory.py`.
 
-On a GPU the reduced gradients lie in the host's memory. They are counted all the same, since a plan does not know which
+On a GPU the reduced gradient lies in the host's memory. It is counted all the same, since a plan does not know which
 devices share the host's: so much is left over there.
 """
 
@@ -21,11 +22,12 @@ BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
 """fp32 numbers beside the parameter. Muon's second moment is only of what is no hidden matrix."""
 COUNTED_BYTES_PER_PARAMETER = 20.0
-"""Plans count no more than the state, one sum and one more set of weights. A run by default takes 52 bytes, for which
+"""Plans count no more than the state, one sum and one more set of weights. A run by default takes 40 bytes, for which
 few cards have room beside their share of a model. A peer that this is too much for says so and is given less
 (`Claims.memory_bytes`)."""
-STEP_TEMPORARIES = 16.0
-"""Bytes for each parameter of the one layer that steps: the clipped gradient, the change, and what it is divided by."""
+STEP_TEMPORARIES = 28.0
+"""Bytes for each parameter of the one layer that steps: its new state beside the old one, the clipped gradient, the
+change, and what it is divided by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +36,19 @@ class ResidentTerms:
 
     state: float
     """The parameter and its moments."""
-    next_state: float
-    """The same again while the step makes it: what runs, and a newcomer that fetches, may still want the old one."""
     weights: float
     """Weights of other steps: one set for each step ahead, or where none may be ahead the version before, for exact
     repair. None are kept with recomputation and steps ahead."""
     narrow_weights: float
     """bfloat16 copies of the sets that jobs compute with."""
+    gradient: float
+    """The microbatch that runs fills one of its own."""
     sums: float
     """Sums of gradients: one for the step that is being reduced, one for each step ahead."""
     places: float
     """The sums of the weights that gradients were taken at, one for each of `sums`, where the compensation asks."""
-    means: float
-    """The reduced gradient of this step, and of the last one, for mates who are behind."""
+    mean: float
+    """The reduced gradient. That of the step before is gone by then, unless a mate is behind."""
 
     @property
     def total(self) -> float:
@@ -126,12 +128,12 @@ def resident_terms(spec: RunSpec) -> ResidentTerms:
     def terms(*, narrow: bool) -> ResidentTerms:
         return ResidentTerms(
             state=state,
-            next_state=state,
             weights=weights,
             narrow_weights=BF16 * (1 + sets) if narrow else 0.0,
+            gradient=BF16 if narrow else FP32,
             sums=FP32 * (s_max + 1),
             places=FP32 * (s_max + 1) if asks else 0.0,
-            means=2.0 * FP32,
+            mean=FP32,
         )
 
     if training.compute == "auto":

@@ -34,6 +34,11 @@ class ModelledShard:
         return self.state.version
 
     @property
+    def is_stepping(self) -> bool:
+        """Never, since a step takes nothing apart here."""
+        return False
+
+    @property
     def remembers(self) -> bool:
         return self._has_stepped or self.spec.training.s_max > 0
 
@@ -70,9 +75,14 @@ class ModelledShard:
     def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool | None:
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
-    def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor]:
+    def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
         total = self._contributions.total(step, indices)
-        return lambda: total().sum_N
+
+        def make() -> Tensor | None:
+            summed = total()
+            return summed.sum_N if summed is not None else None
+
+        return make
 
     def forget(self, microbatch: Microbatch) -> None:
         self._contributions.forget(microbatch)

@@ -128,9 +128,7 @@ class ExpertShard(Shard):
 
     def _wanted(self, microbatch: Microbatch) -> WeightSet:
         self._contributions.settle()
-        state = self.state
-        assert state is not None
-        return self._weights.of(state, state.version if microbatch.validates else microbatch.step)
+        return self._wanted_by(microbatch)
 
     def _key(self, layer: int) -> str:
         return expert_key(f"layers.{layer}", self.expert)

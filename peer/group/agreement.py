@@ -93,6 +93,10 @@ class Agreement:
         first = min(ahead.values(), default=version)
         return sorted(peer for peer, spoken in ahead.items() if spoken == first)
 
+    def are_past(self, version: int, peers: Collection[PeerID]) -> bool:
+        """Whether each of them has spoken of a later one."""
+        return all(self._spoken.get(peer, -1) > version for peer in peers)
+
     def is_alone_at(self, version: int, mates: Collection[PeerID]) -> bool:
         """Whether there are mates and none has spoken of this version, or a later one."""
         return bool(mates) and all(self._spoken.get(mate, -1) < version for mate in mates)

@@ -101,7 +101,7 @@ class Reduction:
 
     def begin(self, sum_N: Tensor) -> list[int]:
         """Our own gradient sum is made, float32 [N] on the host. Returns: the chunks that can be added up now."""
-        self._sum_N = sum_N
+        self._sum_N = sum_N if self._missing else None
         return [chunk for chunk in self._chunks(self._rank) if self._is_due(chunk)]
 
     def scatter(self) -> Iterator[Outgoing]:
@@ -185,6 +185,8 @@ class Reduction:
     def _done_with(self, chunk: int) -> None:
         self._under_way.discard(chunk)
         self._missing.discard(chunk)
+        if not self._missing:
+            self._sum_N = None  # whoever has sent us its part of the mean had ours of the sum
 
     def _for_all(self, chunks: Iterable[int]) -> list[Outgoing]:
         ready = [(chunk, self.mean_N[chunk : self._end(self._rank, chunk)]) for chunk in chunks]

@@ -52,9 +52,10 @@ class Reductions:
         """Our round of `step`, if one has begun."""
         return self._rounds.get(step)
 
-    def begin(self, start: RoundStart) -> tuple[Reduction, Callable[[], Tensor], EarlyPieces]:
+    def begin(self, start: RoundStart) -> tuple[Reduction, Callable[[], Tensor | None], EarlyPieces]:
         """Take part in a round. Returns: (it; what makes our own sum; what has come of it before we heard of it)."""
         core, runtime = self._core, self._runtime
+        self._forget_means(core.version, last=core.are_past(core.version - 1))
         mine = next(member.indices for member in start.members if member.peer == core.me)
         make_sum = runtime.gradient_sum(start.step, indices_from(mine, count=core.microbatches))
         reduction = Reduction(
@@ -105,8 +106,14 @@ class Reductions:
 
         Returns: the round whose result we have stepped with.
         """
-        keep_from = min(version - 1, max(self._retained_from(), version - self._replayed_steps))
-        self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
+        self._forget_means(version, last=False)
         self._rounds = {step: r for step, r in self._rounds.items() if step >= version}
         self.early.forget_before(version, mates=(*self._core.mates, *self._core.departing))
         return self._stepping_round if version == self._stepping + 1 else None
+
+    def _forget_means(self, version: int, *, last: bool) -> None:
+        """Of the steps that led to `version`, but for those that a newcomer has yet to replay. Args: last: of the last
+        one, too."""
+        keep_from = max(self._retained_from(), version - self._replayed_steps)
+        keep_from = min(version if last else version - 1, keep_from)
+        self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}

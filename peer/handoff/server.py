@@ -2,7 +2,8 @@
 
 What is asked for is pinned (state is immutable, so a pin is a reference) and served in ranges. Nobody stops for it:
 holders go on committing, and keep the reduced gradients since the oldest version that a newcomer fetches, which it
-replays. Who keeps a copy never does: at a step a second those of a long transfer would be many times the state.
+replays. Who keeps a copy never does: at a step a second those of a long transfer would be many times the state. A step
+of the optimizer takes a state apart that nobody has pinned: a request that comes meanwhile waits for the next version.
 
 Who gets ready for the following layout (`StateRequest.ahead`) fetches layer by layer, and nobody waits for it: what
 goes to it leaves when nothing else does, or after a few times what it takes itself. Once the layout has ended the whole
@@ -45,6 +46,8 @@ _GRADIENT_WAIT_S = 4.0
 """A request for the reduced gradient of a step that is still to come waits so long for it."""
 _CARRIED_MAX = 4
 """So many ranges at once are got here for others."""
+_STEP_WAIT_S = 2.0
+"""A request that comes while its layers step waits so long for them; then whoever asks has to ask again."""
 _RELAY_WAIT_S = 2.0
 """A request for what is being fetched here waits so long for it; then who asks may take it from somebody else."""
 _YIELD_TIMES = 4.0
@@ -113,6 +116,7 @@ class StateServer:
 
     Args:
         current: what this peer trains of which these layers are a part, or None while it has no such state.
+        is_stepping: whether these layers are on their way to their next version, so that there is no state of them now.
         stored: (era, version, layer keys) -> those of the layers that are in a snapshot here.
         witnessed: (newcomer, layer keys, version or -1) -> what a newcomer of a group that holds these layers may
             fetch; None: the sender is none. Raises Refused: nothing yet.
@@ -132,6 +136,7 @@ class StateServer:
         knows: Callable[[PeerID], bool],
         witnessed: Callable[[PeerID, Collection[str], int], Awaitable[Witnessed | None]] = _no_newcomer,
         is_busy: Callable[[], bool] = lambda: False,
+        is_stepping: Callable[[Collection[str]], bool] = lambda keys: False,
         inbox: ChunkInbox | None = None,
         vectors: Vectors = VECTORS,
     ) -> None:
@@ -146,6 +151,7 @@ class StateServer:
         self._stored = stored
         self._pins: dict[_Key, _Pin] = {}
         self._is_busy = is_busy
+        self._is_stepping = is_stepping
         self._ahead: dict[PeerID, tuple[int, str, LayerState]] = {}
         """Who fetches ahead -> version, key and state of the layer that it fetches now."""
         self._copies: set[tuple[PeerID, int, str]] = set()
@@ -250,6 +256,8 @@ class StateServer:
         me = self._endpoint.peer_id
         if not self._knows(source):
             raise Refused(me, "does not know the sender from a plan")
+        if message.stored_era == TRAINED:
+            await self._step_over(message.layers)
         self._forget_old()
         wanted = set(message.layers)
         if message.ahead:
@@ -284,6 +292,13 @@ class StateServer:
         if not self._has_room((TRAINED, state.version), state.layers.values()):
             return await self._offer_pinned(source, message.version, wanted, signed=False)
         return await self._offer(source, (TRAINED, state.version), state.layers, wanted)
+
+    async def _step_over(self, keys: Collection[str]) -> None:
+        """Wait until there is a state of these layers, if a step makes one; long ones are not waited for."""
+        for _ in range(math.ceil(_STEP_WAIT_S / _LOOK_S)):
+            if not self._is_stepping(keys):
+                return
+            await asyncio.sleep(_LOOK_S)
 
     async def _offer_pinned(self, source: PeerID, version: int, wanted: set[str], *, signed: bool) -> StateOffer:
         """There is no room for another version: the newest of those that we keep anyway. Raises: Refused."""

@@ -9,7 +9,11 @@ or the thread that was asked for a sum) does what waits there, in that order, on
 had been told of when it was asked for, whenever it is made.
 
 **One tensor a step.** A sum that is given out is not copied, which would be as large as the stage: what comes after
-that is added into a new tensor, and the one that was given out stays as it is.
+that is added into a new tensor, and the one that was given out stays as it is. What a strategy looks at (`seen`) is
+copied only if something comes while it looks.
+
+**A step that begins closes its sum.** What it is made of is the reduced gradient; the sum and the places are as large
+as the stage, and go before the new state comes. Whoever asks for the sum after that gets none, and not zeros.
 """
 
 import logging
@@ -18,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -63,6 +68,7 @@ class Contributions:
         self._corrects = corrects
         self._sums: dict[int, Tensor] = {}  # by step
         self._given: set[int] = set()  # the steps of whose sum somebody else has the very tensor
+        self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: who looks at its sum and places now
         self._nums: dict[int, int] = {}  # by step: how many gradients its sum is of
         self._told: deque[Callable[[], None]] = deque()  # what the loop has said and no thread has done yet, in order
         self._working = Lock()  # held by the thread that does it, or looks at what came of it
@@ -124,19 +130,20 @@ class Contributions:
         self._told.append(partial(self._add, microbatch.step, gradient_N, weights))
         return False
 
-    def total(self, step: int, indices: Indices | None = None) -> Callable[[], Summed]:
+    def total(self, step: int, indices: Indices | None = None) -> Callable[[], Summed | None]:
         """Ask for the sum of our contributions to `step`; of those kept apart `indices`, if given.
 
         A microbatch that comes late does not change what others have seen of it. It is added to the sum all the same,
         for another attempt at the step.
 
-        Returns: what makes it, on any thread but the loop's. Nobody may write into it.
+        Returns: what makes it, on any thread but the loop's. Nobody may write into it. It makes None if the step has
+            begun that ends this one: the sum is gone.
         """
-        made: list[Summed] = []
+        made: list[Summed | None] = []
         kept = self._asked_for(step, indices)
         self._told.append(lambda: made.append(self._give(step, kept)))
 
-        def make() -> Summed:
+        def make() -> Summed | None:
             self.settle()
             return made.pop()
 
@@ -158,15 +165,16 @@ class Contributions:
             sum_N, places = self._sums.get(step), self._places.get(step)
             if sum_N is None:
                 return None
-            self._given.add(step)
-            there = Places(places.sum_N.clone(), places.num) if places else None
-            return OpenSum(sum_N, self._nums[step], there)
+            there = Places(places.sum_N, places.num) if places else None
+            look = OpenSum(sum_N, self._nums[step], there)
+            self._looks.setdefault(step, WeakSet()).add(look)
+            return look
 
     def forget_before(self, version: int) -> None:
         # A step ends on the device's thread while the loop's may add to these: iterate over copies.
         with self._working:
             self._first_open = version
-            for table in (self._nums, self._sums, self._places, self._apart):
+            for table in (self._nums, self._sums, self._places, self._apart, self._looks):
                 for step in [s for s in list(table) if s < version]:
                     table.pop(step, None)
             self._given = {step for step in self._given if step >= version}
@@ -177,10 +185,13 @@ class Contributions:
         """To the step's sum, taken at these weights. While `_working` is held."""
         if step < self._first_open:
             return  # it was committed meanwhile
-        if step in self._given:
+        is_looked_at = bool(self._looks.pop(step, ()))
+        if step in self._given or is_looked_at:
             self._given.discard(step)
             shared_N = self._sums[step]
             self._sums[step] = self._vectors.copied(shared_N) if self._is_on_host(step) else shared_N.clone()
+        if is_looked_at and step in self._places:
+            self._places[step] = Places(self._places[step].sum_N.clone(), self._places[step].num)
         if step in self._sums:
             self._sums[step] += gradient_N
         else:
@@ -191,8 +202,10 @@ class Contributions:
                 self._places[step] = Places(torch.zeros_like(gradient_N, dtype=torch.float32))
             self._places[step].add(weights)
 
-    def _give(self, step: int, kept: list[_Gradient]) -> Summed:
-        """The step's sum, with `kept` beside it. While `_working` is held."""
+    def _give(self, step: int, kept: list[_Gradient]) -> Summed | None:
+        """The step's sum, with `kept` beside it; None if the step is over. While `_working` is held."""
+        if step < self._first_open:
+            return None
         total_N, places = self._sums.get(step), self._places_with(step, kept)
         if total_N is not None and not kept and places is None and self._is_on_host(step):
             self._given.add(step)

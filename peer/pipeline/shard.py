@@ -6,6 +6,7 @@ N parameters that it trains in all its layers, their flat buffers one behind the
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,10 +27,31 @@ Leaves = dict[str, dict[str, Tensor]]
 """Layer key -> tensor name -> autograd leaf."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One that is being made: the old state of a layer goes when the new one is there."""
+
+    version: int
+    """That it is made from."""
+    old: dict[str, LayerState]
+    """The layers that have yet to step."""
+    kept: WeightSet | None
+    new: dict[str, LayerState] = field(default_factory=dict)
+    skipped: int = 0
+    square: float = 0.0
+    """Of the 2-norm of the gradient of the layers in `new`."""
+
+
 class Shard:
     """The layers `keys` of one replica; what is computed with them is its subclasses' business.
 
     Jobs run on the device's one thread; `contribute` and `gradient_sum` on the loop's, which touches no tensor.
+
+    **A step takes the state apart.** Beside each other the old and the new state are what a peer takes most for. So
+    each layer's old state goes as soon as its new one is there, unless somebody else holds it: a newcomer's pin, a
+    snapshot that is being written, a signed version. While a step is made there is no `state`, and who wants one waits
+    for the new one. A step that finds no memory keeps the layers that have stepped, and goes on from there; jobs that
+    need the weights meanwhile find no memory either.
 
     Args:
         dtype: what jobs multiply in, float32 or bfloat16. State, steps and sums of gradients are float32.
@@ -52,6 +74,9 @@ class Shard:
         self._steps_on = steps_on or device
         self.vectors = Vectors(torch.device("cpu"), sums=spec.wire.sums)
         self.state: StageState | None = None
+        """None: none has come yet, or a step is being made."""
+        self._version = -1
+        self._step: _Step | None = None
         sizes = [state_layout(spec, key).numel for key in keys]
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(keys)}
         self.num_parameters = sum(sizes)
@@ -64,8 +89,14 @@ class Shard:
 
     @property
     def version(self) -> int:
-        assert self.state is not None, "the stage has no state yet"
-        return self.state.version
+        """While a step is made, that which it is made from."""
+        assert self._version >= 0, "the stage has no state yet"
+        return self._version
+
+    @property
+    def is_stepping(self) -> bool:
+        """There is no state because one is being made."""
+        return self._step is not None
 
     @property
     def remembers(self) -> bool:
@@ -79,6 +110,7 @@ class Shard:
     def load(self, state: StageState) -> None:
         """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
+        self._version, self._step = state.version, None
         self.state = state
         self._weights.loaded()
         self._contributions.forget_before(self.version)
@@ -105,25 +137,43 @@ class Shard:
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         """Commit: the optimizer's step with the reduced gradient, float32 [N].
 
+        Raises: MemoryError and its like: some layers may have stepped. The next call goes on behind them, with the same
+            gradient.
         Returns: (the new state, its digest, layers left alone because their gradient was not finite).
         """
         self._contributions.settle()  # a gradient that waits to be added is as large as what a step makes
-        before = self.state
-        assert before is not None
-        layers: dict[str, LayerState] = {}
-        skipped, square = 0, 0.0
-        for key, layer in before.layers.items():
-            gradient = clipped(self.spec, key, mean_gradient_N[self._spans[key]].to(self._steps_on))
-            square += gradient.square
-            stepped = step_layer_clipped(self.spec, key, layer.to(self._steps_on), gradient, before.version)
-            skipped += stepped is None
-            layers[key] = layer if stepped is None else stepped.to(self.device)
-        after = StageState(version=before.version + 1, layers=layers, gradient_norm=math.sqrt(square))
-        if self.state is before:  # else another one was loaded meanwhile, because this one was not the group's
+        step = self._step or self._begun()
+        for key in list(step.old):
+            self._step_layer(step, key, mean_gradient_N[self._spans[key]])
+        after = StageState(version=step.version + 1, layers=step.new, gradient_norm=math.sqrt(step.square))
+        if self._step is step:  # else another state was loaded meanwhile, because this one was not the group's
+            self._version = after.version
             self.state = after
-            self._weights.stepped(before, after)
-            self._contributions.forget_before(after.version)
-        return after, after.digest(), skipped
+            self._step = None
+            self._weights.stepped(step.kept)
+        return after, after.digest(), step.skipped
+
+    def _begun(self) -> _Step:
+        """Begin a step: take the state apart, and let everything go that is as large and is of no use any more."""
+        before = self.state
+        assert before is not None, "a step before there is a state"
+        self._contributions.forget_before(before.version + 1)
+        step = _Step(version=before.version, old=dict(before.layers), kept=self._weights.kept_of(before))
+        self._step, self.state = step, None
+        self._weights.loaded()
+        return step
+
+    def _step_layer(self, step: _Step, key: str, grad_N: Tensor) -> None:
+        layer = step.old[key]
+        gradient = clipped(self.spec, key, grad_N.to(self._steps_on))
+        stepped = step_layer_clipped(self.spec, key, layer.to(self._steps_on), gradient, step.version)
+        after = layer if stepped is None else stepped.to(self.device)
+        if stepped is not None and self._step is step:
+            self._weights.layer_stepped(key, layer, after, step.version)
+        step.new[key] = after
+        step.skipped += stepped is None
+        step.square += gradient.square
+        del step.old[key]
 
     # --- between jobs ---
 
@@ -136,20 +186,23 @@ class Shard:
         """
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
-    def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor]:
+    def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
         """Ask for the sum over our contributions to `step` that have been told of by now; of those kept apart
-        `indices`, if given. Returns: what makes it, float32 [N] on the CPU, on a thread that is not the loop's.
+        `indices`, if given. Returns: what makes it, float32 [N] on the CPU, on a thread that is not the loop's; None if
+        our optimizer's step has begun by then.
 
         Corrected for the weights that they were taken at, if the run's compensation does so and `step` is the current
         one. (A round may be called before our own step to it has ended; then what they should have been taken at is
         not known, and the sum stays as it is.)
         """
-        total, state = self._contributions.total(step, indices), self.state
-        corrects = self._weights.corrects and state is not None and state.version == step
+        total = self._contributions.total(step, indices)
+        state = self.state if self._weights.corrects else None  # who holds a state keeps its memory
 
-        def make() -> Tensor:
+        def make() -> Tensor | None:
             summed = total()
-            if corrects and state is not None:
+            if summed is None:
+                return None
+            if state is not None and state.version == step:
                 self._weights.correct(state, summed.sum_N, summed.places, summed.num)
             return summed.sum_N
 
@@ -172,11 +225,17 @@ class Shard:
     def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
         """What it wants of the current version, and that as leaves of its own: its gradient is nobody else's."""
         self._contributions.settle()  # what has been told of is seen by strategies that see, and frees its memory
-        state = self.state
-        assert state is not None
-        weights = self._weights.of(state, state.version if microbatch.validates else microbatch.step)
+        weights = self._wanted_by(microbatch)
         leaves = {key: self._leaves_of(key, weights.computed_in(self.dtype, key)) for key in self.keys}
         return weights, leaves
+
+    def _wanted_by(self, microbatch: Microbatch) -> WeightSet:
+        """Raises: MemoryError: a step that has found no memory has to come first."""
+        state = self.state
+        if state is None and self.is_stepping:
+            raise MemoryError("a step of the optimizer waits for memory")
+        assert state is not None, "a job before there are weights"
+        return self._weights.of(state, state.version if microbatch.validates else microbatch.step)
 
     def _leaves_of(self, key: str, flat_N: Tensor) -> dict[str, Tensor]:
         leaves = state_layout(self.spec, key).leaves(flat_N)

@@ -2,6 +2,7 @@
 
 Immutable by convention: an optimizer step makes new tensors. So a version that in-flight microbatches, a newcomer or
 a snapshot still uses lives as long as they hold it, and not a moment longer, and nobody counts references but Python.
+Nor does a step hold it: each layer's old tensors go as its new ones come (`shard.py`).
 """
 
 import logging

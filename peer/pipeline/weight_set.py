@@ -55,9 +55,9 @@ class Places:
         return (param_N * self.num).sub_(self.sum_N[span]).div_(total)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class OpenSum:
-    """What a member has of an open step at one moment. Nothing changes in it afterwards."""
+    """What a member has of an open step at one moment. Nothing changes in it for as long as somebody has it."""
 
     sum_N: Tensor
     """Of its gradients: float32 [N]."""

@@ -109,19 +109,22 @@ class Weights:
             sets[step] = weights
         return weights
 
-    def stepped(self, before: StageState, after: StageState) -> None:
-        """The state is `after` now."""
-        self.loaded()
+    def kept_of(self, state: StageState) -> WeightSet | None:
+        """What outlives the step from `state`, whose layers go one after the other; None: nothing."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
-        if staleness_bound(after.version, s_max=s_max, synchronous_steps=synchronous_steps) == 0:
-            # Others may be a step behind us at most, and what they run again must give what it gave: exact repair.
+        if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
             # With staleness admitted it is not worth a copy, `s_max + 2` are alive already.
-            params = {key: layer.param_N for key, layer in before.layers.items()}
-            self._before = self._kept(WeightSet(params, before.version))
-        for key, layer in before.layers.items():
-            if after.layers[key] is not layer:
-                settings = hyperparameters(self._spec, key, before.version)
-                self._compensations[key].committed(layer, after.layers[key], settings)
+            return None
+        # Others may be a step behind us at most, and what they run again must give what it gave: exact repair.
+        return WeightSet({key: layer.param_N for key, layer in state.layers.items()}, state.version)
+
+    def layer_stepped(self, key: str, before: LayerState, after: LayerState, version: int) -> None:
+        """A layer has stepped from `version`."""
+        self._compensations[key].committed(before, after, hyperparameters(self._spec, key, version))
+
+    def stepped(self, kept: WeightSet | None) -> None:
+        """All layers have stepped. Args: kept: as `kept_of` gave it before."""
+        self._before = self._kept(kept) if kept is not None else None
 
     def loaded(self) -> None:
         """The state is another one: what was made of the one before is nobody's but its holders'."""

@@ -435,6 +435,11 @@ class Commit:
         """A round of `step` is open, with what we have said so far."""
         return step in self._rounds.open
 
+    def are_past(self, step: int) -> bool:
+        """All others have said that they have made `step`, and none is on its way to us: its gradient helps nobody."""
+        is_whole = len(self.ready_mates) == len(self.mates)
+        return is_whole and self._agreement.are_past(step, (*self.mates, *self.departing))
+
     def waits_for(self) -> str:
         """What keeps us at this version, for the log."""
         missing = [index for index in range(self.microbatches) if self.lacks(self.version, index)]

@@ -130,7 +130,7 @@ class Replica(Tenure):
         if not pipeline.takes_from(source):
             logger.debug("an activation of %s, which is not of the stage before", source[-8:])
             return
-        if self.state is None:
+        if self.state is None and not self.runtime.is_stepping:
             logger.debug("an activation of %s before there are weights, though we are not ready", source[-8:])
             return
         if not self.is_ready:

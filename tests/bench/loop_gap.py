@@ -169,7 +169,7 @@ class Hollow:
         self.step_flop, self.flop = 0.0, JobFlop(forward=0.0, backward=0.0, loss=0.0)
         self.expert_loads = ExpertLoads(0)
         self.state: StageState | None = None
-        self.remembers = True
+        self.remembers, self.is_stepping = True, False
         self._sum_N = torch.zeros(self.num_parameters)
 
     @property

@@ -1,5 +1,6 @@
 """Pieces of rounds that nobody has told us of: kept from mates, and of each a few rounds; from nobody else."""
 
+import asyncio
 import math
 from types import SimpleNamespace
 
@@ -77,14 +78,15 @@ class Replica(Tenure):
     """A member of a group of ten numbers, with one mate, which has contributed the other of a step's two
     microbatches. It notes what it would step with."""
 
-    def __init__(self, world):
+    def __init__(self, world, *, has_sum=True):
+        self._has_sum = has_sum
         self.me, self.mate, self.stranger = (world.add_peer(name) for name in ("me", "mate", "stranger"))
         self.committed = []
         self.me.context().run(self._begin)
 
     def _begin(self):
         names = self.me.peer_id, self.mate.peer_id
-        sum_N = torch.ones(SIZE)
+        sum_N = torch.ones(SIZE) if self._has_sum else None
         held = SimpleNamespace(
             vectors=VECTORS, num_parameters=SIZE, gradient_sum=lambda *_: lambda: sum_N, keys=(), state=None
         )
@@ -145,10 +147,10 @@ class Replica(Tenure):
         await self.me.spawn(handler(source.peer_id, message, *([] if payload is None else [payload])))
 
 
-def play(scenario):
+def play(scenario, **how):
     async def main():
         world = World(0, uniform(latency_s=0.05, rate_bytes_per_s=1e6), acquainted=True)
-        replica = Replica(world)
+        replica = Replica(world, **how)
         await scenario(replica)
         await replica.me.spawn(replica.close())
 
@@ -186,3 +188,16 @@ def test_a_stranger_opens_no_round() -> None:
         assert 0 not in replica.reductions
 
     play(scenario)
+
+
+def test_whoever_steps_already_takes_no_part_in_another_attempt() -> None:
+    """Its sum is gone. It would bring zeros for a gradient."""
+
+    async def scenario(replica):
+        await replica.hear(replica.mate, part(0), numbers(5))
+        await replica.hear(replica.mate, replica.first_round())
+        await asyncio.sleep(1.0)
+        assert replica.committed == []
+        assert list(replica.reductions.get(0).scatter()) == []
+
+    play(scenario, has_sum=False)

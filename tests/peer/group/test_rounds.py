@@ -240,3 +240,19 @@ def test_who_becomes_ready_behind_its_mates_asks_at_once() -> None:
     assert CatchUp(A, 1) not in ours.handle(TimerFired(), now_s=4)
     ours.handle(ReadySet(True), now_s=5)
     assert CatchUp(A, 1) in ours.handle(TimerFired(), now_s=5)
+
+
+def test_all_are_past_a_step_when_each_mate_has_said_so_and_none_is_on_its_way() -> None:
+    made = core(A, A, B, C)
+    assert made.are_past(0)
+    made.handle(Stepped(2, "2"), now_s=1)
+    made.handle(DigestArrived(B, Digest(stage=1, version=2, digest="2")), now_s=1)
+    assert not made.are_past(1), "c has not spoken of version 2"
+    made.handle(DigestArrived(C, Digest(stage=1, version=2, digest="2")), now_s=1)
+    assert made.are_past(1)
+    made.handle(GroupPlanned((*(Member(peer, 1, 1) for peer in (A, B, C)), Member(PeerID("d"), 1, 1)), 2), now_s=1)
+    assert not made.are_past(1), "a newcomer may replay it"
+
+
+def test_whoever_is_alone_is_past_every_step() -> None:
+    assert core(A, A).are_past(7)

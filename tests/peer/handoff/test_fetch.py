@@ -41,6 +41,8 @@ class Holder:
     stored: dict[str, LayerState]
     strangers: set[PeerID]
     """Whom no plan of late names."""
+    steps: bool = False
+    """Its layers are on their way to their next version."""
 
     @property
     def name(self) -> PeerID:
@@ -64,6 +66,7 @@ def holder(world: World, name: str) -> Holder:
         current=lambda _: made.trained,
         stored=stored,
         knows=lambda peer: peer not in made.strangers,
+        is_stepping=lambda _: made.steps,
     )
     made = Holder(world, peer, endpoint, ChunkInbox(endpoint, compute=peer.compute), server, None, {}, set())
     return made
@@ -333,5 +336,30 @@ def test_who_asks_for_every_version_has_a_few_kept(
             offer = await newcomer.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
         assert len(b.server._pins) == PINNED_VERSIONS_MAX
         assert offer.version == VERSION + PINNED_VERSIONS_MAX - 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize("takes_s", [0.5, 60.0])
+def test_a_request_within_a_step_waits_for_the_next_version_unless_that_takes_long(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState, takes_s: float
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, stepping, _, _ = holders
+        stepping.steps = True
+
+        async def step() -> None:
+            await asyncio.sleep(takes_s)
+            stepping.steps, stepping.trained = False, state
+
+        making = asyncio.create_task(step())
+        message = StateRequest(layers=keys)
+        if takes_s > 10.0:
+            with pytest.raises(Refused):
+                await newcomer.endpoint.ask(stepping.name, message, StateOffer)
+            making.cancel()
+        else:
+            offer = await newcomer.endpoint.ask(stepping.name, message, StateOffer)
+            assert offer.version == state.version
 
     play(scene)

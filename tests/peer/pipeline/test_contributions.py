@@ -6,6 +6,7 @@ import torch
 
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.peer.vectors import VECTORS
 
 SIZE = 4
@@ -77,3 +78,46 @@ def test_many_threads_make_sums_while_the_loop_tells():
         thread.join()
     assert len(made) == 200
     assert all(torch.equal(sum_N, torch.full((SIZE,), index + 1.0)) for index, sum_N in made)
+
+
+def stale(contributions, step, index, value):
+    """A gradient that was taken at weights of the version before its step."""
+    microbatch = Microbatch(step, index)
+    weights = WeightSet({"layer": torch.full((SIZE,), value)}, step - 1)
+    contributions.finish(microbatch, torch.full((SIZE,), value), weights)
+    contributions.contribute(microbatch, version=step - 1, apart=False)
+    contributions.settle()
+
+
+def test_what_somebody_looks_at_stays_as_it_is_and_is_copied_for_nobody_else():
+    contributions = Contributions(SIZE, VECTORS)
+    stale(contributions, 1, 0, 1.0)
+    look = contributions.seen(1)
+    stale(contributions, 1, 1, 2.0)
+    assert (look.sum_N[0], look.places.sum_N[0], look.num, look.places.num) == (1.0, 1.0, 1, 1)
+    look = contributions.seen(1)
+    sum_N, places_N = look.sum_N, look.places.sum_N
+    assert (sum_N[0], places_N[0]) == (3.0, 3.0)
+    del look
+    stale(contributions, 1, 2, 4.0)
+    assert (sum_N[0], places_N[0]) == (7.0, 7.0), "it was added where it was: nobody looked any more"
+
+
+def test_of_two_who_look_neither_sees_what_comes_later():
+    contributions = Contributions(SIZE, VECTORS)
+    contribute(contributions, 0, 0, 1.0)
+    contributions.settle()
+    first, second = contributions.seen(0), contributions.seen(0)
+    del second
+    contribute(contributions, 0, 1, 2.0)
+    contributions.settle()
+    assert first.sum_N[0] == 1.0
+    assert contributions.seen(0).sum_N[0] == 3.0
+
+
+def test_a_sum_that_is_made_after_its_step_is_none():
+    contributions = Contributions(SIZE, VECTORS)
+    contribute(contributions, 0, 0, 1.0)
+    contributions.settle()
+    contributions.forget_before(1)
+    assert contributions.total(0)() is None
