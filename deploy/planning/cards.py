@@ -126,7 +126,7 @@ def usual_models() -> list[Named]:
 def cards_table(named: Named, cards: Sequence[Card] = CARDS) -> CardsTable:
     spec = named.spec
     memory = StageMemory.foreseen(spec, experts_held=spec.model.experts_held)
-    on_card = memory.resident_bytes_per_parameter - resident_terms(spec).means  # those lie in the machine's memory
+    on_card = memory.resident_bytes_per_parameter - resident_terms(spec).mean  # it lies in the machine's memory
     workload = replace(Workload.of(spec), memory=replace(memory, resident_bytes_per_parameter=on_card))
     return CardsTable(
         model=named.name,

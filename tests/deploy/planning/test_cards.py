@@ -82,6 +82,15 @@ def test_people_get_a_line_for_each_card_and_what_is_assumed() -> None:
     assert "Arithmetic, nothing was run" in result.output
 
 
+def test_the_readme_shows_lines_of_it() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    _, _, shown_there = readme.partition("$ shoal plan --cards\n")
+    told = shoal("plan", "--cards").output.splitlines()
+    lines = shown_there.partition("\n```")[0].splitlines()
+    assert len(lines) > 6
+    assert [line for line in lines if line not in told] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
