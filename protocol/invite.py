@@ -168,6 +168,13 @@ def is_global(address: str) -> bool:
         return False
 
 
+def is_open(addresses: Iterable[str]) -> bool:
+    """Whether a peer that tells these multiaddrs can be dialled from anywhere, as far as they tell: one is of the
+    internet, and none of a private network. Behind a NAT libp2p tells both, once four peers have seen the outer one."""
+    ranks = [(_rank(address), is_global(address)) for address in only_direct(addresses)]
+    return any(is_outer for _, is_outer in ranks) and all(rank != _PRIVATE for rank, _ in ranks)
+
+
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
     """Choose addresses for an invite: what the whole world reaches first, then the local network; addresses of this
     machine only if there are no others."""
@@ -177,7 +184,7 @@ def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
     return tuple(address for _, address in sorted(kept, key=lambda pair: pair[0]))
 
 
-_LOOPBACK = 2
+_PRIVATE, _LOOPBACK = 1, 2
 
 
 def _rank(address: str) -> int:
@@ -188,7 +195,9 @@ def _rank(address: str) -> int:
         ip = None
     if ip is None:
         return 0  # a name, or a relay: somebody chose to tell it
-    return _LOOPBACK if ip.is_loopback or ip.is_link_local else int(not ip.is_global)
+    if ip.is_loopback or ip.is_link_local:
+        return _LOOPBACK
+    return 0 if ip.is_global else _PRIVATE
 
 
 def _encode_address(where: str) -> bytes:

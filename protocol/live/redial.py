@@ -28,7 +28,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.errors import TransportError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.invite import is_global, only_direct, split_address
+from shoal.protocol.invite import is_open, only_direct, split_address
 from shoal.protocol.limits import PEERS_MAX
 from shoal.protocol.live.daemon import Daemon
 from shoal.protocol.live.listen import local_addresses
@@ -196,8 +196,8 @@ class Redialer:
             self._wake.set()
 
     def _goes_first(self, peer: PeerID) -> bool:
-        ours = any(map(is_global, map(str, self._daemon.visible)))
-        return goes_first(self._me, peer, ours=ours, theirs=any(map(is_global, self._addresses(peer))))
+        ours, theirs = is_open(map(str, self._daemon.visible)), is_open(self._addresses(peer))
+        return goes_first(self._me, peer, ours=ours, theirs=theirs)
 
     # --- looking ---
 

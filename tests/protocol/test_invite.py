@@ -15,6 +15,7 @@ from shoal.protocol.invite import (
     Invite,
     InviteKey,
     is_global,
+    is_open,
     make_invite,
     parse_invite,
     split_address,
@@ -228,3 +229,19 @@ def test_the_far_reaching_addresses_are_told_first(known: list[str], told: list[
 )
 def test_what_can_be_dialled_from_anywhere(place, is_so):
     assert is_global(place) is is_so
+
+
+@pytest.mark.parametrize(
+    ("places", "is_so"),
+    [
+        (["/ip4/84.12.33.7/tcp/4001"], True),
+        (["/ip4/127.0.0.1/tcp/4001", "/ip6/fe80::1/tcp/4001", "/ip4/84.12.33.7/tcp/4001"], True),
+        (["/dns4/example.org/tcp/4001"], True),
+        (["/ip4/192.168.1.7/tcp/4001"], False),
+        (["/ip4/192.168.1.7/tcp/4001", "/ip4/84.12.33.7/tcp/41257"], False),  # the router's, as others have seen it
+        (["/ip4/84.12.33.7/tcp/1/p2p/x/p2p-circuit"], False),
+        ([], False),
+    ],
+)
+def test_whoever_tells_a_private_address_too_may_be_behind_a_router(places, is_so):
+    assert is_open(places) is is_so

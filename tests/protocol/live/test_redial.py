@@ -110,7 +110,7 @@ def test_whoever_has_something_carried_to_us_has_lost_us_and_is_dialled_again(li
         monkeypatch.setattr(reconnection, "FRESH_S", 0.0)
         a, b, c = await three(live_peer, carrier="c")
         a.want([a.peer_id, b.peer_id, c.peer_id])
-        await until_connected(a, b)
+        await eventually(lambda: b.peer_id in a._redialer._core._unchanged)  # a has seen that it is connected
         dropped = a._redialer.drops(b.peer_id)
         # As if the network daemon of b had no connection with a any more, and that of a did not know it.
         assert await b._carried_calls.call(a.peer_id, b"hello") == b"re: hello"
