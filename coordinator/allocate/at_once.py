@@ -109,8 +109,9 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Add up the bytes that a replica holds of layers, in a stage of `members` members: float [L + 1], entry i is for
-    the first i layers. The stage's workspace is left out: it does not grow with the layers."""
+    """Return float64 [L + 1]: entry i is how many bytes layers 0 to i - 1 take together on one of a stage's `members`
+    members. Layers a to b take entry b less entry a; the stage's workspace, which is the same for any layers, comes on
+    top."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 

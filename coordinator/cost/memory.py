@@ -90,7 +90,8 @@ class StageMemory:
 
     @classmethod
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory that plans reckon with. It is less than `foreseen`, unless adapters are trained."""
+        """Return the memory that plans reckon with. Where all weights train it counts at most
+        `COUNTED_BYTES_PER_PARAMETER` for each, which is less than `foreseen`; with adapters it is `foreseen`."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls(

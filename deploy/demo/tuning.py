@@ -74,7 +74,11 @@ class Tuning:
         self._is_stopped = False
 
     async def run(self) -> TuneSummary | None:
-        """Returns: None: it was interrupted. Raises: LocalError: something did not come about; the line says what."""
+        """Train the base, tune it, and evaluate both.
+
+        Returns: the losses and where the models lie; None: the user has interrupted.
+        Raises: LocalError: a command failed, with that command's own line, or a swarm ended before its last step.
+        """
         try:
             return await self._run()
         except _Stopped:
@@ -137,7 +141,7 @@ class Tuning:
 
     async def _shoal(self, command: str, *arguments: object) -> dict[str, Any]:
         """What `shoal COMMAND … --json` says. Raises: LocalError: it failed, and this is its own line."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM):  # a demo that has run in between has taken them away
             asyncio.get_running_loop().add_signal_handler(number, self._stop)
         self._lines.clear()
         log = self._folder / "logs" / f"{command}.log"

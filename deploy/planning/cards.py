@@ -27,7 +27,8 @@ REACHED: Final = 0.4
 KEPT_BYTES: Final = 1.0e9
 """Memory of a card that the model cannot have: the driver, torch's kernels, the desktop."""
 IN_FLIGHT: Final = 4
-"""Microbatches that a stage keeps between their forward and their backward: a few hops' round trip."""
+"""How many microbatches a stage is taken to hold whose forward it has done and whose backward it has not. They are on
+their way through the stages behind it and back."""
 LINES_MBPS: Final = (20.0, 100.0, 1_000.0)
 CONTEXTS: Final = (2_048, 8_192)
 
@@ -81,7 +82,7 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
     fetch_gb: float | None = None
     """What a newcomer fetches before its first microbatch: its layers' weights and moments, or adapters and base."""
     fetch_minutes: tuple[float, ...] | None = None
-    """How long that takes over lines of `LINES_MBPS` downwards."""
+    """How many minutes fetching `fetch_gb` takes at each download rate of `LINES_MBPS`, in that order."""
 
 
 class CardsTable(msgspec.Struct, frozen=True, kw_only=True):
