@@ -58,7 +58,7 @@ bench: setup
 	  echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 	@echo "== tests/bench/live_swarm.py takes an hour: make bench-live; what needs a card: make bench-gpu"
 
-# What a CUDA card reaches of what it can do, in ten minutes: a table, and gpu.json. ARGS='--only layers' for a part.
+# What a CUDA card reaches of what it can do: a table, and gpu.json. No card has run it yet. ARGS='--only layers' for a part.
 bench-gpu: setup
 	$(BIN)/python tests/bench/gpu.py $(ARGS)
 

@@ -1,4 +1,4 @@
-"""What a card reaches of what it can do, in one command and less than ten minutes: all that only a card can show.
+"""What a card reaches of what it can do, in one command: all that only a card can show. No card has run it yet.
 
     gpu.py                                # `make bench-gpu`: a table, and all figures in gpu.json
     gpu.py --only layers step             # these parts
