@@ -207,10 +207,11 @@ class Reconnection:
                 stalls_s = now_s - self._stalled_s.get(name, now_s)
                 if way.local in gone:
                     moved.add(peer)
-                if way.local in gone or (stood_still_s >= STOOD_STILL_S and way.silent_s >= DEAD_S):
+                elif stood_still_s >= STOOD_STILL_S and way.silent_s >= DEAD_S:
                     dead.add(peer)
                 elif stalls_s >= DEAD_S:
                     silent.add(peer)
+        dead |= moved
         for peer in connections:
             if peer not in dead and peer not in silent:
                 self._returned(peer, now_s)
