@@ -16,7 +16,7 @@ _PROSE_FOLDER: Final = "pydoc_data"
 _HELD_OUT_BYTES: Final = 64 * 1024
 """How much of each text is held out at most: seconds of `shoal eval` with a model of a million parameters."""
 _EVERY: Final = {"code": 40, "prose": 8}
-"""Of so many documents of each text one is held out. The prose is cut finer, since it has some 80 topics where the
+"""One document in so many is held out of each text. The prose is cut finer, since it has some 80 topics where the
 library has hundreds of files."""
 
 
