@@ -25,6 +25,7 @@ from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
+from shoal.peer.inference.service import InferenceService
 from shoal.peer.initial import InitialWeights, begun_numel
 from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
@@ -256,6 +257,7 @@ class PeerDriver:
                 on_unreachable=self._neighbours.unreachable,
                 begin_era=self._archive.begin_era,
                 on_failure=self._fail,
+                on_no_memory=lambda: self.inference.free(),
                 on_shortage=self._run_short,
             ),
             inbox=self._inbox,
@@ -263,6 +265,17 @@ class PeerDriver:
             between=BetweenLayouts(carried=self._carried, ahead=self._ahead, base=self._base),
             recent=self._recent,
             experts=ExpertServer(arithmetic.tokens, endpoint=endpoint, compute=compute, spec=spec, tasks=self._tasks),
+        )
+        self._inference_tasks = Tasks(self._fail)
+        self.inference = InferenceService(
+            spec,
+            endpoint=endpoint,
+            compute=compute,
+            clock=clock,
+            replica=lambda: self.replica,
+            plan=lambda: self._plan.plan if self._plan else None,
+            cannot_reach=self._meter.cannot_reach,
+            tasks=self._inference_tasks,
         )
         self.experts = ExpertSeats(
             self._surroundings,
@@ -329,6 +342,8 @@ class PeerDriver:
         await self.experts.close()
         await self._ahead.close()
         await self.pausing.close()
+        self.inference.close()
+        await self._inference_tasks.cancel()
         await self._base_tasks.cancel()
         await self._tasks.wait()
         await self._neighbours.close()

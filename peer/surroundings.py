@@ -56,6 +56,8 @@ class Listeners:
     begin_era: Callable[[int, int], bool]
     """Whether we may begin it from its beginning, in a group."""
     on_failure: Callable[[BaseException], None]
+    on_no_memory: Callable[[], None]
+    """A job has found no memory: what the peer keeps for others and can do without is to go."""
     on_shortage: Callable[[Part], None]
     """There is no memory for what it was given. It has paused itself, and has handed back what it can."""
 

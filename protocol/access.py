@@ -92,6 +92,10 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.Keep: Role.PLANNED,
     m.StateChunkRequest: Role.PLANNED,
     m.ReducedRequest: Role.PLANNED,
+    # What the model says. Its stages work for whoever asks, so an invite that only lets look on is not enough.
+    m.InferenceRequest: Role.MEMBER,
+    m.InferenceAnswer: Role.NOBODY,
+    m.InferenceOutput: Role.PLANNED,
     # Frames.
     m.Activation: Role.NEAR,
     m.Gradient: Role.NEAR,
@@ -101,6 +105,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.GatherPart: Role.GROUP_MEMBER,
     m.StateChunk: Role.PLANNED,
     m.ReducedChunk: Role.PLANNED,
+    m.InferenceInput: Role.PLANNED,
     m.ProbeChunk: Role.MEMBER,
     # Records on the directory, by who signed them.
     m.SpecRecord: Role.OWNER,

@@ -151,6 +151,11 @@ def split_address(address: str) -> tuple[str, str]:
     return (where, peer) if slash and "/" not in peer else (address, "")
 
 
+def peers_of(addresses: Iterable[str]) -> list[PeerID]:
+    """The peers to which the addresses lead, each once, in their order."""
+    return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in addresses))
+
+
 def only_direct(addresses: Iterable[str]) -> tuple[str, ...]:
     """Leave out the addresses that lead over a relay."""
     return tuple(address for address in addresses if "/p2p-circuit" not in address)

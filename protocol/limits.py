@@ -101,6 +101,14 @@ QUEUED_TOKENS_OF_ONE_MAX: Final = QUEUED_TOKENS_MAX // 8
 REFUSED_TOKENS_OF_ONE_MAX: Final = 64
 """Refusals of such requests on their way to one sender, or to all strangers together; what is more is dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
+INFERENCE_TOKENS_MAX: Final = 4096
+"""Tokens of one request to the model, over all of its rows: at a width of 8,192 in fp32 its activation has 128 MiB."""
+INFERENCES_OF_ONE_MAX: Final = 4
+"""Requests of one asker that a peer sees to at once."""
+INFERENCES_MAX: Final = 16
+"""Such requests of all askers together; and what a peer has waiting for its device of what came from others."""
+INFERENCE_CANDIDATES_MAX: Final = 16_384
+"""The likeliest tokens that an answer names with their logits, in 128 KiB; all, where the vocabulary has no more."""
 
 WAITING_STREAMS_OF_ONE_MAX: Final = 2
 """Streams of one peer whose HELLO has not come. An honest one opens one, and another once that broke."""

@@ -1,7 +1,8 @@
 """Control messages: closed, typed, at most 256 KiB; decoded once, at the edge. Pure.
 
-Four conversations: a peer with the coordinator (heartbeat, plans, status), a peer with the directory (records), a
-replica with its stage group (progress, rounds, digests, claims) and a newcomer with a holder (state).
+Five conversations: a peer with the coordinator (heartbeat, plans, status), a peer with the directory (records), a
+replica with its stage group (progress, rounds, digests, claims), a newcomer with a holder (state), and whoever asks the
+model something with the stages (inference).
 Relative durations only: peers share no clock.
 
 This file is long because the closed union of everything that may cross the wire is one thing to read.
@@ -820,6 +821,51 @@ class ReducedRequest(EraMessage, frozen=True):
     step: int
 
 
+class InferenceRequest(_Message, frozen=True, kw_only=True):
+    """Whoever has an invite to train asks the swarm's stages what the model says to some tokens. The receiver sees to
+    it, whatever it holds itself."""
+
+    way: int = 0
+    """Chosen by the asker: requests with the same one go to the same members."""
+    session: int = 0
+    """Chosen by the asker, for tokens that come in several requests: the stages remember those before. 0: they need
+    not."""
+    version: int = -1
+    """The version of the weights; -1: the newest, which the answer names."""
+    rows: int = 1
+    position: int = 0
+    """Tokens of the session so far."""
+    tokens: bytes
+    """int32 [rows, T]."""
+    targets: bytes = b""
+    """int32 [rows, T], whose likelihoods are asked for, `IGNORED` where none is. Empty: what follows the last token."""
+    begins: bytes = b""
+    """uint8 [rows, T], whether a document begins. Empty: attention looks across documents."""
+
+
+class InferenceAnswer(_Message, frozen=True, kw_only=True):
+    """Answers an InferenceRequest: with targets, float32 [rows, T] log-likelihoods and uint8 [rows, T], whether each is
+    the likeliest; without, the likeliest tokens, int32 [K], and their logits, float32 [K]."""
+
+    version: int
+    era: int
+    payload: bytes
+    is_past: bool = False
+    """There is no answer, because a stage is past the version that was asked for: a newer one may be asked for."""
+
+
+class InferenceOutput(EraMessage, frozen=True, kw_only=True):
+    """The end of a request's way through the stages, to the peer that was asked."""
+
+    serial: int
+    version: int = -1
+    payload: bytes = b""
+    refused: str = ""
+    """The reason why there is none; for people."""
+    is_past: bool = False
+    """The reason is that the version that was asked for is gone."""
+
+
 class Ping(_Message, frozen=True):
     """Measures a round trip; `pad` is sent back."""
 
@@ -900,6 +946,9 @@ Message = (
     | Saved
     | StateChunkRequest
     | ReducedRequest
+    | InferenceRequest
+    | InferenceAnswer
+    | InferenceOutput
     | Ping
     | PingRequest
     | ProbeTogether
@@ -972,6 +1021,29 @@ class ExpertOutput(EraMessage, frozen=True, kw_only=True):
     """The reason why there is no output; for people."""
 
 
+class InferenceInput(EraMessage, frozen=True, kw_only=True):
+    """A request of somebody outside on its way through the stages. Payload: the tokens [rows, T] as int32 to stage 0,
+    else the activation [rows, T, D] (`peer/inference/wire.py`); then targets and beginnings, where there are any."""
+
+    stage: int
+    """The receiver's stage."""
+    first_layer: int
+    """The receiver's, as the sender knows it."""
+    entry: PeerID
+    """The peer that was asked, which gets the output."""
+    serial: int
+    """The entry's count of what it was asked."""
+    way: int
+    session: int
+    version: int
+    rows: int
+    length: int
+    """T."""
+    position: int
+    has_targets: bool
+    has_begins: bool
+
+
 class ReducePart(EraMessage, frozen=True):
     """Reduce-scatter: elements [start, start + n) of the sender's summed gradient of `step`, fp32."""
 
@@ -1029,6 +1101,7 @@ FrameMeta = (
     | GatherPart
     | StateChunk
     | ReducedChunk
+    | InferenceInput
     | ProbeChunk
 )
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import Device, Verbose, data_source, examples, start_logging
+from shoal.deploy.commands.options import Device, OfInvite, Swarm, Verbose, data_source, examples, start_logging
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
-    from shoal.deploy.ship.loaded_model import LoadedModel
+    from shoal.deploy.ship.predictor import Predictor
     from shoal.deploy.ship.scores import Score
 
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     "shoal eval --data notes/  # the newest snapshot on this machine, on what its run keeps for validation",
     "shoal eval ./my-model --text book.txt  # perplexity of an exported folder on a text",
     "shoal eval --tasks arc_easy,hellaswag --limit 200  # questions of lm-eval (pip install lm-eval)",
+    "shoal eval --swarm --data notes/  # the run that is up, by its stages: this machine needs no model",
     "shoal eval --data notes/ --base ./Llama-3.2-1B  # adapters, beside a model that this machine has elsewhere",
     "shoal eval --tasks my_task --include tasks/ --json  # of your own tasks, for a script",
 )
@@ -50,6 +51,8 @@ def eval_(
     context: Annotated[
         int | None, typer.Option(min=2, help="Tokens at once, of a model's folder. Default: at most 1,024.")
     ] = None,
+    swarm: Swarm = False,
+    invite: OfInvite = None,
     device: Device = "auto",
     json: Annotated[bool, typer.Option("--json", help="Everything at the end, as JSON.")] = False,
     verbose: Verbose = False,
@@ -59,9 +62,7 @@ def eval_(
     wants_validation = not (text or named) if validation is None else validation
     source = ",".join(data_source(part) for part in data.split(",")) if data else ""
     start_logging(verbose)
-    from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.evaluation import text_score
-    from shoal.deploy.ship.loaded_model import load_model
     from shoal.deploy.ship.scores import in_words, keep_evaluation
     from shoal.deploy.terminal.progress import progress_bar
 
@@ -69,45 +70,56 @@ def eval_(
         from shoal.deploy.ship.lm_tasks import check_library
 
         check_library()  # before minutes of other work
-    loaded = load_model(snapshot, device=pick_device(device), tokenizer=tokenizer, base=base, context=context)
-    scores: list[Score] = []
-    if wants_validation:
-        scores += _validation(loaded, source, tokenizer, samples)
-    for path in text or ():
-        with progress_bar(f"reading {path.name}") as tell:
-            scores.append(text_score(loaded, path, on_progress=tell))
-    if named:
-        from shoal.deploy.ship.lm_tasks import task_scores
 
-        scores += task_scores(loaded, named, include=include, limit=limit, shots=shots)
-    found = loaded.snapshot
-    if found is not None:
-        keep_evaluation(found.run, found.era, found.version, scores)
-    if json:
-        import msgspec
+    def evaluate(predictor: "Predictor") -> None:
+        scores: list[Score] = []
+        if wants_validation:
+            scores += _validation(predictor, source, tokenizer, samples)
+        for path in text or ():
+            with progress_bar(f"reading {path.name}") as tell:
+                scores.append(text_score(predictor, path, on_progress=tell))
+        if named:
+            from shoal.deploy.ship.lm_tasks import task_scores
 
-        said: dict[str, object] = {"model": loaded.name, "scores": scores}
-        if found is not None:
-            said |= {"run": found.run, "era": found.era, "version": found.version}
-        typer.echo(msgspec.json.encode(said).decode())
+            scores += task_scores(predictor, named, include=include, limit=limit, shots=shots)
+        origin = predictor.origin
+        if origin is not None:
+            keep_evaluation(origin.run, origin.era, origin.version, scores)
+        if json:
+            import msgspec
+
+            said: dict[str, object] = {"model": predictor.name, "scores": scores}
+            if origin is not None:
+                said |= {"run": origin.run, "era": origin.era, "version": origin.version}
+            typer.echo(msgspec.json.encode(said).decode())
+            return
+        typer.echo(predictor.name)
+        for score in scores:
+            typer.echo(f"  {in_words(score)}")
+        if origin is not None:
+            typer.echo("`shoal export` writes these into the model's card")
+
+    if swarm or invite:
+        from shoal.deploy.commands.through import with_swarm
+
+        with_swarm("eval", evaluate, invite=invite, local=(snapshot, base), tokenizer=tokenizer)
         return
-    typer.echo(loaded.name)
-    for score in scores:
-        typer.echo(f"  {in_words(score)}")
-    if found is not None:
-        typer.echo("`shoal export` writes these into the model's card")
+    from shoal.deploy.manners.device import pick_device
+    from shoal.deploy.ship.loaded_model import load_model
+
+    evaluate(load_model(snapshot, device=pick_device(device), tokenizer=tokenizer, base=base, context=context))
 
 
-def _validation(loaded: "LoadedModel", source: str, tokenizer: Path | None, samples: int) -> "list[Score]":
+def _validation(predictor: "Predictor", source: str, tokenizer: Path | None, samples: int) -> "list[Score]":
     from shoal.deploy.run.run_text import find_corpus
     from shoal.deploy.ship.evaluation import validation_scores
     from shoal.deploy.ship.scores import source_names
     from shoal.deploy.terminal.progress import progress_bar
     from shoal.peer.data.tokenizer import BYTES
 
-    if loaded.snapshot is None:
-        raise LocalError(f"{loaded.name} does not say what it was trained on: name a text with --text, or --tasks")
-    spec = loaded.snapshot.spec
+    spec = predictor.spec
+    if spec is None:
+        raise LocalError(f"{predictor.name} does not say what it was trained on: name a text with --text, or --tasks")
     vocabulary = "" if spec.data.tokenizer == BYTES else str(tokenizer or spec.data.tokenizer)
     with progress_bar("reading the text") as tell:
         corpus = find_corpus(spec, data=source, tokenizer=vocabulary, on_progress=tell)
@@ -115,4 +127,4 @@ def _validation(loaded: "LoadedModel", source: str, tokenizer: Path | None, samp
         raise LocalError(f"this machine is not told where the run's text is: name it with --data ({spec.data.named})")
     with progress_bar("predicting") as tell:
         names = source_names(spec.data)
-        return validation_scores(loaded, corpus, names, samples_max=samples, on_progress=tell)
+        return validation_scores(predictor, corpus, names, samples_max=samples, on_progress=tell)

@@ -3,25 +3,30 @@
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import Device, Verbose, examples, start_logging
+from shoal.deploy.commands.options import Device, OfInvite, Swarm, Verbose, examples, start_logging
 from shoal.protocol.errors import LocalError
+
+if TYPE_CHECKING:
+    from shoal.deploy.ship.predictor import Predictor
 
 
 @examples(
     'shoal generate --prompt "def main("  # the newest snapshot on this machine',
     'shoal generate ./snapshots --prompt "Once" --tokens 500 --temperature 0.6  # longer, and more careful',
     "shoal generate --prompt - < question.txt  # the prompt from a file",
+    'shoal generate --swarm --prompt "Once"  # by the stages of the run that is up, which hold the model',
     'shoal generate --prompt "x = " --temperature 0 --json  # the likeliest text, for a script',
 )
 def generate(
     snapshot: Annotated[
         Path | None,
         typer.Argument(
-            metavar="SNAPSHOT", help="A snapshot, or a folder with some. Default: what was written last here."
+            metavar="MODEL",
+            help="A snapshot, a folder with some, or a model's folder. Default: what was written last here.",
         ),
     ] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue; - reads it from stdin.")] = "",
@@ -29,6 +34,8 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest with this share.")] = 0.95,
     seed: Annotated[int | None, typer.Option(min=0, help="The same one writes the same text. Default: any.")] = None,
+    swarm: Swarm = False,
+    invite: OfInvite = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="The run's tokenizer.json, if it is not where the run's spec says.")
     ] = None,
@@ -39,11 +46,9 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Everything at the end, as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Let a snapshot write, and show it as it comes."""
+    """Let a model write, and show it as it comes."""
     start_logging(verbose)
-    from shoal.deploy.manners.device import pick_device
-    from shoal.deploy.ship.found_snapshot import find_snapshots
-    from shoal.deploy.ship.generate import fit_for_terminal, load_writer
+    from shoal.deploy.ship.generate import fit_for_terminal, write
     from shoal.peer.model.generate import Sampler
 
     if prompt == "-":
@@ -53,23 +58,35 @@ def generate(
         sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     except ValueError as error:
         raise LocalError(str(error)) from error
-    writer = load_writer(find_snapshots(snapshot), device=pick_device(device), tokenizer=tokenizer, base=base)
-    parts = writer.write(prompt, tokens, sampler)
-    found = writer.snapshot
-    if json:
-        import msgspec
 
-        text = "".join(parts)
-        said = {"run": found.run, "version": found.version, "seed": seed, "prompt": prompt, "text": text}
-        typer.echo(msgspec.json.encode(said).decode())
+    def show(predictor: "Predictor") -> None:
+        parts = write(predictor, prompt, tokens, sampler)
+        if json:
+            import msgspec
+
+            text = "".join(parts)
+            origin = predictor.origin
+            said = {"model": predictor.name} if origin is None else {"run": origin.run, "version": origin.version}
+            said = {**said, "seed": seed, "prompt": prompt, "text": text}
+            typer.echo(msgspec.json.encode(said).decode())
+            return
+        shown = fit_for_terminal if sys.stdout.isatty() else str
+        started_s, count = time.perf_counter(), 0
+        sys.stdout.write(shown(prompt))
+        for part in parts:
+            sys.stdout.write(shown(part))
+            sys.stdout.flush()
+            count += 1
+        sys.stdout.write("\n")
+        pace = count / max(1e-9, time.perf_counter() - started_s)
+        typer.echo(f"{predictor.name}, seed {seed}: {count} tokens, {pace:,.3g} a second", err=True)
+
+    if swarm or invite:
+        from shoal.deploy.commands.through import with_swarm
+
+        with_swarm("generate", show, invite=invite, local=(snapshot, base), tokenizer=tokenizer)
         return
-    shown = fit_for_terminal if sys.stdout.isatty() else str
-    started_s, count = time.perf_counter(), 0
-    sys.stdout.write(shown(prompt))
-    for part in parts:
-        sys.stdout.write(shown(part))
-        sys.stdout.flush()
-        count += 1
-    sys.stdout.write("\n")
-    pace = count / max(1e-9, time.perf_counter() - started_s)
-    typer.echo(f"run {found.run}, version {found.version}, seed {seed}: {count} tokens, {pace:,.0f} a second", err=True)
+    from shoal.deploy.manners.device import pick_device
+    from shoal.deploy.ship.loaded_model import load_model
+
+    show(load_model(snapshot, device=pick_device(device), tokenizer=tokenizer, base=base))

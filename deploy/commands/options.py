@@ -92,6 +92,13 @@ Record = Annotated[
 Wandb = Annotated[
     str, typer.Option(metavar="PROJECT", help="Send the record to this project at Weights & Biases, too.")
 ]
+Swarm = Annotated[
+    bool, typer.Option("--swarm", help="Ask the stages of a run that is up, which hold the model together.")
+]
+OfInvite = Annotated[
+    str | None,
+    typer.Option("--invite", metavar="INVITE", help="Ask the run of this invite. Default: the one that is up here."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
 Reports = Annotated[
     bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")

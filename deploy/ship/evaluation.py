@@ -12,15 +12,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.deploy.ship.loaded_model import LoadedModel
+from shoal.deploy.ship.predictor import Predictor, check_vocabulary
 from shoal.deploy.ship.scores import Score
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.documents import read_text
 from shoal.peer.data.labels import IGNORED
 from shoal.peer.data.samples import Samples
-from shoal.peer.model import llama
-from shoal.peer.model.documents import Documents
-from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys
 from shoal.protocol.errors import DataError, LocalError
 
 BATCH_TOKENS: Final = 4096
@@ -30,7 +27,7 @@ OnProgress = Callable[[float], None]
 
 
 def validation_scores(
-    loaded: LoadedModel, corpus: Corpus, names: Sequence[str], *, samples_max: int = 0, on_progress: OnProgress
+    predictor: Predictor, corpus: Corpus, names: Sequence[str], *, samples_max: int = 0, on_progress: OnProgress
 ) -> list[Score]:
     """The mean loss over the text that training never saw, of each source.
 
@@ -40,19 +37,19 @@ def validation_scores(
     """
     scores = []
     for number, (source, name) in enumerate(zip(corpus.sources, names, strict=True)):
-        samples = source.samples(loaded.model.context, validates=True)
+        samples = source.samples(predictor.model.context, validates=True)
         count = min(samples.count, samples_max or samples.count)
 
         def tell(done: float, number: int = number) -> None:
             on_progress((number + done) / len(names))
 
         chosen = [place * samples.count // count for place in range(count)]
-        total, tokens = _over_samples(loaded, samples, chosen, tell)
+        total, tokens = _over_samples(predictor, samples, chosen, tell)
         scores.append(_score(f"validation ({name})" if len(names) > 1 else "validation", total, tokens))
     return scores
 
 
-def text_score(loaded: LoadedModel, path: Path, *, on_progress: OnProgress) -> Score:
+def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> Score:
     """The perplexity of a text file as one document. Every token is predicted from at least half a context, as far as
     there is so much before it.
 
@@ -66,10 +63,10 @@ def text_score(loaded: LoadedModel, path: Path, *, on_progress: OnProgress) -> S
         raise LocalError(str(error)) from error
     if text is None:
         raise LocalError(f"{path} is empty, or no UTF-8 text")
-    tokenizer, T = loaded.tokenizer, loaded.model.context
+    tokenizer, T = predictor.tokenizer, predictor.model.context
     begin = list(tokenizer.beginning) or list(tokenizer.separator)
     tokens_N = torch.tensor([*begin[-1:], *tokenizer.encode([text.decode()])[0].tolist()], dtype=torch.int64)
-    check_vocabulary(loaded, int(tokens_N.max()), str(path))
+    check_vocabulary(predictor, int(tokens_N.max()), str(path))
     stride, num = max(1, T // 2), tokens_N.numel() - 1
     starts = [0, *range(stride, max(stride, num - T + stride), stride)] if num > T else [0]
     total = 0.0
@@ -77,7 +74,7 @@ def text_score(loaded: LoadedModel, path: Path, *, on_progress: OnProgress) -> S
     for at in range(0, len(starts), batch):
         rows = [window(tokens_N, start, T, start + T - stride if start else 0) for start in starts[at : at + batch]]
         tokens_BT, targets_BT = (torch.stack(column) for column in zip(*rows, strict=True))
-        total += loss_sum(loaded, tokens_BT, targets_BT)
+        total += predictor.loss_sum(tokens_BT, targets_BT)
         on_progress(min(1.0, (at + batch) / len(starts)))
     score = _score(path.name, total, num)
     return msgspec.structs.replace(score, bits_per_byte=total / math.log(2) / len(text))
@@ -95,45 +92,15 @@ def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple
     return tokens_T, targets_T
 
 
-def check_vocabulary(loaded: LoadedModel, token_max: int, where: str) -> None:
-    """Raises: LocalError: the model does not know all of the tokens."""
-    if token_max >= loaded.model.vocab_size:
-        raise LocalError(f"{where} has token {token_max}, and the model knows {loaded.model.vocab_size}")
-
-
-@torch.inference_mode()
-def loss_sum(loaded: LoadedModel, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:
-    """The sum of the losses of all targets that are not IGNORED, in nats."""
-    hidden_BTD = hidden(loaded, tokens_BT, begins_BT)
-    counted = int((targets_BT != IGNORED).sum())
-    loss = llama.loss_of_head(
-        loaded.model, loaded.params_by_key[HEAD], hidden_BTD, targets_BT.to(hidden_BTD.device), counted
-    )
-    return float(loss) * counted
-
-
-def hidden(loaded: LoadedModel, tokens_BT: Tensor, begins_BT: Tensor | None = None) -> Tensor:
-    """What the model's last decoder layer gives, [B, T, D]."""
-    model = loaded.model
-    device = next(iter(loaded.params_by_key[EMBED].values())).device
-    rotary, documents = llama.rotary_tables(model, device), None
-    if begins_BT is not None:
-        documents = Documents(begins_BT.to(device))
-        rotary = documents.positioned(rotary)
-    keys = [key for key in all_layer_keys(model) if key != HEAD]
-    return llama.run_layers(model, keys, loaded.params_by_key, tokens_BT.to(device), rotary, documents=documents)
-
-
-def _over_samples(loaded: LoadedModel, samples: Samples, chosen: Sequence[int], tell: OnProgress) -> tuple[float, int]:
+def _over_samples(predictor: Predictor, samples: Samples, chosen: Sequence[int], tell: OnProgress) -> tuple[float, int]:
     """(sum of losses in nats, how many)."""
-    batch = max(1, BATCH_TOKENS // loaded.model.context)
+    batch = max(1, BATCH_TOKENS // predictor.model.context)
     total, tokens = 0.0, 0
     for at in range(0, len(chosen), batch):
         made = [samples.sample(number) for number in chosen[at : at + batch]]
         begins = [sample.begins_T for sample in made if sample.begins_T is not None]
         targets_BT = torch.stack([sample.targets_T for sample in made])
-        total += loss_sum(
-            loaded,
+        total += predictor.loss_sum(
             torch.stack([sample.tokens_T for sample in made]),
             targets_BT,
             torch.stack(begins) if begins else None,

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from shoal.deploy.ship.evaluation import BATCH_TOKENS, check_vocabulary, hidden
-from shoal.deploy.ship.loaded_model import LoadedModel
+from shoal.deploy.ship.evaluation import BATCH_TOKENS
+from shoal.deploy.ship.predictor import Predictor, check_vocabulary
 from shoal.deploy.ship.scores import Score
+from shoal.peer.data.labels import IGNORED
 from shoal.peer.data.tokenizer import Detokenizer
-from shoal.peer.model import llama
-from shoal.peer.model.generate import Sampler, stream
-from shoal.peer.model.layout import HEAD
+from shoal.peer.model.generate import Sampler
 from shoal.protocol.errors import LocalError
 
 _WRITTEN_MAX = 256
@@ -33,7 +31,7 @@ def check_library() -> None:
 
 
 def task_scores(
-    loaded: LoadedModel, tasks: Sequence[str], *, include: Path | None, limit: int, shots: int | None
+    predictor: Predictor, tasks: Sequence[str], *, include: Path | None, limit: int, shots: int | None
 ) -> list[Score]:
     """Run tasks on a model.
 
@@ -56,7 +54,7 @@ def task_scores(
         raise LocalError(f"lm-eval has no task {unknown[0]!r}: `lm-eval ls tasks` lists them, --include adds your own")
     try:
         found = lm_eval.simple_evaluate(
-            model=_answering(loaded),
+            model=_answering(predictor),
             tasks=list(tasks),
             num_fewshot=shots,
             limit=limit or None,
@@ -92,7 +90,7 @@ def _scores(found: Mapping[str, Any]) -> list[Score]:
     return scores
 
 
-def _answering(loaded: LoadedModel) -> Any:
+def _answering(predictor: Predictor) -> Any:
     """The model as lm-eval asks it."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows
@@ -102,49 +100,48 @@ def _answering(loaded: LoadedModel) -> Any:
 
         @property
         def eot_token_id(self) -> int:
-            return int(loaded.tokenizer.separator[-1])
+            return int(predictor.tokenizer.separator[-1])
 
         @property
         def prefix_token_id(self) -> int:
-            return int((*loaded.tokenizer.separator, *loaded.tokenizer.beginning)[-1])
+            return int((*predictor.tokenizer.separator, *predictor.tokenizer.beginning)[-1])
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            tokens: list[int] = loaded.tokenizer.encode([string], special=True)[0].tolist()
-            begin = list(loaded.tokenizer.beginning)
+            tokens: list[int] = predictor.tokenizer.encode([string], special=True)[0].tolist()
+            begin = list(predictor.tokenizer.beginning)
             if add_special_tokens is not False and (not begin or tokens[: len(begin)] != begin):
                 tokens = [*begin, *tokens]
-            check_vocabulary(loaded, max(tokens, default=0), "a question")
+            check_vocabulary(predictor, max(tokens, default=0), "a question")
             return tokens
 
         def _loglikelihood_tokens(
             self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
         ) -> list[tuple[float, bool]]:
-            return _log_likelihoods(loaded, [(before, after) for _, before, after in requests])
+            return _log_likelihoods(predictor, [(before, after) for _, before, after in requests])
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             found = []
             for request in requests:
                 (text,) = request.args
                 windows = get_rolling_token_windows(
-                    self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, loaded.model.context, 1
+                    self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, predictor.model.context, 1
                 )
                 pairs = [(given[: len(given) - len(asked) + 1], asked) for given, asked in windows]
-                found.append(sum(value for value, _ in _log_likelihoods(loaded, pairs)))
+                found.append(sum(value for value, _ in _log_likelihoods(predictor, pairs)))
             return found
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            return [_written(loaded, self.tok_encode(prompt), how) for prompt, how in (one.args for one in requests)]
+            return [_written(predictor, self.tok_encode(prompt), how) for prompt, how in (one.args for one in requests)]
 
     return Answering()
 
 
-@torch.inference_mode()
 def _log_likelihoods(
-    loaded: LoadedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    predictor: Predictor, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[tuple[float, bool]]:
     """Returns: for each (tokens before, tokens asked for) the log of how likely those are, and whether each of them is
     the likeliest."""
-    T = loaded.model.context
+    T = predictor.model.context
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     rows = [([*before, *after][-(T + 1) :], min(len(after), T)) for before, after in pairs]
     order = sorted(range(len(pairs)), key=lambda i: (-len(rows[i][0]), i))
@@ -154,35 +151,29 @@ def _log_likelihoods(
         chosen = order[at : at + max(1, BATCH_TOKENS // longest)]
         at += len(chosen)
         tokens_BT = torch.zeros(len(chosen), longest, dtype=torch.int64)
+        targets_BT = torch.full_like(tokens_BT, IGNORED)
         for row, i in enumerate(chosen):  # what is behind a row's end nobody looks at
-            tokens_BT[row, : len(rows[i][0]) - 1] = torch.tensor(rows[i][0][:-1])
-        hidden_BTD = hidden(loaded, tokens_BT)
-        for row, i in enumerate(chosen):
             tokens, num = rows[i]
-            asked_N = torch.tensor(tokens[len(tokens) - num :], dtype=torch.int64)
-            found[i] = _asked(loaded, hidden_BTD[row : row + 1, len(tokens) - 1 - num : len(tokens) - 1], asked_N)
+            end = len(tokens) - 1
+            tokens_BT[row, :end] = torch.tensor(tokens[:-1])
+            targets_BT[row, end - num : end] = torch.tensor(tokens[len(tokens) - num :], dtype=torch.int64)
+        value_BT, likeliest_BT = predictor.log_likelihoods(tokens_BT, targets_BT)
+        for row, i in enumerate(chosen):
+            found[i] = float(value_BT[row].sum()), bool(likeliest_BT[row].all())
     return found
 
 
-def _asked(loaded: LoadedModel, hidden_1ND: Tensor, asked_N: Tensor) -> tuple[float, bool]:
-    if not asked_N.numel():
-        return 0.0, True
-    logit_NV = llama.head(loaded.model, loaded.params_by_key[HEAD], hidden_1ND)[0].float().cpu()
-    value = logit_NV.log_softmax(-1).gather(1, asked_N[:, None]).sum()
-    return float(value), bool((logit_NV.argmax(-1) == asked_N).all())
-
-
-def _written(loaded: LoadedModel, prompt: list[int], how: Mapping[str, Any]) -> str:
+def _written(predictor: Predictor, prompt: list[int], how: Mapping[str, Any]) -> str:
     """What the model writes until one of the texts at which the task stops, which it is without."""
     until = how.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
-    num, detokenizer, text = int(how.get("max_gen_toks") or _WRITTEN_MAX), Detokenizer(loaded.tokenizer), ""
+    num, detokenizer, text = int(how.get("max_gen_toks") or _WRITTEN_MAX), Detokenizer(predictor.tokenizer), ""
     # As lm-eval's own models do it: the end of a prompt that leaves room for the answer.
-    prompt = prompt[-max(1, loaded.model.context - num) :] or [int(loaded.tokenizer.separator[-1])]
+    prompt = prompt[-max(1, predictor.model.context - num) :] or [int(predictor.tokenizer.separator[-1])]
     sampler = Sampler(temperature=temperature, seed=0)
-    for token in islice(stream(loaded.model, loaded.params_by_key, prompt, sampler), num):
-        if token == loaded.tokenizer.end_of_text:
+    for token in islice(predictor.stream(prompt, sampler), num):
+        if token == predictor.tokenizer.end_of_text:
             break
         text += detokenizer.feed(token)
         found = [place for stop in stops if stop and (place := text.find(stop)) >= 0]

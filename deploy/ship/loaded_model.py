@@ -1,35 +1,72 @@
 """A trained model in memory with its vocabulary, from a snapshot of a run or from a folder that transformers loads."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from shoal.deploy.ship.base_model import base_of, whole_layer
 from shoal.deploy.ship.found_snapshot import FoundSnapshot, find_snapshots
-from shoal.deploy.ship.generate import load_writer
 from shoal.deploy.ship.hf_config import model_of
 from shoal.deploy.ship.import_model import FolderWeights, tokenizer_of
 from shoal.deploy.ship.model_folder import own_file, read_json
+from shoal.deploy.ship.predictor import Origin
+from shoal.peer.data.labels import IGNORED
 from shoal.peer.data.tokenizer import Tokenizer, load_tokenizer
-from shoal.peer.model.layout import all_layer_keys, layer_layout
+from shoal.peer.model import llama
+from shoal.peer.model.generate import Sampler, stream
+from shoal.peer.model.layout import HEAD, all_layer_keys, layer_layout
 from shoal.peer.model.llama import Params
+from shoal.peer.pipeline.fixed_stage import FixedStage
+from shoal.peer.snapshot import DamagedSnapshot, log_damage
 from shoal.peer.snapshot_name import MANIFEST
 from shoal.protocol.errors import LocalError
-from shoal.protocol.spec import DataSpec, ModelSpec
+from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model with its weights, on one device."""
+    """Implements `Predictor` with all weights on one device."""
 
     model: ModelSpec
     params_by_key: Mapping[str, Params]
     tokenizer: Tokenizer
     name: str
-    """What it is, for people."""
     snapshot: FoundSnapshot | None
     """None: it is a folder, which does not say what it was trained on."""
+
+    @property
+    def spec(self) -> RunSpec | None:
+        return None if self.snapshot is None else self.snapshot.spec
+
+    @property
+    def origin(self) -> Origin | None:
+        found = self.snapshot
+        return None if found is None else Origin(found.run, found.era, found.version)
+
+    @torch.inference_mode()
+    def loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:
+        hidden_BTD = self._whole().run(tokens_BT, begins_BT=begins_BT)
+        counted = int((targets_BT != IGNORED).sum())
+        targets_BT = targets_BT.to(hidden_BTD.device)
+        return (
+            float(llama.loss_of_head(self.model, self.params_by_key[HEAD], hidden_BTD, targets_BT, counted)) * counted
+        )
+
+    @torch.inference_mode()
+    def log_likelihoods(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        whole = self._whole()
+        return whole.log_likelihoods(whole.run(tokens_BT), targets_BT)
+
+    def stream(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:
+        return stream(self.model, self.params_by_key, prompt, sampler)
+
+    def _whole(self) -> FixedStage:
+        norm = self.params_by_key[HEAD]["model.norm.weight"]
+        rotary = llama.rotary_tables(self.model, norm.device)
+        return FixedStage(self.model, self.params_by_key, rotary=rotary, device=norm.device, dtype=norm.dtype)
 
 
 def load_model(
@@ -53,15 +90,35 @@ def load_model(
         if base is not None:
             raise LocalError(f"{where} is a whole model, beside which no adapters stand: leave --base out")
         return _from_folder(where.expanduser().resolve(), device, context)
-    writer = load_writer(find_snapshots(where), device=device, tokenizer=tokenizer, base=base)
-    snapshot = writer.snapshot
-    return LoadedModel(
-        model=snapshot.spec.model,
-        params_by_key=writer.params_by_key,
-        tokenizer=writer.tokenizer,
-        name=f"run {snapshot.run}, version {snapshot.version}",
-        snapshot=snapshot,
-    )
+    return first_sound(find_snapshots(where), device=device, tokenizer=tokenizer, base=base)
+
+
+def first_sound(
+    snapshots: Sequence[FoundSnapshot],
+    *,
+    device: torch.device,
+    tokenizer: Path | None = None,
+    base: Path | None = None,
+) -> LoadedModel:
+    """The first of `snapshots` that is sound. Args and errors as of `load_model`."""
+    damaged: DamagedSnapshot | None = None
+    for snapshot in snapshots:
+        vocabulary = load_tokenizer(snapshot.spec.data, path=tokenizer)
+        spec, beside = snapshot.spec, base_of(snapshot, base)
+        try:
+            flat = {key: whole_layer(spec, key, snapshot.read(key), beside).to(device) for key in snapshot.keys}
+        except DamagedSnapshot as damage:
+            log_damage(damage)
+            damaged = damaged or damage
+            continue
+        return LoadedModel(
+            model=spec.model,
+            params_by_key={key: layer_layout(spec.model, key).views(flat_N) for key, flat_N in flat.items()},
+            tokenizer=vocabulary,
+            name=f"run {snapshot.run}, version {snapshot.version}",
+            snapshot=snapshot,
+        )
+    raise damaged or LocalError("there is no snapshot")
 
 
 def _from_folder(folder: Path, device: torch.device, context: int | None) -> LoadedModel:

@@ -26,8 +26,7 @@ from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import Disks
 from shoal.coordinator.plan_layout import Beginning
-from shoal.deploy.visitor.visit import visiting
-from shoal.protocol.access import Gate
+from shoal.deploy.visitor.entrance import FIND_S, entering
 from shoal.protocol.durable import replace_file
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
@@ -49,8 +48,6 @@ is the reign."""
 ASK_TIMEOUT_S = 5.0
 ASKED_MAX = 32
 """How many peers are asked at the same time."""
-FIND_S = 20.0
-"""How long to look for anybody at all; a directory that was just joined may be empty for a moment."""
 FOLLOW_S = 30.0
 """How long to wait for those in reach to obey the new plan."""
 _LOOK_AGAIN_S = 0.5
@@ -320,29 +317,14 @@ def _remember(disk: Disk, run: str, reign: int) -> None:
 @contextlib.asynccontextmanager
 async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
     """Begin a recovery on libp2p, with an identity of its own. Raises: LocalError: the run cannot be found."""
-    # hivemind takes a second: what only looks at a situation does not need it.
-    from shoal.deploy.run.directory_rules import record_rules
-    from shoal.deploy.run.spec_record import fetch_spec
-    from shoal.deploy.state.known_peers import ways_to
-    from shoal.protocol.live.directory import LiveDirectory
-    from shoal.protocol.live.loop import LoopClock
-    from shoal.protocol.live.transport import LiveTransport, dialable
+    async with entering(invite) as entrance:
+        # hivemind takes a second: what only looks at a situation does not need it.
+        from shoal.protocol.live.loop import LoopClock
 
-    async with contextlib.AsyncExitStack() as stack:
-        folder = await stack.enter_async_context(visiting())
-        identity = Identity.generate()
-        gate = Gate(invite.members_for(identity.peer_id), identity.peer_id)
-        ways = dialable(ways_to(invite))
-        transport = await LiveTransport.start(identity, members=gate.members, state_dir=folder, initial_peers=ways)
-        stack.push_async_callback(transport.close)
-        directory = await LiveDirectory.start(transport, accept=record_rules(gate))
-        stack.push_async_callback(directory.close)
-        spec, _ = await fetch_spec(directory, invite, timeout_s=FIND_S)
-        endpoint = Endpoint(identity, transport, run=invite.run, gate=gate)
         yield Recovery(
-            endpoint=endpoint,
-            directory=directory,
+            endpoint=entrance.endpoint,
+            directory=entrance.directory,
             clock=LoopClock(),
             owner=invite.owner,
-            spec=spec,
+            spec=entrance.spec,
         )

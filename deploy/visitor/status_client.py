@@ -5,15 +5,15 @@ The client has a throwaway identity that joins nothing, with a certificate by th
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from shoal.deploy.state.known_peers import ways_to
 from shoal.deploy.visitor.visit import visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
-from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.invite import Invite, split_address
+from shoal.protocol.identity import Identity
+from shoal.protocol.invite import Invite, peers_of
 from shoal.protocol.live.transport import LiveTransport, dialable
 from shoal.protocol.messages import StatusRequest, SwarmStatus
 
@@ -42,7 +42,7 @@ async def asking(invite: Invite) -> AsyncIterator[Ask]:
         transport = await LiveTransport.start(identity, members=members, state_dir=folder, initial_peers=ways)
         endpoint = Endpoint(identity, transport, run=invite.run, gate=Gate(members, identity.peer_id))
         connected = await transport.connected()
-        peers = sorted(_peers(ways), key=lambda peer: peer not in connected)
+        peers = sorted(peers_of(ways), key=lambda peer: peer not in connected)
 
         async def ask() -> SwarmStatus:
             reason = refusal = ""
@@ -66,8 +66,3 @@ async def asking(invite: Invite) -> AsyncIterator[Ask]:
             yield ask
         finally:
             await transport.close()
-
-
-def _peers(addresses: Sequence[str]) -> list[PeerID]:
-    """The peers to which the addresses lead, each once, in their order."""
-    return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in addresses))

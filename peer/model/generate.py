@@ -53,8 +53,8 @@ class Sampler:
         return torch.zeros_like(weights_V).scatter(-1, index_V, ordered_V.where(before_V < self._top_p, 0.0))
 
 
-class _KeysValues:
-    """Of one layer, [1, G, T, K] each; room for the whole context is taken once."""
+class KeysValues:
+    """Keys and values of one layer, [B, G, T, K] each; room for the whole context is taken once."""
 
     def __init__(self, context: int) -> None:
         self._context = context
@@ -109,7 +109,7 @@ def _stream(
     keys = all_layer_keys(model)
     device = params_by_key[keys[-1]]["model.norm.weight"].device
     cos_TK, turned_TK = rotary_tables(model, device)
-    remember = {key: _KeysValues(model.context) for key in keys}
+    remember = {key: KeysValues(model.context) for key in keys}
     known = 0  # tokens whose keys and values are remembered
     while True:
         # Not a decorator: a generator would leave the mode on for whoever reads it.

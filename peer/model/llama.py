@@ -228,7 +228,7 @@ def _attend(
     scale = None if decoder.score_dim is None else decoder.score_dim**-0.5
     is_grouped = model.num_heads != model.num_kv_heads
     cap = decoder.attention_softcap
-    if not cap and mask_B1TS is None and (not window or window >= S):
+    if not cap and mask_B1TS is None and T in (1, S) and (not window or window >= S):
         return functional.scaled_dot_product_attention(
             query_BHTK, key_BGSK, value_BGSK, is_causal=S == T, scale=scale, enable_gqa=is_grouped
         )

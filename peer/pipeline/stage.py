@@ -29,6 +29,7 @@ from shoal.peer.model.flop import stage_flop
 from shoal.peer.model.layout import HEAD, stage_layer_keys
 from shoal.peer.model.mixture import ExpertLoads, Mixture
 from shoal.peer.pipeline.boundary import Boundary
+from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.shard import Leaves, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
@@ -142,6 +143,15 @@ class StageRuntime(Shard):
         if self.keys[-1] == HEAD:
             return float(self._boundary.loss(leaves[HEAD], y, labels))
         return self._boundary.send(y, labels)
+
+    @torch.no_grad()
+    def fixed(self) -> FixedStage:
+        """The stage at its committed version, for who computes with that for longer than it lasts. Within a job.
+
+        Raises: MemoryError: a step that has found no memory has to come first.
+        """
+        _, leaves = self._weights_of(Microbatch(self.version, -1))  # as a validation has them
+        return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
     def make_room(self) -> None:
         """Let every microbatch that waits for its backward run its forward again, as with `keep = "recompute"`."""

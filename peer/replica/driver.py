@@ -200,6 +200,7 @@ class Replica(Tenure):
             if not is_out_of_memory(error):
                 raise
             logger.warning("no memory for %s: freeing what can be made again, and trying once more", job)
+            self._s.listeners.on_no_memory()
 
         def again() -> T:
             self.runtime.make_room()

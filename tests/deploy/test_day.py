@@ -1,5 +1,6 @@
 """The volunteer's and the host's day as the README tells it: its lines, in its order, on real peers."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -77,6 +78,12 @@ def test_a_day(world: Any) -> None:
 
     assert day.does(the_line("Host a run", "invite")).startswith("shoal1")
     assert "host" in day.does(the_line("Host a run", "status"))
+    asks = day.does(the_line("Host a run", "generate --swarm"), "--tokens", 5, "--json")
+    assert json.loads(asks)["text"]
+    day.means["notes/"] = str(world.text)  # that run's
+    assert ", through its stages" in (said := day.does(the_line("Host a run", "eval --swarm"), "--samples", 8))
+    assert "nats a token" in said
+    day.means["notes/"] = str(world.folder / "notes")
     assert "nothing to recover" in day.does(the_line("Host a run", "recover"), code=2)
 
     day.does(the_line("Lend a GPU", "leave"), "volunteer")

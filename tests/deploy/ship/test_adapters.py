@@ -10,11 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from shoal.deploy import cli
+from shoal.deploy.ship import generate as writing
 from shoal.deploy.ship.base_model import base_of
 from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import find_snapshots
-from shoal.deploy.ship.generate import load_writer
 from shoal.deploy.ship.import_model import import_model, open_copy, open_initial
+from shoal.deploy.ship.loaded_model import load_model
 from shoal.peer.base_layers import FOLDER
 from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer
 from shoal.peer.model.generate import Sampler
@@ -275,8 +276,8 @@ def _with(snapshot: Any, spec: RunSpec) -> Any:
 
 def test_a_snapshot_of_adapters_writes(model: Path, tmp_path: Path) -> None:
     write(imported(model), tmp_path / "peer")
-    writer = load_writer(find_snapshots(tmp_path / "peer"), device=CPU)
-    assert "".join(writer.write("fish", 5, Sampler(temperature=0)))
+    loaded = load_model(tmp_path / "peer", device=CPU)
+    assert "".join(writing.write(loaded, "fish", 5, Sampler(temperature=0)))
 
 
 def test_a_copy_in_the_cache_is_found_by_its_digest(

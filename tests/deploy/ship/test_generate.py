@@ -8,8 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 from shoal.deploy import cli
-from shoal.deploy.ship.found_snapshot import find_snapshots
-from shoal.deploy.ship.generate import fit_for_terminal, load_writer
+from shoal.deploy.ship import generate as writing
+from shoal.deploy.ship.generate import fit_for_terminal
+from shoal.deploy.ship.loaded_model import load_model
 from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
 from shoal.peer.model.generate import Sampler, generate
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
@@ -76,21 +77,21 @@ def test_a_text_ends_where_the_model_ends_it(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(vocabulary)
     end = FileTokenizer(vocabulary, name="bpe").end_of_text
     write(tmp_path / "peer", BPE_MODEL, DataSpec(tokenizer=str(tmp_path / "tokenizer.json")))
-    writer = load_writer(find_snapshots(tmp_path / "peer"), device=torch.device("cpu"))
+    loaded = load_model(tmp_path / "peer", device=torch.device("cpu"))
 
     class Ending:
         """Chooses two tokens, then the end."""
 
         def __init__(self) -> None:
-            (tokens,) = writer.tokenizer.encode(["fish"])
+            (tokens,) = loaded.tokenizer.encode(["fish"])
             self._tokens = iter([*tokens.tolist(), end])
 
         def choose(self, logits_V: torch.Tensor) -> int:
             assert logits_V.shape == (290,)
             return next(self._tokens)  # type: ignore[return-value]
 
-    assert "".join(writer.write("the ", 50, Ending())) == "fish"  # type: ignore[arg-type]
-    assert len(list(writer.write("", 3, Sampler(seed=1)))) <= 3  # begins a document of its own
+    assert "".join(writing.write(loaded, "the ", 50, Ending())) == "fish"  # type: ignore[arg-type]
+    assert len(list(writing.write(loaded, "", 3, Sampler(seed=1)))) <= 3  # begins a document of its own
 
 
 def test_a_terminal_gets_no_commands_from_a_model() -> None:

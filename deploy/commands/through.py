@@ -1,0 +1,37 @@
+"""A command that asks the model of a run through the swarm's stages, in place of a model on this machine."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.deploy.commands.running import running_invite
+from shoal.protocol.errors import LocalError
+from shoal.protocol.invite import parse_invite
+
+if TYPE_CHECKING:
+    from shoal.deploy.visitor.swarm_model import SwarmPredictor
+
+
+def with_swarm(
+    command: str,
+    work: "Callable[[SwarmPredictor], None]",
+    *,
+    invite: str | None,
+    local: tuple[Path | None, ...],
+    tokenizer: Path | None,
+) -> None:
+    """Do `work` with the model of a run that is up.
+
+    Args:
+        invite: of the run; None: the one that is up on this machine.
+        local: what names a model on this machine, of which there must be none.
+    Raises: LocalError: the run cannot be found, or does not answer. DataError: there is no tokenizer.
+    """
+    if any(local):
+        raise LocalError("--swarm asks the stages of a run, which have the model: leave MODEL and --base out")
+    found = parse_invite(invite) if invite else running_invite(command)
+    from shoal.deploy.visitor.swarm_model import through_swarm
+    from shoal.peer.data.tokenizer import load_tokenizer
+    from shoal.protocol.live.loop import run
+
+    run(through_swarm(found, work, tokenizer=lambda spec: load_tokenizer(spec.data, path=tokenizer)))

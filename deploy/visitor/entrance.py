@@ -1,0 +1,56 @@
+"""A visitor's way into a run: a throwaway identity on libp2p, the run's directory and its spec."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from shoal.deploy.visitor.visit import visiting
+from shoal.protocol.access import Gate
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.identity import Identity, PeerID
+from shoal.protocol.invite import Invite, peers_of
+from shoal.protocol.ports import Directory
+from shoal.protocol.spec import RunSpec
+
+FIND_S = 20.0
+"""How long to look for anybody at all; a directory that was just joined may be empty for a moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrance:
+    """What a visitor has of a run for as long as its visit lasts."""
+
+    endpoint: Endpoint
+    directory: Directory
+    spec: RunSpec
+    peers: tuple[PeerID, ...]
+    """They are named by the invite or were met by this machine; those come first to whom there is a connection."""
+
+
+@contextlib.asynccontextmanager
+async def entering(invite: Invite) -> AsyncIterator[Entrance]:
+    """Enter a run without taking part in it. Raises: LocalError: the run cannot be found."""
+    # hivemind takes a second: who does not visit does not need it.
+    from shoal.deploy.run.directory_rules import record_rules
+    from shoal.deploy.run.spec_record import fetch_spec
+    from shoal.deploy.state.known_peers import ways_to
+    from shoal.protocol.live.directory import LiveDirectory
+    from shoal.protocol.live.transport import LiveTransport, dialable
+
+    async with contextlib.AsyncExitStack() as stack:
+        folder = await stack.enter_async_context(visiting())
+        identity = Identity.generate()
+        gate = Gate(invite.members_for(identity.peer_id), identity.peer_id)
+        ways = dialable(ways_to(invite))
+        transport = await LiveTransport.start(identity, members=gate.members, state_dir=folder, initial_peers=ways)
+        stack.push_async_callback(transport.close)
+        directory = await LiveDirectory.start(transport, accept=record_rules(gate))
+        stack.push_async_callback(directory.close)
+        spec, _ = await fetch_spec(directory, invite, timeout_s=FIND_S)
+        connected = await transport.connected()
+        yield Entrance(
+            endpoint=Endpoint(identity, transport, run=invite.run, gate=gate),
+            directory=directory,
+            spec=spec,
+            peers=tuple(sorted(peers_of(ways), key=lambda peer: peer not in connected)),
+        )

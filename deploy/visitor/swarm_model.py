@@ -1,0 +1,258 @@
+"""The model of a run, asked through the swarm's own stages: nobody needs all of it, least of all who asks.
+
+`SwarmModel` asks in an event loop. `in_thread` gives what works without one, an evaluation or lm-eval, the same model.
+
+B rows   T tokens
+"""
+
+import asyncio
+import logging
+import math
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.deploy.ship.predictor import Origin
+from shoal.deploy.visitor.entrance import entering
+from shoal.peer.data.labels import IGNORED
+from shoal.peer.data.tokenizer import Tokenizer
+from shoal.peer.model.generate import Sampler
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import Invite
+from shoal.protocol.limits import INFERENCE_TOKENS_MAX
+from shoal.protocol.messages import InferenceAnswer, InferenceRequest
+from shoal.protocol.spec import ModelSpec, RunSpec
+
+logger = logging.getLogger(__name__)
+
+Work = TypeVar("Work")
+
+_ASK_TIMEOUT_S: Final = 60.0
+_GIVE_UP_S: Final = 120.0
+"""How long one question is tried: peers leave, and layers are divided otherwise, while it is asked."""
+_AGAIN_S: Final = 0.5
+
+
+class _Anew(Exception):
+    """The stages remember nothing of the session any more: it has to begin with its first token."""
+
+
+class SwarmModel:
+    """Asks one run.
+
+    Args:
+        peers: any of its members; one after the other is asked until one answers.
+    """
+
+    def __init__(self, endpoint: Endpoint, peers: Sequence[PeerID], model: ModelSpec) -> None:
+        self._endpoint, self._peers, self.model = endpoint, list(peers), model
+        self.answered: set[tuple[int, int]] = set()
+        """(era, version) of all weights that have answered."""
+        self._version = -1
+        self._way = _new_number()
+
+    async def log_likelihoods(
+        self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`Predictor` documents it. Raises: LocalError: nobody answers; the sentence has the last reason."""
+        B, T = tokens_BT.shape
+        if T > INFERENCE_TOKENS_MAX:
+            if begins_BT is not None:
+                raise LocalError(f"documents that share {T:,} tokens cannot be asked about through a swarm")
+            found = [await self._long_row(tokens_BT[row], targets_BT[row]) for row in range(B)]
+        else:
+            rows = max(1, INFERENCE_TOKENS_MAX // T)
+            found = []
+            for at in range(0, B, rows):
+                part = slice(at, at + rows)
+                begins = None if begins_BT is None else begins_BT[part]
+                found.append(await self._likelihoods(tokens_BT[part], targets_BT[part], begins))
+        values, likeliest = zip(*found, strict=True)
+        return torch.cat(values), torch.cat(likeliest)
+
+    async def candidates(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
+        """Logits of what follows `tokens`, float32 [V]: -inf where a token is not among the likeliest.
+
+        Args: session, position: as of `InferenceRequest`.
+        Raises: _Anew: the session is gone. LocalError: nobody answers.
+        """
+        answer = await self._ask(InferenceRequest(session=session, position=position, tokens=_ints(tokens)))
+        num = len(answer.payload) // 8
+        token_K = torch.frombuffer(bytearray(answer.payload[: 4 * num]), dtype=torch.int32).long()
+        logit_K = torch.frombuffer(bytearray(answer.payload[4 * num : 8 * num]), dtype=torch.float32)
+        if (
+            num == 0
+            or len(answer.payload) % 8
+            or not 0 <= int(token_K.min()) <= int(token_K.max()) < self.model.vocab_size
+        ):
+            raise LocalError("the swarm's last stage names tokens that the model does not have")
+        if not bool(logit_K.isfinite().all()):
+            raise LocalError("the swarm's model gives numbers that are not finite")
+        return torch.full((self.model.vocab_size,), -math.inf).scatter(0, token_K, logit_K)
+
+    async def stream(self, prompt: Sequence[int], sampler: Sampler) -> AsyncIterator[int]:
+        """`Predictor` documents it. Raises: LocalError: nobody answers."""
+        if not prompt:
+            raise ValueError("the prompt must have at least one token")
+        tokens, context = list(prompt), self.model.context
+        session, known = 0, 0
+        while True:
+            if len(tokens) > context:
+                # Every further token moves all others by one place, so nothing that is remembered holds.
+                window = tokens[-context:]
+                session = 0 if context <= INFERENCE_TOKENS_MAX else _new_number()
+                logits_V = await self._logits(session, 0, window)
+            else:
+                session = session or _new_number()
+                try:
+                    logits_V = await self._logits(session, known, tokens[known:])
+                except _Anew:
+                    session, known = 0, 0
+                    continue
+                known = len(tokens)
+            tokens.append(sampler.choose(logits_V))
+            yield tokens[-1]
+
+    async def _logits(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
+        """Many tokens go in parts, of which the answer to the last counts."""
+        for at in range(0, len(tokens), INFERENCE_TOKENS_MAX):
+            part = tokens[at : at + INFERENCE_TOKENS_MAX]
+            logits_V = await self.candidates(session, position + at, part)
+        return logits_V
+
+    async def _long_row(self, tokens_T: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+        while True:
+            session, found = _new_number(), []
+            try:
+                for at in range(0, len(tokens_T), INFERENCE_TOKENS_MAX):
+                    part = slice(at, at + INFERENCE_TOKENS_MAX)
+                    tokens_1T, targets_1T = tokens_T[None, part], targets_T[None, part]
+                    found.append(await self._likelihoods(tokens_1T, targets_1T, None, session, at))
+            except _Anew:
+                continue
+            values, likeliest = zip(*found, strict=True)
+            return torch.cat(values, 1), torch.cat(likeliest, 1)
+
+    async def _likelihoods(
+        self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None, session: int = 0, position: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        B, T = tokens_BT.shape
+        answer = await self._ask(
+            InferenceRequest(
+                session=session,
+                position=position,
+                rows=B,
+                tokens=_ints(tokens_BT),
+                targets=_ints(targets_BT),
+                begins=b"" if begins_BT is None else begins_BT.to(torch.uint8).numpy().tobytes(),
+            )
+        )
+        if len(answer.payload) != 5 * B * T:
+            raise LocalError(f"the swarm's last stage answers {B} rows of {T} tokens with {len(answer.payload)} bytes")
+        value_BT = torch.frombuffer(bytearray(answer.payload[: 4 * B * T]), dtype=torch.float32).view(B, T)
+        likeliest_BT = torch.frombuffer(bytearray(answer.payload[4 * B * T :]), dtype=torch.uint8).view(B, T).bool()
+        return value_BT, likeliest_BT
+
+    async def _ask(self, request: InferenceRequest) -> InferenceAnswer:
+        """Ask until somebody answers. Raises: _Anew, LocalError."""
+        until_s, why = asyncio.get_running_loop().time() + _GIVE_UP_S, "it names nobody"
+        while self._peers:
+            asked = msgspec.structs.replace(request, way=self._way, version=self._version)
+            try:
+                answer = await self._endpoint.ask(self._peers[0], asked, InferenceAnswer, timeout_s=_ASK_TIMEOUT_S)
+            except (Unreachable, RemoteError, Refused) as error:
+                why = error.reason if isinstance(error, Refused) else str(error)
+                self._peers.append(self._peers.pop(0))
+            else:
+                if not answer.is_past:
+                    self._version = answer.version
+                    self.answered.add((answer.era, answer.version))
+                    return answer
+                why = f"version {self._version} is gone"
+            logger.info("asking again: %s", why)
+            self._version, self._way = -1, _new_number()  # the newest, of others maybe
+            if asyncio.get_running_loop().time() >= until_s:
+                break
+            await asyncio.sleep(_AGAIN_S)
+            if request.position:
+                raise _Anew
+        raise LocalError(f"the swarm does not answer: {why}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmPredictor:
+    """Implements `Predictor` for a thread that has no event loop, beside the loop that asks."""
+
+    asked: SwarmModel
+    spec: RunSpec
+    run: str
+    tokenizer: Tokenizer
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.asked.model
+
+    @property
+    def name(self) -> str:
+        versions = sorted(version for _, version in self.asked.answered)
+        if not versions:
+            return f"run {self.run}"
+        through = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
+        return f"run {self.run}, {through}, through its stages"
+
+    @property
+    def origin(self) -> Origin | None:
+        if len(self.asked.answered) != 1:
+            return None
+        ((era, version),) = self.asked.answered
+        return Origin(self.run, era, version)
+
+    def loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:
+        value_BT, _ = self._wait(self.asked.log_likelihoods(tokens_BT, targets_BT, begins_BT))
+        return -float(value_BT[targets_BT != IGNORED].double().sum())
+
+    def log_likelihoods(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        return self._wait(self.asked.log_likelihoods(tokens_BT, targets_BT))
+
+    def stream(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:
+        tokens = self.asked.stream(prompt, sampler)
+        while True:
+            yield self._wait(anext(tokens))  # type: ignore[arg-type]
+
+    def _wait(self, asking: Coroutine[Any, Any, Work]) -> Work:
+        return asyncio.run_coroutine_threadsafe(asking, self.loop).result()
+
+
+async def through_swarm(
+    invite: Invite, work: Callable[[SwarmPredictor], Work], *, tokenizer: Callable[[RunSpec], Tokenizer]
+) -> Work:
+    """Do `work`, in a thread, with the model of the run.
+
+    Raises: LocalError: the run cannot be found, or does not answer; whatever `work` raises.
+    """
+    async with entering(invite) as entrance:
+        predictor = SwarmPredictor(
+            asked=SwarmModel(entrance.endpoint, entrance.peers, entrance.spec.model),
+            spec=entrance.spec,
+            run=invite.run,
+            tokenizer=tokenizer(entrance.spec),
+            loop=asyncio.get_running_loop(),
+        )
+        return await asyncio.to_thread(work, predictor)
+
+
+def _new_number() -> int:
+    return secrets.randbits(62) + 1
+
+
+def _ints(tokens: Sequence[int] | Tensor) -> bytes:
+    return np.asarray(tokens, dtype=np.int32).tobytes()

@@ -1,0 +1,353 @@
+"""What the model says to somebody outside, by the stages that train it, so that nobody needs all of it.
+
+The way of a request through this file:
+
+    asker ── InferenceRequest ──> the *entry*, any peer: `_on_request`
+        ── InferenceInput ──> a member of stage 0: `_on_input` -> `_pass`, its layers
+        ── InferenceInput ──> a member of stage 1: `_on_input` -> `_pass` ... the last stage
+        ── InferenceOutput ──> the entry: `_on_output` ── InferenceAnswer ──> asker
+
+**One version.** All stages answer with the weights of one version, so that what a session remembers fits together and
+an evaluation is one of this version. Stage 0 says which, its committed one if the asker does not; each stage keeps the
+weights of that version while it is asked for, beside those that it trains on, and waits for it if it is a step behind.
+A stage that is past it says so, and the asker begins with a newer one.
+
+**Which member.** Of each stage the same one for as long as the asker says the same `way`, by a hash that everybody
+computes: nobody keeps a table. Where it is gone, or remembers nothing, the request fails, and the asker goes another
+way, with a session that begins anew.
+
+**Training goes first.** A peer computes one request at a time, and rests behind each so long that no more than
+`SHARE` of its time goes to them while it trains.
+"""
+
+import asyncio
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from shoal.peer.inference.sessions import Session, Sessions
+from shoal.peer.inference.wire import InferenceWire
+from shoal.peer.pipeline.fixed_stage import FixedStage
+from shoal.peer.pipeline.stage import StageRuntime
+from shoal.peer.replica.driver import Replica
+from shoal.peer.shortage import is_out_of_memory
+from shoal.peer.tasks import Tasks
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import INFERENCE_CANDIDATES_MAX, INFERENCES_MAX, INFERENCES_OF_ONE_MAX
+from shoal.protocol.messages import Done, InferenceAnswer, InferenceInput, InferenceOutput, InferenceRequest
+from shoal.protocol.plan import Plan
+from shoal.protocol.ports import Clock, Compute, Payload, Priority
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+SHARE: Final = 0.2
+"""Of a peer's time that goes to requests at most, while it trains."""
+ANSWER_S: Final = 45.0
+"""How long an entry waits for the stages."""
+_VERSION_S: Final = 15.0
+"""How long a stage waits for a version that it has not come to yet."""
+_LOOK_S: Final = 0.05
+_DIVIDED: Final = "the layers have just been divided otherwise"
+
+
+class _Past(Refused):
+    """The version that was asked for is gone, since the stage has stepped."""
+
+
+class InferenceService:
+    """One peer's part: as an entry, and as a member of a stage.
+
+    Args:
+        replica: what the peer holds now.
+        plan: that it follows.
+        cannot_reach: whether the last tries towards a peer have failed.
+        tasks: what this peer does in the background.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        endpoint: Endpoint,
+        compute: Compute,
+        clock: Clock,
+        replica: Callable[[], Replica | None],
+        plan: Callable[[], Plan | None],
+        cannot_reach: Callable[[PeerID], bool],
+        tasks: Tasks,
+    ) -> None:
+        self._spec, self._wire = spec, InferenceWire(spec)
+        self._endpoint, self._compute, self._clock, self._tasks = endpoint, compute, clock, tasks
+        self._replica, self._plan, self._cannot_reach = replica, plan, cannot_reach
+        self._sessions = Sessions()
+        self._asking: Counter[PeerID] = Counter()
+        self._answers: dict[int, asyncio.Future[InferenceOutput]] = {}
+        self._num_asked = 0
+        self._num_waiting = 0
+        self._device = asyncio.Lock()
+        self._expiry: asyncio.TimerHandle | None = None
+        endpoint.on(InferenceRequest, self._on_request)
+        endpoint.on(InferenceOutput, self._on_output)
+        endpoint.on_frame(InferenceInput, self._on_input)
+
+    def free(self) -> None:
+        """Let everything go that is kept for askers: they begin anew."""
+        self._sessions.clear()
+
+    def close(self) -> None:
+        self._sessions.clear()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for answer in self._answers.values():
+            answer.cancel()
+
+    # --- the entry ---
+
+    async def _on_request(self, source: PeerID, request: InferenceRequest) -> InferenceAnswer:
+        length = self._wire.check_request(request, source)
+        if self._asking[source] >= INFERENCES_OF_ONE_MAX or self._asking.total() >= INFERENCES_MAX:
+            raise Refused(self._endpoint.peer_id, "has too many questions at once: ask again in a moment")
+        self._asking[source] += 1
+        self._num_asked += 1
+        serial = self._num_asked
+        answer = self._answers[serial] = asyncio.get_running_loop().create_future()
+        meta = InferenceInput(
+            stage=0,
+            first_layer=0,
+            entry=self._endpoint.peer_id,
+            serial=serial,
+            way=request.way,
+            session=request.session,
+            version=request.version,
+            rows=request.rows,
+            length=length,
+            position=request.position,
+            has_targets=bool(request.targets),
+            has_begins=bool(request.begins),
+        )
+        try:
+            await self._send(meta, request.tokens + request.targets + request.begins)
+            async with asyncio.timeout(ANSWER_S):
+                output = await answer
+        except TimeoutError:
+            raise Refused(self._endpoint.peer_id, f"the stages gave no answer within {ANSWER_S:.0f} s") from None
+        finally:
+            del self._answers[serial]
+            self._asking[source] -= 1
+            if not self._asking[source]:
+                del self._asking[source]
+        if output.refused and not output.is_past:
+            raise Refused(self._endpoint.peer_id, output.refused)
+        return InferenceAnswer(
+            version=output.version, era=self._endpoint.era, payload=output.payload, is_past=output.is_past
+        )
+
+    async def _on_output(self, source: PeerID, output: InferenceOutput) -> Done:
+        answer, plan = self._answers.get(output.serial), self._plan()
+        if not output.refused and (plan is None or source not in plan.stages[-1].peers):
+            raise RemoteError(source, "answers a question, and is not of the last stage")
+        if answer is not None and not answer.done():
+            answer.set_result(output)
+        return Done()
+
+    # --- a stage ---
+
+    async def _on_input(self, source: PeerID, meta: InferenceInput, payload: Payload) -> None:
+        self._wire.check_input(meta, payload, source)
+        if self._num_waiting >= INFERENCES_MAX:
+            self._tasks.spawn(self._refuse(meta, "a peer of a stage has too many questions"), "refuse a question")
+            return
+        self._num_waiting += 1
+        self._tasks.spawn(self._serve(meta, payload), f"question {meta.serial}")
+
+    async def _serve(self, meta: InferenceInput, payload: Payload) -> None:
+        try:
+            version, stage = await self._fixed(meta)
+            async with self._device:
+                began_s = self._clock.now_s()
+                await self._pass(meta, payload, version, stage)
+                took_s = self._clock.now_s() - began_s
+                replica = self._replica()
+                if replica is not None and not replica.is_idle:
+                    await asyncio.sleep(took_s * (1 / SHARE - 1))
+        except Refused as refusal:
+            await self._refuse(meta, refusal.reason, is_past=isinstance(refusal, _Past))
+        finally:
+            self._num_waiting -= 1
+
+    async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> None:
+        """Our layers, and on to the next stage, or back. Raises: Refused."""
+        plan = self._plan()
+        if plan is None or not _has(plan, meta) or stage.has_head != (meta.stage == len(plan.stages) - 1):
+            raise self._no(_DIVIDED)
+        try:
+            timed = await self._compute.run(
+                "validate", functools.partial(self._work, stage, version, meta, payload), flop=self._flop_of(meta)
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.free()
+            raise self._no("a peer of a stage has no memory for it") from error
+        if stage.has_head:
+            output = InferenceOutput(serial=meta.serial, version=version, payload=bytes(timed.value))
+            self._tasks.spawn(self._answer(meta, output), f"answer {meta.serial}")
+            return
+        onwards = InferenceInput(
+            stage=meta.stage + 1,
+            first_layer=plan.stages[meta.stage].last_layer,
+            entry=meta.entry,
+            serial=meta.serial,
+            way=meta.way,
+            session=meta.session,
+            version=version,
+            rows=meta.rows,
+            length=meta.length,
+            position=meta.position,
+            has_targets=meta.has_targets,
+            has_begins=meta.has_begins,
+        )
+        self._tasks.spawn(self._send_on(onwards, timed.value), f"question {meta.serial} goes on")
+
+    @torch.inference_mode()
+    def _work(self, stage: FixedStage, version: int, meta: InferenceInput, payload: Payload) -> Payload:
+        """On the device's thread."""
+        question = self._wire.decode(meta, payload)
+        session: Session = (meta.entry, meta.session)
+        now_s, memory = self._clock.now_s(), None
+        if meta.session:
+            if meta.position == 0:
+                self._sessions.begin(session, version, stage, self._session_bytes(stage), now_s)
+            memory = self._sessions.memory(session, version, meta.position, now_s)
+            if memory is None:
+                raise self._no("nothing is remembered of the tokens before")
+        y_BTD = stage.run(question.x, position=meta.position, begins_BT=question.begins_BT, memory=memory)
+        if meta.session:
+            self._sessions.remembered(session, meta.position + meta.length)
+        if not stage.has_head:
+            return self._wire.encode(y_BTD, question.targets_BT, question.begins_BT)
+        if question.targets_BT is not None:
+            return _bytes(*stage.log_likelihoods(y_BTD, question.targets_BT))
+        token_K, logit_K = stage.candidates(y_BTD, INFERENCE_CANDIDATES_MAX)
+        return _bytes(token_K.to(torch.int32), logit_K)
+
+    async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
+        """(version, our stage at it). Raises: Refused."""
+        until_s = self._clock.now_s() + _VERSION_S
+        while True:
+            replica, plan, now_s = self._replica(), self._plan(), self._clock.now_s()
+            if replica is None or plan is None or replica.stage != meta.stage:
+                raise self._no("the peer that is asked holds another stage by now")
+            if replica.layers[0] != meta.first_layer:
+                raise self._no(_DIVIDED)
+            runtime = replica.runtime
+            if not isinstance(runtime, StageRuntime):
+                raise self._no("the experts of this run are placed on peers of their own, whom nobody can ask yet")
+            wanted = meta.version
+            if wanted < 0 and not self._sessions.has_room(now_s):
+                wanted = self._sessions.newest(replica.layers)
+            if wanted >= 0 and (stage := self._sessions.fixed(wanted, replica.layers, now_s)) is not None:
+                return wanted, stage
+            if replica.is_ready and runtime.state is not None:
+                if 0 <= wanted < runtime.version:
+                    raise _Past(self._endpoint.peer_id, f"version {wanted} is gone: stage {meta.stage} is further")
+                if wanted in (-1, runtime.version):
+                    return await self._keep(replica, runtime)
+            if now_s >= until_s:
+                raise self._no(f"a peer of stage {meta.stage} has no weights of version {wanted} yet")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _keep(self, replica: Replica, runtime: StageRuntime) -> tuple[int, FixedStage]:
+        """Keep the committed version, in a job: no step is made meanwhile."""
+        known = self._sessions.fixed(runtime.version, replica.layers, self._clock.now_s())
+        if known is not None:
+            return runtime.version, known
+        if not self._sessions.has_room(self._clock.now_s()):
+            raise self._no("a peer of a stage keeps other versions for others who ask")
+
+        def keep() -> tuple[int, FixedStage]:
+            return runtime.version, runtime.fixed()
+
+        timed = await self._compute.run("validate", keep, flop=0.0)
+        version, stage = timed.value
+        self._sessions.keep(version, stage, replica.layers, self._clock.now_s())
+        self._expire_soon()
+        return version, stage
+
+    def _expire_soon(self) -> None:
+        if self._expiry is None:
+            self._expiry = asyncio.get_running_loop().call_later(1.0, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self._sessions.drop_idle(self._clock.now_s())
+        if not self._sessions.is_empty:
+            self._expire_soon()
+
+    # --- sending ---
+
+    async def _send_on(self, meta: InferenceInput, payload: Payload) -> None:
+        try:
+            await self._send(meta, payload)
+        except Refused as refusal:
+            await self._refuse(meta, refusal.reason)
+
+    async def _send(self, meta: InferenceInput, payload: Payload) -> None:
+        """To the member of `meta.stage` that is on the request's way. Raises: Refused: nobody can be reached."""
+        plan = self._plan()
+        if plan is None or meta.stage >= len(plan.stages):
+            raise self._no("there is no plan yet")
+        members = sorted(plan.stages[meta.stage].peers, key=lambda peer: _rank(peer, meta))
+        members = [peer for peer in members if not self._cannot_reach(peer)] or members
+        try:
+            await self._endpoint.send(members[0], meta, payload, priority=Priority.ACTIVATION)
+        except Unreachable as error:
+            raise self._no(f"stage {meta.stage}: {error}") from error
+
+    async def _answer(self, meta: InferenceInput, output: InferenceOutput) -> None:
+        try:
+            await self._endpoint.ask(meta.entry, output, Done)
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.info("cannot answer question %d of %s: %s", meta.serial, meta.entry[-8:], error)
+
+    async def _refuse(self, meta: InferenceInput, why: str, *, is_past: bool = False) -> None:
+        await self._answer(meta, InferenceOutput(serial=meta.serial, refused=why, is_past=is_past))
+
+    def _no(self, why: str) -> Refused:
+        return Refused(self._endpoint.peer_id, why)
+
+    # --- what it takes ---
+
+    def _flop_of(self, meta: InferenceInput) -> float:
+        """Of the tokens of one request, as a part of a microbatch's forward."""
+        replica = self._replica()
+        training = self._spec.training
+        share = meta.rows * meta.length / (training.microbatch_size * self._spec.model.context)
+        return 0.0 if replica is None else share * replica.runtime.flop.forward
+
+    def _session_bytes(self, stage: FixedStage) -> int:
+        model = self._spec.model
+        return stage.num_layers * 2 * model.num_kv_heads * model.head_dim * model.context * stage.dtype.itemsize
+
+
+def _has(plan: Plan, meta: InferenceInput) -> bool:
+    """Whether the receiver's stage begins where the sender says."""
+    return meta.stage < len(plan.stages) and plan.stages[meta.stage].first_layer == meta.first_layer
+
+
+def _rank(peer: PeerID, meta: InferenceInput) -> bytes:
+    """The member with the lowest one is the way's: rendezvous hashing."""
+    return blake3(f"{peer}/{meta.entry}/{meta.way}".encode()).digest()
+
+
+def _bytes(*tensors: Tensor) -> bytes:
+    return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)

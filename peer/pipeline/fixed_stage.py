@@ -1,0 +1,120 @@
+"""One stage at one version: what it makes of tokens stays the same while the stage trains on.
+
+B samples   T tokens   D width   V vocabulary   K candidates
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shoal.peer.data.labels import IGNORED
+from shoal.peer.model import llama
+from shoal.peer.model.documents import Documents
+from shoal.peer.model.generate import KeysValues
+from shoal.peer.model.layout import EMBED, HEAD
+from shoal.peer.model.llama import Params
+from shoal.peer.model.rotary import Rotary
+from shoal.protocol.spec import ModelSpec
+
+_LOGITS_BYTES_MAX: Final = 1 << 26
+"""Of logits in float32, at a time."""
+
+
+class FixedStage:
+    """Computes with the weights that it was given, which nobody changes; its version's memory is taken for as long as
+    it lives.
+
+    Args:
+        params: of each of the stage's layers, in the dtype to compute in.
+        rotary: of the whole context.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        params: Mapping[str, Params],
+        *,
+        rotary: Rotary,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.model = model
+        self.device, self.dtype = device, dtype
+        self._params, self._rotary = params, rotary
+        self._keys = [key for key in params if key != HEAD]
+
+    @property
+    def has_head(self) -> bool:
+        return HEAD in self._params
+
+    @property
+    def num_layers(self) -> int:
+        return sum(key != EMBED for key in self._keys)
+
+    def memory(self) -> dict[str, KeysValues]:
+        """Room for the keys and values of a session."""
+        return {key: KeysValues(self.model.context) for key in self._keys if key != EMBED}
+
+    def run(
+        self,
+        x: Tensor,
+        *,
+        position: int = 0,
+        begins_BT: Tensor | None = None,
+        memory: Mapping[str, KeysValues] | None = None,
+    ) -> Tensor:
+        """All layers but the head: tokens [B, T] or an activation [B, T, D] -> [B, T, D].
+
+        Args:
+            position: of the first token. `memory` has those before it.
+            begins_BT: bool, whether a document begins; None: attention looks across documents.
+        """
+        x = x.to(self.device)
+        if x.is_floating_point():
+            x = x.to(self.dtype)
+        rotary, documents = self._rotary, None
+        if begins_BT is not None:
+            documents = Documents(begins_BT.to(self.device))
+            rotary = documents.positioned(rotary)
+        else:
+            cos_TK, turned_TK = rotary
+            rotary = cos_TK[position:], turned_TK[position:]
+        return llama.run_layers(self.model, self._keys, self._params, x, rotary, memory, documents=documents)
+
+    def log_likelihoods(self, y_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The last stage's, of `run`'s output.
+
+        Returns: (float32 [B, T] on the CPU, log of how likely each target is; bool [B, T], whether it is the
+            likeliest). 0 and True where the target is IGNORED.
+        """
+        wanted = (targets_BT != IGNORED).to(self.device)
+        x_ND, target_N = y_BTD[wanted], targets_BT.to(self.device)[wanted]
+        value_N, likeliest_N = (
+            x_ND.new_zeros(len(x_ND), dtype=torch.float32),
+            torch.ones_like(target_N, dtype=torch.bool),
+        )
+        rows = max(1, _LOGITS_BYTES_MAX // (4 * self.model.vocab_size))
+        for start in range(0, len(x_ND), rows):
+            part = slice(start, start + rows)
+            logit_NV = self._logits(x_ND[part])
+            value_N[part] = logit_NV.log_softmax(-1).gather(1, target_N[part, None]).squeeze(1)
+            likeliest_N[part] = logit_NV.argmax(-1) == target_N[part]
+        value_BT, likeliest_BT = torch.zeros(targets_BT.shape), torch.ones(targets_BT.shape, dtype=torch.bool)
+        value_BT[wanted.cpu()], likeliest_BT[wanted.cpu()] = value_N.cpu(), likeliest_N.cpu()
+        return value_BT, likeliest_BT
+
+    def candidates(self, y_1TD: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """The last stage's, of what follows the last token of `run`'s output.
+
+        Returns: (int64 [K], the likeliest tokens, in the vocabulary's order; float32 [K], their logits), on the CPU.
+        """
+        logit_V = self._logits(y_1TD[0, -1:])[0].cpu()
+        if len(logit_V) <= most:
+            return torch.arange(len(logit_V)), logit_V
+        token_K = logit_V.topk(most).indices.sort().values
+        return token_K, logit_V[token_K]
+
+    def _logits(self, x_ND: Tensor) -> Tensor:
+        return llama.head(self.model, self._params[HEAD], x_ND.unsqueeze(0))[0].float()
