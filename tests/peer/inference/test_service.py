@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from shoal.deploy.visitor import swarm_model
 from shoal.deploy.visitor.swarm_model import SwarmModel
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.data.labels import IGNORED
@@ -257,3 +258,33 @@ def test_candidates_are_the_likeliest_in_the_order_of_the_vocabulary(tiny_spec, 
     assert far(logit_K, logit_V[token_K]) < 1e-5
     assert len(whole.candidates(y_BTD, 1000)[0]) == 256
     assert set(all_layer_keys(tiny_spec.model)) == set(params)
+
+
+@pytest.mark.sim
+def test_documents_and_rows_longer_than_a_request_go_through_stages(make_swarm, tiny_spec, known, monkeypatch):
+    tokens_BT, targets_BT = some_tokens(2, 32)
+    begins_BT = torch.zeros(2, 32, dtype=torch.bool)
+    begins_BT[:, 0] = begins_BT[0, 9] = begins_BT[1, 30] = True
+
+    async def main():
+        swarm = await begun(make_swarm, tiny_spec, stages=[["0.0"], ["1.0"]])
+        swarm.obey([["0.0"], ["1.0"]], fresh=True)
+        await swarm.until_step(2)
+        _, model = await visitor(swarm)
+        apart, _ = await model.log_likelihoods(tokens_BT, targets_BT, begins_BT)
+        monkeypatch.setattr(swarm_model, "INFERENCE_TOKENS_MAX", 7)
+        in_parts, _ = await model.log_likelihoods(tokens_BT, targets_BT)
+        with pytest.raises(LocalError, match="documents that share 32 tokens"):
+            await model.log_likelihoods(tokens_BT, targets_BT, begins_BT)
+        await closed(swarm)
+        return apart, in_parts, model.answered
+
+    apart, in_parts, answered = run(main())
+    ((_, version),) = answered
+    whole = known[version][1]
+    with torch.inference_mode():
+        expected = whole.log_likelihoods(whole.run(tokens_BT, begins_BT=begins_BT), targets_BT)[0]
+        at_once = whole.log_likelihoods(whole.run(tokens_BT), targets_BT)[0]
+    assert far(apart, expected) < 1e-3
+    assert far(in_parts, at_once) < 1e-3
+    assert far(expected, at_once) > 0.01
