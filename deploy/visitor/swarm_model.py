@@ -27,7 +27,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import Invite
-from shoal.protocol.limits import INFERENCE_TOKENS_MAX
+from shoal.protocol.limits import INFERENCE_TOKENS_MAX, INFERENCES_OF_ONE_MAX
 from shoal.protocol.messages import InferenceAnswer, InferenceRequest
 from shoal.protocol.spec import ModelSpec, RunSpec
 
@@ -39,6 +39,9 @@ _ASK_TIMEOUT_S: Final = 60.0
 _GIVE_UP_S: Final = 120.0
 """How long one question is tried: peers leave, and layers are divided otherwise, while it is asked."""
 _AGAIN_S: Final = 0.5
+_REQUEST_TOKENS: Final = 1024
+"""Rows go in requests of so many tokens, several at once, so that all stages have something to do, and training never
+waits for long."""
 
 
 class _Anew(Exception):
@@ -58,6 +61,7 @@ class SwarmModel:
         """(era, version) of all weights that have answered."""
         self._version = -1
         self._way = _new_number()
+        self._few, self._finding = asyncio.Semaphore(INFERENCES_OF_ONE_MAX), asyncio.Lock()
 
     async def log_likelihoods(
         self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None
@@ -69,12 +73,12 @@ class SwarmModel:
                 raise LocalError(f"documents that share {T:,} tokens cannot be asked about through a swarm")
             found = [await self._long_row(tokens_BT[row], targets_BT[row]) for row in range(B)]
         else:
-            rows = max(1, INFERENCE_TOKENS_MAX // T)
-            found = []
-            for at in range(0, B, rows):
-                part = slice(at, at + rows)
-                begins = None if begins_BT is None else begins_BT[part]
-                found.append(await self._likelihoods(tokens_BT[part], targets_BT[part], begins))
+            rows = max(1, _REQUEST_TOKENS // T)
+            parts = [slice(at, at + rows) for at in range(0, B, rows)]
+            begins = [None if begins_BT is None else begins_BT[part] for part in parts]
+            found = await asyncio.gather(
+                *(self._likelihoods(tokens_BT[p], targets_BT[p], b) for p, b in zip(parts, begins, strict=True))
+            )
         values, likeliest = zip(*found, strict=True)
         return torch.cat(values), torch.cat(likeliest)
 
@@ -163,22 +167,33 @@ class SwarmModel:
 
     async def _ask(self, request: InferenceRequest) -> InferenceAnswer:
         """Ask until somebody answers. Raises: _Anew, LocalError."""
+        async with self._few:
+            if self._version < 0:
+                async with self._finding:  # whoever asks first says which version the others ask
+                    if self._version < 0:
+                        return await self._ask_until_answered(request)
+            return await self._ask_until_answered(request)
+
+    async def _ask_until_answered(self, request: InferenceRequest) -> InferenceAnswer:
         until_s, why = asyncio.get_running_loop().time() + _GIVE_UP_S, "it names nobody"
         while self._peers:
-            asked = msgspec.structs.replace(request, way=self._way, version=self._version)
+            peer, way, version = self._peers[0], self._way, self._version
+            asked = msgspec.structs.replace(request, way=way, version=version)
             try:
-                answer = await self._endpoint.ask(self._peers[0], asked, InferenceAnswer, timeout_s=_ASK_TIMEOUT_S)
+                answer = await self._endpoint.ask(peer, asked, InferenceAnswer, timeout_s=_ASK_TIMEOUT_S)
             except (Unreachable, RemoteError, Refused) as error:
                 why = error.reason if isinstance(error, Refused) else str(error)
-                self._peers.append(self._peers.pop(0))
+                if self._peers[0] == peer:
+                    self._peers.append(self._peers.pop(0))
             else:
                 if not answer.is_past:
                     self._version = answer.version
                     self.answered.add((answer.era, answer.version))
                     return answer
-                why = f"version {self._version} is gone"
+                why = f"version {version} is gone"
             logger.info("asking again: %s", why)
-            self._version, self._way = -1, _new_number()  # the newest, of others maybe
+            if self._way == way:  # else another question has found out before
+                self._version, self._way = -1, _new_number()  # the newest, of others maybe
             if asyncio.get_running_loop().time() >= until_s:
                 break
             await asyncio.sleep(_AGAIN_S)
