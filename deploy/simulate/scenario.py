@@ -96,6 +96,10 @@ class ScenarioFile(Section, frozen=True):
         require(
             self.steps is None or 0 < self.steps <= STEPS_MAX, f"steps must be in [1, {STEPS_MAX}], is {self.steps}"
         )
+        require(
+            self.training.steps == TrainingSpec().steps,
+            "training.steps means nothing here, since every strategy runs equally far: say `steps` above all tables",
+        )
         require(self.seconds is None or 0.0 < self.seconds < math.inf, f"seconds must be positive, is {self.seconds}")
         require(
             self.stages is None or 0 < self.stages <= self.model.num_layers,

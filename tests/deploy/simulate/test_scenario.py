@@ -169,6 +169,7 @@ REGION = '[network]\nregion = [{ name = "A", count = 2 }]\n'
         ("steps = 0\n" + REGION, "steps must be in [1, 1000000], is 0"),
         ("stages = 7\n" + REGION, "stages must be in [1, 6], is 7"),
         ("seconds = inf\n" + REGION, "seconds must be positive, is inf"),
+        ("[training]\nsteps = 9\n" + REGION, "training.steps means nothing here"),
         ("[training]\ns_max = 9\n" + REGION, "s_max must be in [0, 8]"),
         ("[churn]\n" + REGION, "[churn] trace is missing"),
         ('[churn]\ntrace = "none.csv"\n' + REGION, "there is no trace"),
