@@ -6,6 +6,7 @@ B rows   T tokens
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
@@ -39,6 +40,8 @@ _ASK_TIMEOUT_S: Final = 60.0
 _GIVE_UP_S: Final = 120.0
 """How long one question is tried: peers leave, and layers are divided otherwise, while it is asked."""
 _AGAIN_S: Final = 0.5
+_KEEP_S: Final = 5.0
+"""A swarm is asked again after so long, so that it keeps the version: a library may load for half a minute."""
 _REQUEST_TOKENS: Final = 1024
 """Rows go in requests of so many tokens, several at once, so that all stages have something to do, and training never
 waits for long."""
@@ -61,6 +64,7 @@ class SwarmModel:
         """(era, version) of all weights that have answered."""
         self._version = -1
         self._way = _new_number()
+        self._asked_s = -math.inf
         self._few, self._finding = asyncio.Semaphore(INFERENCES_OF_ONE_MAX), asyncio.Lock()
 
     async def log_likelihoods(
@@ -101,6 +105,16 @@ class SwarmModel:
         if not bool(logit_K.isfinite().all()):
             raise LocalError("the swarm's model gives numbers that are not finite")
         return torch.full((self.model.vocab_size,), -math.inf).scatter(0, token_K, logit_K)
+
+    async def keep_version(self) -> None:
+        """Ask now and then for as long as nobody else asks, so that the stages keep the version that has answered."""
+        while True:
+            await asyncio.sleep(_KEEP_S)
+            is_idle = asyncio.get_running_loop().time() - self._asked_s >= _KEEP_S
+            if is_idle and self._version >= 0:
+                nothing = InferenceRequest(tokens=_ints([0]), targets=_ints([IGNORED]))
+                with contextlib.suppress(LocalError):
+                    await self._ask(nothing)
 
     async def stream(self, prompt: Sequence[int], sampler: Sampler) -> AsyncIterator[int]:
         """`Predictor` documents it. Raises: LocalError: nobody answers."""
@@ -178,6 +192,7 @@ class SwarmModel:
         until_s, why = asyncio.get_running_loop().time() + _GIVE_UP_S, "it names nobody"
         while self._peers:
             peer, way, version = self._peers[0], self._way, self._version
+            self._asked_s = asyncio.get_running_loop().time()
             asked = msgspec.structs.replace(request, way=way, version=version)
             try:
                 answer = await self._endpoint.ask(peer, asked, InferenceAnswer, timeout_s=_ASK_TIMEOUT_S)
@@ -262,7 +277,11 @@ async def through_swarm(
             tokenizer=tokenizer(entrance.spec),
             loop=asyncio.get_running_loop(),
         )
-        return await asyncio.to_thread(work, predictor)
+        keeping = asyncio.create_task(predictor.asked.keep_version(), name="keep the version")
+        try:
+            return await asyncio.to_thread(work, predictor)
+        finally:
+            keeping.cancel()
 
 
 def _new_number() -> int:

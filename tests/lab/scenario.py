@@ -61,6 +61,8 @@ class Host(_Section, frozen=True):
     loss: Probability = 0.0
     """Of a packet, on this line, each way."""
     nat: NatKind = "none"
+    maps_ports: bool = False
+    """The NAT opens ports for those who ask by NAT-PMP."""
     compute_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     """Share of one core that the peer may take."""
     gflops: Positive | None = None
@@ -70,7 +72,7 @@ class Host(_Section, frozen=True):
 
     @property
     def line(self) -> Line:
-        return Line(nat=self.nat, **{name: getattr(self, name) for name in SETTABLE})
+        return Line(nat=self.nat, maps_ports=self.maps_ports, **{name: getattr(self, name) for name in SETTABLE})
 
 
 class PathSection(_Section, frozen=True):
@@ -196,7 +198,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nat_pairs(self) -> list[tuple[str, str]]:
         """The pairs of hosts that no NAT lets meet, each once."""
-        closed = [host.name for host in self.hosts if self.lines[self.line_of[host.name]].nat in CLOSED_NATS]
+        lines = {host.name: self.lines[self.line_of[host.name]] for host in self.hosts}
+        closed = [name for name, line in lines.items() if line.nat in CLOSED_NATS and not line.maps_ports]
         pairs = itertools.combinations(closed, 2)
         return [(one, other) for one, other in pairs if self.line_of[one] != self.line_of[other]]
 

@@ -33,6 +33,7 @@ _FIELDS = {
     "last_mile_ms": ("last_mile_ns", _MS_NS),
     "jitter_ms": ("jitter_ns", _MS_NS),
     "loss": ("loss", 1.0),
+    "maps_ports": ("maps_ports", 1.0),
 }
 """The router's name of each field, and how many of its units ours has."""
 
@@ -56,6 +57,8 @@ class Line:
     loss: float = 0.0
     """Probability that a packet is lost on this line, each way; a packet between two lines passes both."""
     nat: NatKind = "none"
+    maps_ports: bool = False
+    """The NAT opens a port for whoever asks by NAT-PMP."""
 
 
 class PathBetween(NamedTuple):

@@ -6,7 +6,8 @@
  *   host --TUN--> [NAT] -> uplink -> loss -> last mile, path, last mile -> loss -> downlink -> [NAT] --TUN--> host
  *
  * A link sends one packet after the other at its rate; what does not fit into its queue is dropped. Two hosts behind
- * one NAT reach each other by their inner addresses, past the line.
+ * one NAT reach each other by their inner addresses, past the line. Their router is x.x.x.1 there; where the line
+ * `maps_ports`, it does so for whoever asks by NAT-PMP (RFC 6886).
  *
  * Orders are lines on standard input, each answered by one line on standard output, `ok ...` or `error ...`. The
  * process ends with its standard input, and with it every TUN. Namespaces have no names: each lives as long as this
@@ -15,7 +16,7 @@
  *   line IP KIND                  another line at that public address; KIND is one of nat_kinds; answers its number
  *   host LINE IP                  another host, IP is its own address; answers its number and its namespace's fd here
  *   seed NUMBER                   of losses, jitter and symmetric NATs' ports
- *   set LINE FIELD NUMBER         FIELD is one of set_field; rates in bit/s, times in ns, loss in [0, 1]
+ *   set LINE FIELD NUMBER         FIELD is one of set_field; rates in bit/s, times in ns, loss in [0, 1], maps_ports 0 or 1
  *   path LINE LINE NS JITTER_NS   one way, in both directions
  *   cut LINE | heal LINE          its cable is unplugged, and is plugged in again
  *   sever LINE LINE | join LINE LINE   nothing passes between these two
@@ -88,6 +89,7 @@ typedef struct mapping {
     uint32_t remote_ip; /* symmetric only, else 0 */
     uint16_t remote_port;
     int64_t used_ns;
+    int64_t open_until_ns; /* until then whoever comes is let in: it was asked for by NAT-PMP */
     permit *permits; /* the remote endpoints that it has sent to */
     struct mapping *next;
 } mapping;
@@ -98,7 +100,7 @@ typedef struct {
     link_t up, down;
     int64_t last_mile_ns, jitter_ns;
     double loss;
-    bool is_cut;
+    bool is_cut, maps_ports;
     uint64_t lost, refused, misaddressed;
     mapping *mappings;            /* all, newest first */
     mapping *by_port[2][TABLE];   /* by outer port: of TCP, of UDP */
@@ -249,10 +251,19 @@ static permit *find_permit(mapping *of, uint32_t ip, uint16_t port, enum nat_kin
     return found;
 }
 
+static mapping *find_open(line_t *line, int host, uint8_t protocol, uint16_t inner, int64_t now) {
+    mapping *found = line->mappings;
+    while (found && (found->open_until_ns <= now || found->protocol != protocol || found->host != host || found->inner_port != inner))
+        found = found->next;
+    return found;
+}
+
 static mapping *map_outward(line_t *line, int host, uint8_t protocol, const uint8_t *ports, uint32_t remote, int64_t now) {
     uint16_t inner = get16(ports), remote_port = get16(ports + 2);
     bool is_symmetric = line->nat == SYMMETRIC;
-    mapping *found = line->mappings;
+    mapping *found = find_open(line, host, protocol, inner, now);
+    if (found) return found;
+    found = line->mappings;
     while (found && (found->protocol != protocol || found->host != host || found->inner_port != inner ||
                      (is_symmetric && (found->remote_ip != remote || found->remote_port != remote_port))))
         found = found->next;
@@ -293,8 +304,8 @@ static int enter_through_nat(line_t *line, packet *p, int64_t now) {
     uint8_t *ports = ports_of(p), protocol = p->bytes[9];
     if (!ports) return -1;
     mapping *by = line->by_port[protocol == UDP][get16(ports + 2)];
-    if (!by || !is_fresh(by->used_ns, protocol, now)) return -1;
-    if (line->nat != FULL_CONE) {
+    if (!by || (!is_fresh(by->used_ns, protocol, now) && by->open_until_ns <= now)) return -1;
+    if (line->nat != FULL_CONE && by->open_until_ns <= now) {
         permit *allowed = find_permit(by, get32(p->bytes + 12), get16(ports), line->nat);
         if (!allowed || !is_fresh(allowed->used_ns, protocol, now)) return -1;
         allowed->used_ns = now;
@@ -302,6 +313,58 @@ static int enter_through_nat(line_t *line, packet *p, int64_t now) {
     by->used_ns = now;
     readdress(p, p->bytes + 16, hosts[by->host].ip, ports + 2, by->inner_port);
     return by->host;
+}
+
+/* ---- NAT-PMP, RFC 6886: what a host asks of its router ---- */
+
+enum { PMP_PORT = 5351, PMP_ANSWER = 128 };
+
+static uint32_t router_of(uint32_t ip) { return (ip & 0xFFFFFF00) | 1; }
+
+static void put32(uint8_t *at, uint32_t value) { put16(at, (uint16_t)(value >> 16)), put16(at + 2, (uint16_t)value); }
+
+static uint16_t open_port(line_t *line, int host, uint8_t protocol, uint16_t inner, uint16_t wanted, uint32_t seconds, int64_t now) {
+    mapping *found = find_open(line, host, protocol, inner, now);
+    if (!found) {
+        found = calloc(1, sizeof *found);
+        if (!found) abort();
+        *found = (mapping){.protocol = protocol, .host = host, .inner_port = inner, .next = line->mappings};
+        line->mappings = found;
+        found->outer_port = free_port(line, protocol, wanted ? wanted : inner, now);
+        line->by_port[protocol == UDP][found->outer_port] = found;
+    }
+    found->used_ns = now;
+    found->open_until_ns = now + seconds * SECOND;
+    return found->outer_port;
+}
+
+/* Turn a request to the router into its answer. Returns: whether it was one. */
+static bool answer_pmp(line_t *line, int host, packet *p, int64_t now) {
+    int header = (p->bytes[0] & 15) * 4;
+    uint8_t *udp = p->bytes + header, *asked = udp + 8;
+    if (!line->maps_ports || p->bytes[9] != UDP || p->size < header + 10 || get16(udp + 2) != PMP_PORT) return false;
+    int size = p->size - header - 8, opcode = asked[1];
+    uint16_t from_port = get16(udp), result = 0;
+    if (asked[0] != 0) result = 1; /* unsupported version: PCP, which may ask again as NAT-PMP */
+    else if (opcode == 0) put32(asked + 8, line->ip), size = 12;
+    else if ((opcode == 1 || opcode == 2) && size >= 12) {
+        uint16_t inner = get16(asked + 4), wanted = get16(asked + 6);
+        uint32_t seconds = get32(asked + 8);
+        uint16_t outer = open_port(line, host, opcode == 1 ? UDP : TCP, inner, wanted, seconds, now);
+        put16(asked + 8, inner), put16(asked + 10, outer), put32(asked + 12, seconds), size = 16;
+    } else result = 5; /* unsupported opcode */
+    if (result) size = 8;
+    asked[0] = 0, asked[1] = (uint8_t)(PMP_ANSWER + opcode);
+    put16(asked + 2, result), put32(asked + 4, (uint32_t)(now / SECOND));
+    p->size = header + 8 + size;
+    put32(p->bytes + 12, router_of(hosts[host].ip)), put32(p->bytes + 16, hosts[host].ip);
+    put16(udp, PMP_PORT), put16(udp + 2, from_port), put16(udp + 4, (uint16_t)(8 + size)), put16(udp + 6, 0);
+    put16(p->bytes + 2, (uint16_t)p->size), put16(p->bytes + 10, 0);
+    uint32_t sum = 0;
+    for (int i = 0; i < header; i += 2) sum += get16(p->bytes + i);
+    sum = (sum & 0xFFFF) + (sum >> 16);
+    put16(p->bytes + 10, (uint16_t)~((sum & 0xFFFF) + (sum >> 16)));
+    return true;
 }
 
 static void forget_mappings(line_t *line) {
@@ -372,6 +435,10 @@ static void leave_host(int host, packet *p, int64_t now) {
         hand_over(beside, p);
         return;
     }
+    if (line->nat != NO_NAT && to_ip == router_of(hosts[host].ip) && answer_pmp(line, host, p, now)) {
+        hand_over(host, p);
+        return;
+    }
     p->from = from, p->to = line_to(to_ip);
     if (p->to < 0 || p->to == from) { /* nobody's address, or our own router's: no hairpin */
         line->misaddressed++;
@@ -439,8 +506,9 @@ static void fill_address(struct sockaddr *into, uint32_t ip) {
     memcpy(into, &address, sizeof address);
 }
 
-/* In the namespace of the host: its address, and everything goes through the device. */
-static const char *configure(uint32_t ip) {
+/* In the namespace of the host: its address, and everything goes through the device; behind a NAT by the router there,
+ * which it then knows. */
+static const char *configure(uint32_t ip, bool is_behind_nat) {
     int any = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     struct ifreq lo = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING}, wan = {.ifr_name = "wan0"};
     const char *failed = ioctl(any, SIOCSIFFLAGS, &lo) ? "cannot set lo up" : NULL;
@@ -450,8 +518,9 @@ static const char *configure(uint32_t ip) {
     if (ioctl(any, SIOCSIFNETMASK, &wan)) failed = "cannot set the mask";
     wan.ifr_flags = IFF_UP | IFF_RUNNING;
     if (ioctl(any, SIOCSIFFLAGS, &wan)) failed = "cannot set wan0 up";
-    struct rtentry route = {.rt_flags = RTF_UP, .rt_dev = "wan0"};
-    fill_address(&route.rt_dst, 0), fill_address(&route.rt_genmask, 0), fill_address(&route.rt_gateway, 0);
+    struct rtentry route = {.rt_flags = is_behind_nat ? RTF_UP | RTF_GATEWAY : RTF_UP, .rt_dev = "wan0"};
+    fill_address(&route.rt_dst, 0), fill_address(&route.rt_genmask, 0);
+    fill_address(&route.rt_gateway, is_behind_nat ? router_of(ip) : 0);
     if (ioctl(any, SIOCADDRT, &route) && errno != EEXIST) failed = "cannot set the route";
     close(any);
     return failed;
@@ -473,7 +542,7 @@ static const char *make_namespace(host_t *host) {
     host->tun = open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC);
     if (host->namespace < 0) failed = "cannot open a namespace";
     else if (host->tun < 0 || ioctl(host->tun, TUNSETIFF, &device)) failed = "cannot make a TUN device";
-    else failed = configure(host->ip);
+    else failed = configure(host->ip, lines[host->line]->nat != NO_NAT);
     take_plain_congestion_control();
     if (setns(home_namespace, CLONE_NEWNET)) abort();
     return failed;
@@ -481,7 +550,7 @@ static const char *make_namespace(host_t *host) {
 
 static const char *move_host(host_t *host, uint32_t ip) {
     if (setns(host->namespace, CLONE_NEWNET)) return "cannot enter the namespace";
-    const char *failed = configure(host->ip = ip);
+    const char *failed = configure(host->ip = ip, false);
     if (setns(home_namespace, CLONE_NEWNET)) abort();
     return failed;
 }
@@ -509,6 +578,7 @@ static const char *set_field(line_t *line, const char *field, double value) {
     else if (!strcmp(field, "last_mile_ns")) line->last_mile_ns = (int64_t)value;
     else if (!strcmp(field, "jitter_ns")) line->jitter_ns = (int64_t)value;
     else if (!strcmp(field, "loss")) line->loss = value;
+    else if (!strcmp(field, "maps_ports")) line->maps_ports = value != 0;
     else return "there is no such field";
     return NULL;
 }

@@ -64,6 +64,35 @@ while time.perf_counter() < until:
 """
 
 
+MAP = """
+import socket, struct, sys, time
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.settimeout(1)
+s.connect((sys.argv[1], 5351))
+s.send(bytes([0, 0]))
+print(socket.inet_ntoa(s.recv(99)[8:12]))
+s.send(struct.pack("!BBHHHI", 0, 2, 0, 9000, 9000, 3600))
+print(struct.unpack("!BBHIHHI", s.recv(99))[5])
+s.send(bytes([2, 0]) + bytes(22))
+print(struct.unpack("!BBHI", s.recv(99))[2])
+"""
+REACH = """
+import socket, sys
+c = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1)
+c.sendall(b"?")
+print(c.recv(9).decode())
+"""
+GREET = """
+import socket
+s = socket.create_server(("0.0.0.0", 9000))
+print("up", flush=True)
+while True:
+    c, who = s.accept()
+    c.recv(1)
+    c.sendall(b"hello")
+"""
+
+
 def lab(lines, hosts=None, *, ms=10.0):
     return Internet(lines, hosts or {name: name for name in lines}, lambda a, b: PathBetween(ms))
 
@@ -276,6 +305,26 @@ def test_nothing_is_left_of_a_program_that_is_killed():
     while any(is_alive(pid) for pid in left):
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("nat", ["port-restricted", "symmetric"])
+def test_a_router_opens_a_port_for_who_asks_it_by_nat_pmp(nat):
+    async def main():
+        lines = {"home": Line(nat=nat, maps_ports=True), "b": Line()}
+        async with lab(lines, {"n1": "home", "n2": "home", "b": "b"}, ms=1.0) as net:
+            greets = await net.start("n1", python(GREET))
+            assert await greets.stdout.readline() == b"up\n"
+            with pytest.raises(Refused, match="status 1"):
+                await net.run("b", python(REACH, "20.0.1.10", 9000))
+            outside, port, other_version = (await net.run("n1", python(MAP, "192.168.0.1"))).split()
+            _, second, _ = (await net.run("n2", python(MAP, "192.168.0.1"))).split()
+            said = await net.run("b", python(REACH, outside, port))
+            return outside, port, second, other_version, said.strip()
+
+    outside, port, second, other_version, said = asyncio.run(main())
+    assert (outside, port, said) == ("20.0.1.10", "9000", "hello")
+    assert second != port, "the port was taken"
+    assert other_version == "1", "a newer protocol is not spoken here"
 
 
 def test_a_line_without_a_nat_has_one_host():
