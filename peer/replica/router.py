@@ -30,17 +30,25 @@ class Pace:
     """How long each peer takes for one microbatch, queues not counted: an average over the last few."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
+    """At most: with what may have been no fault of the peer's."""
+    _blamed_s: dict[PeerID, float] = field(default_factory=dict)
+    """Of that, what surely was the peer's own."""
     _tried_s: dict[PeerID, float] = field(default_factory=dict)
 
-    def took(self, peer: PeerID, seconds: float) -> None:
-        """Quick to believe that it is quick: it is tried so rarely that each answer must count."""
-        before_s = self._takes_s.get(peer, seconds)
-        gain = _GAIN if seconds > before_s else 1.0 - _GAIN
-        self._takes_s[peer] = before_s + gain * (seconds - before_s)
+    def took(self, peer: PeerID, seconds: float, *, blamed_s: float | None = None) -> None:
+        """Quick to believe that it is quick: it is tried so rarely that each answer must count.
+
+        `blamed_s`: what of it surely was the peer's own; None: all.
+        """
+        for of, new_s in ((self._takes_s, seconds), (self._blamed_s, seconds if blamed_s is None else blamed_s)):
+            before_s = of.get(peer, new_s)
+            gain = _GAIN if new_s > before_s else 1.0 - _GAIN
+            of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
         """It has not answered in time: the next try is at least twice as far away as the last."""
-        self._takes_s[peer] = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), _TAKES_S_MAX)
+        takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), _TAKES_S_MAX)
+        self._takes_s[peer] = self._blamed_s[peer] = takes_s
 
     def given(self, peer: PeerID, now_s: float) -> None:
         self._tried_s[peer] = now_s
@@ -51,7 +59,7 @@ class Pace:
         `waiting_s`: for how long it has had something that is not back.
         """
         best_s = self._best_s(among)
-        takes_s = max(self._takes_s.get(peer, best_s), waiting_s)
+        takes_s = max(self._blamed_s.get(peer, best_s), waiting_s)
         return best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
 
     def weights(self, among: Iterable[PeerID]) -> dict[PeerID, float]:
@@ -59,7 +67,7 @@ class Pace:
         best_s = self._best_s(among)
         weights = {}
         for peer in among:
-            takes_s = self._takes_s.get(peer, best_s)
+            takes_s = self._blamed_s.get(peer, best_s)
             weights[peer] = best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
         return weights
 
@@ -67,7 +75,7 @@ class Pace:
         """Whether it has had nothing for so long that it is worth a try: it may be new, or have recovered."""
         if peer not in self._tried_s:
             self._tried_s[peer] = now_s  # it has just come: its share has time to show
-        return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._takes_s.get(peer, 0.0))
+        return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._blamed_s.get(peer, 0.0))
 
     def _best_s(self, among: Iterable[PeerID]) -> float:
         """What the quickest of them takes; 0: nobody knows."""

@@ -173,6 +173,8 @@ class Supply:
     """Step -> how many of its microbatches each member has been given."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """When each claimant last contributed something that we had granted it."""
+    _flows_s: float | None = field(init=False, default=None)
+    """When the first microbatch that we had granted came back. Before, stages may have waited for their state."""
     _pace: Pace = field(init=False, default_factory=Pace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, float] = field(init=False, default_factory=dict)
@@ -322,7 +324,9 @@ class Supply:
             self._made_s[granted.peer] = now_s
             if granted.peer in self._claims:
                 self._serves_at_s = now_s  # it holds less, so more may be due to it
-            self._pace.took(granted.peer, now_s - granted.at_s)
+            if self._flows_s is None:
+                self._flows_s = now_s
+            self._pace.took(granted.peer, now_s - granted.at_s, blamed_s=now_s - max(granted.at_s, self._flows_s))
             self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
 
     def _lost(self, peer: PeerID, now_s: float) -> list[SupplyCommand]:
@@ -497,7 +501,7 @@ class Supply:
             if granted.peer == peer and granted.at_s < since_s:
                 since_s = granted.at_s
         # Who has made something since is not stuck: what it waits for is at a slow replica further on.
-        since_s = max(since_s, self._made_s.get(peer, 0.0))
+        since_s = max(since_s, self._made_s.get(peer, 0.0), self._flows_s or 0.0)
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[SupplyCommand]:

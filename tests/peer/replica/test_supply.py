@@ -495,6 +495,31 @@ def test_a_loss_that_the_run_has_not_is_not_recorded(source, step, index, error)
 # --- pace ---
 
 
+def test_who_waits_for_a_stage_that_is_still_fetching_its_state_is_not_slow():
+    made = supply(M=9, s_max=1)
+    after(made, ClaimArrived(A, 1, call=1), ClaimArrived(B, 1, call=2), ClaimArrived(C, 1, call=3), TimerFired())
+    made.handle(Made(Microbatch(0, 0)), now_s=100.0)  # now the last stage is there
+    made.handle(MemberSaid(B, 0, bitmap_of(indices(1)), b""), now_s=101.0)
+    after(made, ClaimArrived(A, 1, call=4), TimerFired(), now_s=101.0)
+    made.handle(Made(Microbatch(0, 3)), now_s=103.0)  # two seconds, which all of them will take
+    made.handle(MemberSaid(C, 0, bitmap_of(indices(2)), b""), now_s=104.0)
+    after(made, *(ClaimArrived(peer, 1, call=5 + i) for i, peer in enumerate((A, B, C))), now_s=104.0)
+    assert granted(made.handle(TimerFired(), now_s=104.0)) == {5: [4], 6: [5], 7: [6]}
+
+
+def test_who_is_slow_once_the_others_are_at_work_is_known_for_it():
+    made = supply(M=9, s_max=1)
+    after(made, ClaimArrived(A, 1, call=1), ClaimArrived(B, 1, call=2), ClaimArrived(C, 1, call=3), TimerFired())
+    made.handle(Made(Microbatch(0, 0)), now_s=100.0)
+    for i, now_s in enumerate((102.0, 104.0, 106.0)):
+        after(made, ClaimArrived(A, 1, call=4 + i), TimerFired(), now_s=now_s - 2.0)
+        made.handle(Made(Microbatch(0, 3 + i)), now_s=now_s)
+    made.handle(MemberSaid(B, 0, bitmap_of(indices(1)), b""), now_s=250.0)
+    made.handle(MemberSaid(C, 0, bitmap_of(indices(2)), b""), now_s=103.0)
+    after(made, ClaimArrived(B, 1, call=8), ClaimArrived(C, 1, call=9), now_s=250.0)
+    assert granted(made.handle(TimerFired(), now_s=250.0)) == {9: [6]}
+
+
 def test_what_is_made_says_how_fast_its_maker_is():
     made = supply(M=9)
     after(made, ClaimArrived(A, 1, call=1), TimerFired())
