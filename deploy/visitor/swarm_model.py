@@ -189,7 +189,7 @@ class SwarmModel:
             return await self._ask_until_answered(request)
 
     async def _ask_until_answered(self, request: InferenceRequest) -> InferenceAnswer:
-        until_s, why = asyncio.get_running_loop().time() + _GIVE_UP_S, "it names nobody"
+        until_s, why, told = asyncio.get_running_loop().time() + _GIVE_UP_S, "it names nobody", ""
         while self._peers:
             peer, way, version = self._peers[0], self._way, self._version
             self._asked_s = asyncio.get_running_loop().time()
@@ -206,7 +206,9 @@ class SwarmModel:
                     self.answered.add((answer.era, answer.version))
                     return answer
                 why = f"version {version} is gone"
-            logger.info("asking again: %s", why)
+            if why != told:
+                logger.info("asking again: %s", why)
+                told = why
             if self._way == way:  # else another question has found out before
                 self._version, self._way = -1, _new_number()  # the newest, of others maybe
             if asyncio.get_running_loop().time() >= until_s:

@@ -173,9 +173,7 @@ class InferenceService:
         try:
             version, stage = await self._fixed(meta)
             async with self._device:
-                began_s = self._clock.now_s()
-                await self._pass(meta, payload, version, stage)
-                took_s = self._clock.now_s() - began_s
+                took_s = await self._pass(meta, payload, version, stage)
                 replica = self._replica()
                 if replica is not None and not replica.is_idle:
                     await asyncio.sleep(took_s * (1 / SHARE - 1))
@@ -184,8 +182,11 @@ class InferenceService:
         finally:
             self._num_waiting -= 1
 
-    async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> None:
-        """Our layers, and on to the next stage, or back. Raises: Refused."""
+    async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> float:
+        """Our layers, and on to the next stage, or back.
+
+        Returns: seconds of the device. Raises: Refused.
+        """
         plan = self._plan()
         if plan is None or not _has(plan, meta) or stage.has_head != (meta.stage == len(plan.stages) - 1):
             raise self._no(_DIVIDED)
@@ -198,10 +199,11 @@ class InferenceService:
                 raise
             self.free()
             raise self._no("a peer of a stage has no memory for it") from error
+        took_s = timed.ended_s - timed.started_s
         if stage.has_head:
             output = InferenceOutput(serial=meta.serial, version=version, payload=bytes(timed.value))
             self._tasks.spawn(self._answer(meta, output), f"answer {meta.serial}")
-            return
+            return took_s
         onwards = InferenceInput(
             stage=meta.stage + 1,
             first_layer=plan.stages[meta.stage].last_layer,
@@ -217,6 +219,7 @@ class InferenceService:
             has_begins=meta.has_begins,
         )
         self._tasks.spawn(self._send_on(onwards, timed.value), f"question {meta.serial} goes on")
+        return took_s
 
     @torch.inference_mode()
     def _work(self, stage: FixedStage, version: int, meta: InferenceInput, payload: Payload) -> Payload:

@@ -12,8 +12,8 @@ from shoal.protocol.identity import PeerID
 FIXED_MAX: Final = 2
 """Versions at once. One takes as much memory as the stage's parameters; plans do not count it, so it goes where a job
 finds no memory."""
-IDLE_S: Final = 20.0
-"""What nobody has asked for so long is dropped."""
+IDLE_S: Final = 60.0
+"""What nobody has asked for so long is dropped. On a device of which its owner lends a tenth a question takes long."""
 YIELDS_S: Final = 3.0
 """A version that nobody has asked for so long makes room for another one."""
 SESSIONS_MAX: Final = 8

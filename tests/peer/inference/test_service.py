@@ -264,7 +264,7 @@ def test_candidates_are_the_likeliest_in_the_order_of_the_vocabulary(tiny_spec, 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_version_stays_for_who_thinks_for_a_minute_and_says_so(make_swarm, tiny_spec, keeps):
     tokens_BT, targets_BT = some_tokens(1, 32)
-    spec = msgspec.structs.replace(tiny_spec, training=msgspec.structs.replace(tiny_spec.training, steps=100))
+    spec = msgspec.structs.replace(tiny_spec, training=msgspec.structs.replace(tiny_spec.training, steps=200))
 
     async def main():
         swarm = await begun(make_swarm, spec, stages=[["0.0", "0.1"], ["1.0", "1.1"]])
@@ -273,11 +273,11 @@ def test_a_version_stays_for_who_thinks_for_a_minute_and_says_so(make_swarm, tin
         _, model = await visitor(swarm)
         keeping = asyncio.create_task(model.keep_version()) if keeps else None
         await model.log_likelihoods(tokens_BT, targets_BT)
-        await asyncio.sleep(60)
+        await asyncio.sleep(120)
         await model.log_likelihoods(tokens_BT, targets_BT)
         if keeping is not None:
             keeping.cancel()
-        await asyncio.sleep(30)
+        await asyncio.sleep(70)
         kept = [len(driver.inference._sessions._fixed) for driver in swarm.drivers.values()]
         await closed(swarm)
         return model.answered, kept
