@@ -25,7 +25,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from blake3 import blake3
@@ -44,10 +44,12 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import INFERENCE_CANDIDATES_MAX, INFERENCES_MAX, INFERENCES_OF_ONE_MAX
 from shoal.protocol.messages import Done, InferenceAnswer, InferenceInput, InferenceOutput, InferenceRequest
 from shoal.protocol.plan import Plan
-from shoal.protocol.ports import Clock, Compute, Payload, Priority
+from shoal.protocol.ports import Clock, Compute, Payload, Priority, Timed
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SHARE: Final = 0.2
 """Of a peer's time that goes to requests at most, while it trains."""
@@ -190,15 +192,8 @@ class InferenceService:
         plan = self._plan()
         if plan is None or not _has(plan, meta) or stage.has_head != (meta.stage == len(plan.stages) - 1):
             raise self._no(_DIVIDED)
-        try:
-            timed = await self._compute.run(
-                "validate", functools.partial(self._work, stage, version, meta, payload), flop=self._flop_of(meta)
-            )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self.free()
-            raise self._no("a peer of a stage has no memory for it") from error
+        work = functools.partial(self._work, stage, version, meta, payload)
+        timed = await self._with_memory(work, self._flop_of(meta))
         took_s = timed.ended_s - timed.started_s
         if stage.has_head:
             output = InferenceOutput(serial=meta.serial, version=version, payload=bytes(timed.value))
@@ -280,11 +275,20 @@ class InferenceService:
         def keep() -> tuple[int, FixedStage]:
             return runtime.version, runtime.fixed()
 
-        timed = await self._compute.run("validate", keep, flop=0.0)
-        version, stage = timed.value
+        version, stage = (await self._with_memory(keep, 0.0)).value
         self._sessions.keep(version, stage, replica.layers, self._clock.now_s())
         self._expire_soon()
         return version, stage
+
+    async def _with_memory(self, work: Callable[[], T], flop: float) -> Timed[T]:
+        """Run a job. Raises: Refused: there is no memory for it; a training that lacks memory too has what was kept."""
+        try:
+            return await self._compute.run("validate", work, flop=flop)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.free()
+            raise self._no("a peer of a stage has no memory for it") from error
 
     def _expire_soon(self) -> None:
         if self._expiry is None:

@@ -15,9 +15,10 @@ from shoal.peer.model import llama
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import HEAD, all_layer_keys
 from shoal.peer.pipeline.fixed_stage import FixedStage
+from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.single_process import train
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import LocalError
+from shoal.protocol.errors import LocalError, Refused
 from shoal.protocol.messages import InferenceAnswer, InferenceRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -258,6 +259,36 @@ def test_candidates_are_the_likeliest_in_the_order_of_the_vocabulary(tiny_spec, 
     assert far(logit_K, logit_V[token_K]) < 1e-5
     assert len(whole.candidates(y_BTD, 1000)[0]) == 256
     assert set(all_layer_keys(tiny_spec.model)) == set(params)
+
+
+@pytest.mark.sim
+def test_a_peer_without_memory_for_a_question_refuses_it_and_trains_on(make_swarm, tiny_spec, monkeypatch):
+    async def main():
+        swarm = await begun(make_swarm, tiny_spec, stages=[["0.0"], ["1.0"]])
+        swarm.obey([["0.0"], ["1.0"]], fresh=True)
+        await swarm.until_step(2)
+        endpoint, model = await visitor(swarm)
+        request = InferenceRequest(tokens=bytes(8))
+        refused = []
+        for method in ("fixed", "run"):
+            with monkeypatch.context() as without:
+
+                def no_memory(self, *_, **__):
+                    raise MemoryError
+
+                without.setattr(StageRuntime if method == "fixed" else FixedStage, method, no_memory)
+                try:
+                    await endpoint.ask(swarm.peer("1.0").peer_id, request, InferenceAnswer, timeout_s=60)
+                except Refused as error:
+                    refused.append(error.reason)
+        answer, _ = await model.log_likelihoods(*some_tokens(1, 8))
+        await swarm.until_step(STEPS)
+        await closed(swarm)
+        return refused, answer
+
+    refused, answer = run(main())
+    assert refused == ["a peer of a stage has no memory for it"] * 2
+    assert answer.isfinite().all()
 
 
 @pytest.mark.sim
