@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+import msgspec
 import torch
 from blake3 import blake3
 from torch import Tensor
@@ -199,20 +200,8 @@ class InferenceService:
             output = InferenceOutput(serial=meta.serial, version=version, payload=bytes(timed.value))
             self._tasks.spawn(self._answer(meta, output), f"answer {meta.serial}")
             return took_s
-        onwards = InferenceInput(
-            stage=meta.stage + 1,
-            first_layer=plan.stages[meta.stage].last_layer,
-            entry=meta.entry,
-            serial=meta.serial,
-            way=meta.way,
-            session=meta.session,
-            version=version,
-            rows=meta.rows,
-            length=meta.length,
-            position=meta.position,
-            has_targets=meta.has_targets,
-            has_begins=meta.has_begins,
-        )
+        next_layer = plan.stages[meta.stage].last_layer
+        onwards = msgspec.structs.replace(meta, stage=meta.stage + 1, first_layer=next_layer, version=version)
         self._tasks.spawn(self._send_on(onwards, timed.value), f"question {meta.serial} goes on")
         return took_s
 
