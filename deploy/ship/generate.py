@@ -9,9 +9,10 @@ from shoal.peer.model.generate import Sampler
 
 
 def write(predictor: Predictor, prompt: str, num_tokens: int, sampler: Sampler) -> Iterator[str]:
-    """What follows `prompt`, in parts as they are sampled; ends early where the model ends the text.
+    """Sample up to `num_tokens` tokens behind `prompt` and give their text in parts, as it comes; end early where the
+    model ends the text.
 
-    What a terminal would take for a command is still in it. Without a prompt it begins a new document.
+    The text may have control characters that a terminal would obey. An empty prompt begins a new document.
     Raises: LocalError: the prompt has tokens that the model does not know.
     """
     tokenizer = predictor.tokenizer

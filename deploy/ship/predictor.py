@@ -54,8 +54,8 @@ class Predictor(Protocol):
         ...
 
     def log_likelihoods(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """(float32 [B, T], the log of how likely each target is; bool [B, T], whether it is the likeliest); 0 and True
-        where it is IGNORED."""
+        """Return (log-likelihood of each target in nats, float32 [B, T]; whether the target is the likeliest token,
+        bool [B, T]). A target that is IGNORED has 0 and True."""
         ...
 
     def stream(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:

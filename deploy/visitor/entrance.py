@@ -29,7 +29,10 @@ class Entrance:
 
 @contextlib.asynccontextmanager
 async def entering(invite: Invite) -> AsyncIterator[Entrance]:
-    """Enter a run without taking part in it. Raises: LocalError: the run cannot be found."""
+    """Connect to a run's network for as long as the context lasts, without holding a stage.
+
+    Raises: LocalError: the run cannot be found.
+    """
     # hivemind takes a second: who does not visit does not need it.
     from shoal.deploy.run.directory_rules import record_rules
     from shoal.deploy.run.spec_record import fetch_spec

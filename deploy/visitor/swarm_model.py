@@ -87,9 +87,10 @@ class SwarmModel:
         return torch.cat(values), torch.cat(likeliest)
 
     async def candidates(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
-        """Logits of what follows `tokens`, float32 [V]: -inf where a token is not among the likeliest.
+        """Return the logits of the token that follows `tokens`, float32 [V]; -inf for tokens that the swarm left out of
+        its answer, which are the least likely ones of a large vocabulary.
 
-        Args: session, position: as of `InferenceRequest`.
+        Args: session, position: `InferenceRequest` documents them.
         Raises: _Anew: the session is gone. LocalError: nobody answers.
         """
         answer = await self._ask(InferenceRequest(session=session, position=position, tokens=_ints(tokens)))

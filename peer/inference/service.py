@@ -57,7 +57,8 @@ SHARE: Final = 0.2
 ANSWER_S: Final = 45.0
 """How long an entry waits for the stages."""
 _VERSION_S: Final = 15.0
-"""How long a stage waits for a version that it has not come to yet."""
+"""A request may be for a version that this stage has not committed yet, since other stages are a step ahead: it waits
+so long for the commit, and is then refused."""
 _LOOK_S: Final = 0.05
 _DIVIDED: Final = "the layers have just been divided otherwise"
 
