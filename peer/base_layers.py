@@ -6,7 +6,7 @@ with the members of the plan, which give each other what has come. What has come
 is, so that it travels to a peer once, and every peer that has held a layer can give it. Whoever keeps a copy of a
 stage's state gets its base too (`copies.py`): a stage that dies comes back whole.
 
-Where the model's head is its embedding (`initial.tied`) both layers begin with the same bytes, which come only once to
+Where the model's head is its embedding (`model.tied`) both layers begin with the same bytes, which come only once to
 a peer that needs both.
 
 Without digests the run's seed makes the base, and nothing travels.
@@ -152,7 +152,7 @@ class BaseLayers:
 
     async def _from_head(self, key: str) -> Tensor | None:
         """The embedding, which a tied model's head begins with."""
-        if key != EMBED or not self._spec.initial.tied:
+        if key != EMBED or not self._spec.model.tied:
             return None
         head = self._in_memory[HEAD] if HEAD in self._in_memory else await self._from_disk(HEAD)
         if head is None or await self._is_foreign(EMBED, stored := head[: base_numel(self._spec, EMBED)]):
@@ -214,7 +214,7 @@ class BaseLayers:
             device=vectors.host,
             vectors=vectors,
         )
-        begins = await self.read([EMBED]) if HEAD in keys and self._spec.initial.tied else {}
+        begins = await self.read([EMBED]) if HEAD in keys and self._spec.model.tied else {}
         relay = Relay(INITIAL, 0, mates, vectors=vectors)
         if mates:
             self._pass_on(relay)

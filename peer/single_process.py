@@ -35,6 +35,7 @@ from shoal.peer.model.schedule import rate_of
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.spec import OptimizerSpec, RunSpec
+from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +108,7 @@ def train(
                 on_backward(Microbatch(step, index), params_by_key)
             total += value.item()
         norms = [
-            _clip([params[name] for name in state_layout(spec, unit).names], spec.optimizer.clip_norm)
-            for key, params in params_by_key.items()
-            for unit in unit_keys(spec.model, key)
+            _clip([params_by_key[key][name] for name in names], spec.optimizer.clip_norm) for key, names in _units(spec)
         ]
         for optimizer in optimizers:
             _step(spec.optimizer, optimizer, rate_of(spec, step))
@@ -119,6 +118,13 @@ def train(
         if on_step is not None:
             on_step(record, params_by_key)
         yield record
+
+
+def _units(spec: RunSpec) -> list[tuple[str, tuple[str, ...]]]:
+    """(layer, names of its tensors) of all that is clipped by a norm of its own. A tied matrix is the embedding's."""
+    units = [(key, unit) for key in all_layer_keys(spec.model) for unit in unit_keys(spec.model, key)]
+    names = [(key, state_layout(spec, unit).names) for key, unit in units]
+    return [(key, tuple(n for n in some if not (spec.trains_tied and n == HEAD_MATRIX))) for key, some in names]
 
 
 def _narrowed(
@@ -189,7 +195,10 @@ def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict
     """Leaf tensors of version 0, by layer key and name."""
     keys = all_layer_keys(spec.model)
     if spec.adapter is None:
-        return {key: layer_layout(spec.model, key).leaves(init_layer(spec.model, key, spec.seed)) for key in keys}
+        made = {key: layer_layout(spec.model, key).leaves(init_layer(spec.model, key, spec.seed)) for key in keys}
+        if spec.trains_tied:
+            made[HEAD][HEAD_MATRIX] = made[EMBED][EMBEDDING_MATRIX]
+        return made
     leaves = {key: state_layout(spec, key).leaves(initial_parameters(spec, key)) for key in keys}
     return _beside(spec, base, leaves, torch.float32)
 
@@ -197,6 +206,7 @@ def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict
 def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch.optim.Optimizer]:
     """torch's; two for Muon, which has AdamW for what is no hidden matrix."""
     tensors = [tensor for params in params_by_key.values() for tensor in params.values() if tensor.requires_grad]
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())  # a tied matrix is there twice
     if run.optimizer.name != "muon":
         return [_optimizer(run.optimizer, tensors)]
     of_layers = [params.values() for key, params in params_by_key.items() if key not in (EMBED, HEAD)]

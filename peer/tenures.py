@@ -26,9 +26,10 @@ from shoal.peer.group.pressing import PRESS_S, Pressing
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.group.reductions import EarlyPieces, Reductions
 from shoal.peer.group.telling import Telling
+from shoal.peer.group.tied import TiedGradient
 from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.joining import Joining
-from shoal.peer.model.layout import state_layout
+from shoal.peer.model.layout import state_layout, tied_spans
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.state import StageState, moment2_numel
 from shoal.peer.replica.commands import (
@@ -144,6 +145,7 @@ class Tenure(ABC):
             on_behind=self._resync,
             gives_to=core.group.has_place,
         )
+        self._tied = self._make_tied()
         self.joining = Joining(
             endpoint=endpoint,
             compute=self.compute,
@@ -170,6 +172,8 @@ class Tenure(ABC):
         try:
             for command in self.core.handle(event, now_s=self._s.clock.now_s()):
                 self._perform(command)
+            if self._tied is not None:
+                self._tied.look()
         finally:
             if not self._closed:
                 self._timer.set(self.core.next_timer_s())
@@ -180,12 +184,14 @@ class Tenure(ABC):
             case Tell():
                 self._telling.tell(command)
             case Reduce(start):
-                round_ = self.reductions.begin(start)
-                self._tasks.spawn(self._reduce(*round_), f"round {start.step}")
+                if self._tied is None or self._tied.may_begin(start):
+                    self._begin_round(start)
             case CatchUp(mate, step):
                 self._catch_up(mate, step)
             case ForgetMember(peer, died):
                 self._outbox.forget(peer)
+                if self._tied is not None:
+                    self._tied.mate_lost(peer)
                 if died:
                     self._catching_up.mate_lost(peer)
                     self._pieces.forget(peer)
@@ -208,6 +214,9 @@ class Tenure(ABC):
                 self._resync(mate)
             case _:
                 raise AssertionError(f"nobody carries out {command}")
+
+    def _begin_round(self, start: RoundStart) -> None:
+        self._tasks.spawn(self._reduce(*self.reductions.begin(start)), f"round {start.step}")
 
     def _ring(self) -> None:
         try:
@@ -309,6 +318,8 @@ class Tenure(ABC):
         self._endpoint.on_frame(ReducePart, self._on_piece, stage=stage)
         self._endpoint.on_frame(GatherPart, self._on_piece, stage=stage)
         self._catching_up.install()
+        if self._tied is not None:
+            self._tied.install()
         self._tasks.spawn(self._press(), "press")
         self.witnesses.install()
         self.follow(self.core.plan)
@@ -424,6 +435,8 @@ class Tenure(ABC):
     def _reached(self, state: StageState, digest: str, gradient_norm: float | None) -> None:
         """The core hears that we hold `state`."""
         by = self.reductions.reached(state.version)
+        if self._tied is not None:
+            self._tied.reached(state.version)
         self.handle(Stepped(state.version, digest, by, gradient_norm, self._held.remembers))
         self._step_if_reduced()
 
@@ -485,12 +498,21 @@ class Tenure(ABC):
         self._end(reduction)
 
     def _end(self, reduction: Reduction) -> None:
-        if self.reductions.ended(reduction):
-            self._step_if_reduced()
+        if not self.reductions.has_ended(reduction):
+            return
+        if self._tied is not None:
+            self._tied.ended(reduction)
+        else:
+            self._reduced(reduction.mean_N, reduction.start)
+
+    def _reduced(self, mean_N: Tensor, start: RoundStart) -> None:
+        """A round of ours has given the gradient to step with."""
+        self.reductions.keep(start.step, mean_N, start)
+        self._step_if_reduced()
 
     def _mean_came(self, step: int, mean_N: Tensor) -> None:
         """A mate has given us the reduced gradient of `step`."""
-        self.reductions.means[step] = mean_N
+        self.reductions.keep(step, mean_N, None)
         self._step_if_reduced()
 
     def _step_if_reduced(self) -> None:
@@ -561,6 +583,30 @@ class Tenure(ABC):
         self._tasks.spawn(catch_up, f"catch up with step {step}")
 
     # --- inside ---
+
+    def _make_tied(self) -> TiedGradient | None:
+        """What it takes to step a matrix that the other end of the pipeline has, too; None: there is none here."""
+        spans = tied_spans(self._s.spec, self.keys)
+        if not spans:
+            return None
+        return TiedGradient(
+            self.core.group,
+            spans,
+            vectors=self._held.vectors,
+            endpoint=self._endpoint,
+            compute=self.compute,
+            tasks=self._tasks,
+            keep_steps=self._s.spec.training.s_max + 1,
+            other_end=self._other_end,
+            on_whole=self._reduced,
+            begin=self._begin_round,
+        )
+
+    def _other_end(self) -> tuple[int, tuple[PeerID, ...]] | None:
+        """The stage at the other end of the pipeline, and its members; None: it is ours."""
+        last = len(self.core.plan.stages) - 1
+        stage = last - self.group_id
+        return None if last == 0 else (stage, self.core.plan.stages[stage].peers)
 
     def _audience_of(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
         """The mates, those who are about to leave, and whoever else is in the round."""

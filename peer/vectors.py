@@ -106,6 +106,16 @@ class Vectors:
         """float32 [bytes / `mean_bytes`]."""
         return torch.frombuffer(payload, dtype=self._mean_dtype).to(torch.float32)
 
+    def meet(self, mean_N: Tensor, spans: Sequence[slice], others_n: Sequence[Tensor]) -> None:
+        """Make every part `spans` of a reduced gradient, in place, the sum of the first of them and `others_n`, rounded
+        to what others will read of it."""
+        total_n = mean_N[spans[0]].clone()
+        for other_n in others_n:
+            total_n += other_n
+        total_n = total_n.to(self._mean_dtype).to(torch.float32)
+        for span in spans:
+            mean_N[span] = total_n
+
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
         return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 

@@ -73,6 +73,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.Hello: Role.PLANNED,
     m.Progress: Role.GROUP_MEMBER,
     m.RoundStart: Role.GROUP_MEMBER,
+    m.RoundEnded: Role.GROUP_MEMBER,
     m.Digest: Role.GROUP_MEMBER,
     m.Attestation: Role.PLANNED,  # also from who drains to another place; the handler looks closer
     m.Claim: Role.GROUP_MEMBER,
@@ -92,6 +93,8 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.Keep: Role.PLANNED,
     m.StateChunkRequest: Role.PLANNED,
     m.ReducedRequest: Role.PLANNED,
+    m.TiedRequest: Role.PLANNED,
+    m.TiedOffer: Role.NOBODY,
     # What the model says. Its stages work for whoever asks, so an invite that only lets look on is not enough.
     m.InferenceRequest: Role.MEMBER,
     m.InferenceAnswer: Role.NOBODY,
@@ -105,6 +108,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.GatherPart: Role.GROUP_MEMBER,
     m.StateChunk: Role.PLANNED,
     m.ReducedChunk: Role.PLANNED,
+    m.TiedChunk: Role.PLANNED,
     m.InferenceInput: Role.PLANNED,
     m.ProbeChunk: Role.MEMBER,
     # Records on the directory, by who signed them.

@@ -650,6 +650,15 @@ class RoundStart(EraMessage, frozen=True):
     """The format in which its pieces travel, one of the run's `WireSpec.sums`."""
 
 
+class RoundEnded(EraMessage, frozen=True):
+    """The sender has the reduced gradient of `step` by this attempt, and waits with it for the other end of a tied
+    model (`peer/group/tied.py`). Who answers takes part in no other attempt."""
+
+    stage: int
+    step: int
+    attempt: int
+
+
 class Digest(EraMessage, frozen=True):
     """The sender has stepped to `version` and this is its state's digest."""
 
@@ -821,6 +830,23 @@ class ReducedRequest(EraMessage, frozen=True):
     step: int
 
 
+class TiedRequest(EraMessage, frozen=True):
+    """Send your stage's reduced gradient of a tied model's matrix, of `step`, as soon as it is there."""
+
+    stage: int
+    """The receiver's."""
+    step: int
+    peek: bool = False
+    """Send nothing, and say whether you have it with both ends in it, or need it not."""
+
+
+class TiedOffer(EraMessage, frozen=True):
+    """Answers TiedRequest; the gradient follows as frames."""
+
+    is_whole: bool
+    """It has the gradient of the other end in it."""
+
+
 class InferenceRequest(_Message, frozen=True, kw_only=True):
     """Whoever has an invite to train asks the swarm's stages what the model says to some tokens. The receiver sees to
     it, whatever it holds itself."""
@@ -928,6 +954,7 @@ Message = (
     | Hello
     | Progress
     | RoundStart
+    | RoundEnded
     | Digest
     | Attestation
     | Claim
@@ -946,6 +973,8 @@ Message = (
     | Saved
     | StateChunkRequest
     | ReducedRequest
+    | TiedRequest
+    | TiedOffer
     | InferenceRequest
     | InferenceAnswer
     | InferenceOutput
@@ -1082,6 +1111,15 @@ class ReducedChunk(EraMessage, frozen=True):
     start: int
 
 
+class TiedChunk(EraMessage, frozen=True):
+    """Elements [start, start + n) of the reduced gradient of a tied model's matrix, of `step`, as `ReducedChunk`."""
+
+    stage: int
+    """The receiver's."""
+    step: int
+    start: int
+
+
 class ProbeChunk(_Message, frozen=True):
     """Carries bytes for their own sake. `echo`: the receiver answers with an empty one of the same `nonce`."""
 
@@ -1101,6 +1139,7 @@ FrameMeta = (
     | GatherPart
     | StateChunk
     | ReducedChunk
+    | TiedChunk
     | InferenceInput
     | ProbeChunk
 )

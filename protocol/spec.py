@@ -69,8 +69,7 @@ def _check_decay(schedule: str, decay_steps: int | None) -> None:
 
 
 class ModelSpec(_Section, frozen=True):
-    """A decoder, untied: Llama's (RMSNorm, rotary positions, grouped-query attention, SwiGLU) but for what `decoder`
-    says."""
+    """A decoder: Llama's (RMSNorm, rotary positions, grouped-query attention, SwiGLU) but for what `decoder` says."""
 
     vocab_size: int = 256
     """Tokens; 256 is bytes."""
@@ -102,6 +101,9 @@ class ModelSpec(_Section, frozen=True):
     """What the load-balancing loss of each layer weighs beside the loss; it is 1 where the load is even."""
     decoder: DecoderSpec = LLAMA
     """The switches that tell the decoder from Llama's: `protocol/decoder.py`. `shoal import` writes this."""
+    tied: bool = False
+    """The head's matrix is the embedding. Both ends of the pipeline hold it, and step it with the sum of both ends'
+    gradients."""
 
     def __post_init__(self) -> None:
         for name, most in _MODEL_MAX.items():
@@ -497,13 +499,9 @@ class InitialSpec(_Section, frozen=True):
     """What the model with these weights is called, as far as its folder says: `owner/name` of a hub."""
     licence: str = ""
     """Its licence, as the model's card says it: `apache-2.0`."""
-    tied: bool = False
-    """The model's head is its embedding: embedding and head begin with the one matrix. Only with an `adapter`, which
-    leaves both as they are; an export has one matrix again."""
 
     def __post_init__(self) -> None:
         _require(bool(self.source) == bool(self.digests), "source and digests come together")
-        _require(not self.tied or bool(self.digests), "tied means nothing without source and digests")
         for name in ("name", "licence"):
             value = getattr(self, name)
             _require(len(value) <= BASE_CHARS_MAX and value.isprintable(), f"{name} is no name: {value[:40]!r}")
@@ -612,11 +610,6 @@ class RunSpec(_Section, frozen=True):
         )
         if self.adapter is not None:
             _check_adapter(self.adapter, self.model)
-        _require(
-            not self.initial.tied or self.adapter is not None,
-            "initial.tied: without [adapter] embedding and head train as two layers, which are equal no more: "
-            "import the model again with --untie",
-        )
         tokens = self.training.microbatch_size * self.model.context
         frame_bytes = tensor_bytes(self.wire.activations, tokens * self.model.dim) + tokens * _TARGET_BYTES
         if self.swarm.expert_slots:
@@ -628,6 +621,11 @@ class RunSpec(_Section, frozen=True):
             f"training.microbatch_size {self.training.microbatch_size} makes activations of {frame_bytes >> 20} MiB, "
             f"more than the {FRAME_PAYLOAD_BYTES_MAX >> 20} MiB that fit into a frame",
         )
+
+    @property
+    def trains_tied(self) -> bool:
+        """Embedding and head are one matrix that trains."""
+        return self.model.tied and self.adapter is None
 
     @property
     def tokens_per_step(self) -> int:
@@ -686,6 +684,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         del tables["model"]["head_size"]
     if spec.model.decoder == LLAMA:
         del tables["model"]["decoder"]
+    if not spec.model.tied:
+        del tables["model"]["tied"]
     if not spec.swarm.expert_slots:
         for name in ("expert_slots", "expert_replicas"):
             del tables["swarm"][name]
@@ -710,8 +710,6 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         for name in ("name", "licence"):
             if not getattr(spec.initial, name):
                 del tables["initial"][name]
-        if not spec.initial.tied:
-            del tables["initial"]["tied"]
     if spec.adapter is None:
         del tables["adapter"]
     if spec.training.compute == "auto":

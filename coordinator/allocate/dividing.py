@@ -273,7 +273,7 @@ def _leave_s(
 def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:
     """How much of `travel_s` is left for the standstill: of layers that were fetched ahead the gradient of one step,
     the others whole."""
-    part = workload.mean_bytes_per_parameter / workload.state_bytes_per_parameter
+    part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * travel_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
     return travel_s * (1.0 - followed * (1.0 - part))

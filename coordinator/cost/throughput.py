@@ -15,7 +15,8 @@ of a stage can take
              (`path_rates.both_ways`)                                                             [microbatches/s]
     card_d   the slower direction of its network card; of a shared card the part that its load is of all loads [bytes/s]
     R_d      the reduction of S bytes among n: S sum over members on other cards of (p_d + p_e), for d adds up the part
-             p_d (`path_rates.reduction_parts`, `peer/group/reduce.py`)                                     [bytes]
+             p_d (`path_rates.reduction_parts`, `peer/group/reduce.py`); at both ends of a tied model, its matrix's
+             gradient from the other end and to it, too (`peer/group/tied.py`)                              [bytes]
     b away_d activation out, gradient back: each crosses the card in each direction once an edge of the stage; away is
              the number of edges (2, at the ends 1) less what stays behind the card                     [bytes]
 
@@ -230,13 +231,21 @@ class ThroughputObjective:
             with np.errstate(divide="ignore"):
                 reduce_path_s = float((between / path)[others_mask].max())
             latency_s = float(t.latency_s[np.ix_(members, members)][others_mask].max())
+        reduced = np.where(same_card(t, members, members), 0.0, between).sum(axis=1)
+        tied_bytes = w.reduced.tied_bytes if len(groups) > 1 and k in (0, len(groups) - 1) else 0.0
+        if tied_bytes:
+            end = groups[len(groups) - 1 - k]
+            reduced = reduced + tied_bytes * max(1.0, len(end) / len(members))
+            path = both_ways(t, members, end, w.cut_bytes).max(axis=1)
+            with np.errstate(divide="ignore"):
+                reduce_path_s += float((tied_bytes / path).max())
         return Stage(
             members=members,
             parameters=parameters,
             job_s=w.job_flop(first, last) / t.flop_per_s[members],
             path_rate=path_rate,
             away=away,
-            reduced=np.where(same_card(t, members, members), 0.0, between).sum(axis=1),
+            reduced=reduced,
             reduce_path_s=reduce_path_s,
             latency_s=latency_s,
             step_s=STEP_FLOP_PER_PARAMETER * parameters / float(t.flop_per_s[members].min()),

@@ -39,6 +39,17 @@ class PlacedExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedGradients:
+    """What has been reduced already, on its way to who has no part in the reduction."""
+
+    bytes_per_parameter: float = FP32_BYTES
+    """A number of it takes so many, also for a peer that follows a stage's steps without being its member."""
+    tied_bytes: float = 0.0
+    """What each member of the first and the last stage gets from the other one in a commit: the gradient of the matrix
+    that both hold. 0: they hold none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """L layers; embedding and head belong to the first and the last."""
 
@@ -63,8 +74,7 @@ class Workload:
     control: Price | None = None
     """The price of staleness by which the pipeline chooses how much runs ahead of what is allowed (`foresight.py`).
     None: it runs ahead as far as is allowed."""
-    mean_bytes_per_parameter: float = FP32_BYTES
-    """The bytes of a reduced gradient for a peer that follows a stage's steps without being its member."""
+    reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
     """None: each member holds all of its layers."""
 
@@ -143,7 +153,7 @@ class Workload:
             backward_per_forward=backward + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(spec),
             gradient_bytes_per_parameter=_bytes_per_number(spec.wire.sums[-1]),
-            mean_bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
+            reduced=_reduced(spec),
             memory=StageMemory.counted(spec, experts_held=_experts_held(spec)),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
             microbatches=training.microbatches_per_step,
@@ -152,6 +162,12 @@ class Workload:
             control=price_of(training.compensation, optimizer=spec.optimizer.name) if training.s_max else None,
             experts=_placed_experts(spec),
         )
+
+
+def _reduced(spec: RunSpec) -> ReducedGradients:
+    number = 2.0 if spec.wire.gradients == "bf16" else FP32_BYTES
+    tied = number * sum(num_elements(spec.model, EMBED)) if spec.trains_tied else 0.0
+    return ReducedGradients(bytes_per_parameter=number, tied_bytes=tied)
 
 
 def _bytes_per_number(form: WireFormat) -> float:

@@ -16,7 +16,7 @@ from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
     "shoal import ./Llama-3.2-1B run.toml --data ./stories.jsonl  # then: shoal host run.toml",
     "shoal import ./Qwen3-0.6B run.toml --lora 16 --data chats.jsonl --format chat  # teach it answers",
     "shoal import ./my-model run.toml --spec base.toml  # steps, rate and stages as in base.toml",
-    "shoal import ./SmolLM2-135M run.toml --untie  # the head is the embedding there: it becomes a layer of its own",
+    "shoal import ./SmolLM2-135M run.toml --untie  # its head is the embedding: make it a layer of its own",
     "shoal import ./Llama-3.1-8B run.toml --lora 16 --base nf4  # adapters beside weights in 4 bits, 4.8 GB in all",
     "shoal import ./my-model run.toml --context 512 --stages 2  # shorter samples, two stages at most",
 )
@@ -87,7 +87,7 @@ def import_(
         import msgspec
 
         said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
-        said["untied"] = has_tied_head(folder) and not made.initial.tied
+        said["untied"] = has_tied_head(folder) and not made.model.tied
         typer.echo(msgspec.json.encode(said).decode())
         return
     kind = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
@@ -95,8 +95,9 @@ def import_(
         f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {kind}, "
         f"{made.model.vocab_size:,} tokens, context {made.model.context}"
     )
-    if made.initial.tied:
-        typer.echo("its embedding and head are one matrix and stay so: adapters leave both as they are")
+    if made.model.tied:
+        how = "adapters leave both as they are" if made.adapter else "both ends of the pipeline hold it"
+        typer.echo(f"its embedding and head are one matrix and stay so: {how}")
     elif has_tied_head(folder):
         head = made.model.vocab_size * made.model.dim
         typer.echo(

@@ -158,7 +158,7 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
     begin, end = next(iter(tokenizer.beginning), None), tokenizer.end_of_text
     begin_text, end_text = (None if token is None else tokenizer.decode([token]) for token in (begin, end))
     tables: dict[str, dict[str, Any]] = {
-        "config.json": config_of(spec.model, dtype=dtype, begin_of_text=begin, end_of_text=end, tied=spec.initial.tied),
+        "config.json": config_of(spec.model, dtype=dtype, begin_of_text=begin, end_of_text=end),
         "generation_config.json": generation_config_of(begin_of_text=begin, end_of_text=end),
         "tokenizer_config.json": tokenizer_config_of(spec.model, begin_of_text=begin_text, end_of_text=end_text),
     }
@@ -276,7 +276,7 @@ def _tensors(source: _Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
 
 def _is_embedding_again(spec: RunSpec, name: str) -> bool:
     """Whether the tensor is in the file as the embedding: a tied model's head."""
-    return spec.initial.tied and name == HEAD_MATRIX
+    return spec.model.tied and name == HEAD_MATRIX
 
 
 def _cut(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:

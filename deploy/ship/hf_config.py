@@ -54,13 +54,8 @@ _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
 
 
-def config_of(
-    model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of_text: int | None, tied: bool = False
-) -> dict[str, Any]:
-    """The content of the `config.json` that `transformers` reads.
-
-    Args: tied: the head is the embedding.
-    """
+def config_of(model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of_text: int | None) -> dict[str, Any]:
+    """The content of the `config.json` that `transformers` reads."""
     family = model.family
     return {
         "architectures": [_ARCHITECTURES[family]],
@@ -76,7 +71,7 @@ def config_of(
         "max_position_embeddings": model.context,
         "rms_norm_eps": model.norm_eps,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": model.tied,
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": begin_of_text,
@@ -115,7 +110,7 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bo
 
     Args:
         context: tokens of a sample; None: what the config allows, at most 1,024.
-        untie: a head that is the embedding becomes a layer of its own, at least in what is stored and computed.
+        untie: a head that is the embedding becomes a layer of its own.
     Raises: LocalError: our model cannot be that one; the line says why.
     """
     kind = config.get("model_type")
@@ -126,9 +121,10 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bo
             raise LocalError(f"config.json cannot be read: {name} is {_said(config[name])}")
     said = _Said(config)
     try:
-        troubles = _troubles(said, untie=untie)
+        troubles = _troubles(said)
         longest = int(said("max_position_embeddings") or _CONTEXT_MAX)
         fields = {} if troubles else _fields(said, context or min(longest, _CONTEXT_MAX))
+        fields["tied"] = is_tied(config) and not untie
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise LocalError(f"config.json cannot be read: {_said(error)}") from error
     for trouble in troubles:
@@ -364,7 +360,7 @@ def _said(value: object) -> str:
     return printable(value if isinstance(value, str) else repr(value))[:_SAID_CHARS_MAX]
 
 
-def _troubles(said: _Said, *, untie: bool) -> list[str]:
+def _troubles(said: _Said) -> list[str]:
     """The features of the config that our model does not have."""
     heads, dim, head_dim = (said(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
     switches = said.switches
@@ -377,10 +373,6 @@ def _troubles(said: _Said, *, untie: bool) -> list[str]:
     types = sorted(set(said.layer_types()) - {_FULL, _SLIDING}) if "full_layers" in switches else []
     experts = said.kind == "qwen3_moe"
     checks = [
-        (
-            said("tie_word_embeddings") and not untie,
-            "its embedding and head are tied; --untie trains them as two layers, which begin equal, --lora neither",
-        ),
         (strange, f"it scales its rotary positions ({_said(strange[0]) if strange else ''})"),
         (
             len(ropes) > 1 and ropes[1]["rope_type"] != "default",

@@ -143,14 +143,13 @@ def import_model(
         format: whether that is conversations; None: what `base` says.
         context: tokens of a sample; None: what the model allows, at most 1,024.
         stages: `swarm.stages`; None: what `base` says, or "auto".
-        untie: a head that is the embedding becomes a layer of its own, which begins with the same weights. Adapters
-            leave both as they are, and need not ask for it: then the model stays tied.
+        untie: a head that is the embedding becomes a layer of its own, which begins with the same weights.
         adapter: what is trained beside the model's weights; None: what `base` says, or all weights.
     Raises: LocalError: this is no model that shoal can train; the line says why. DataError: its tokenizer.
     """
     folder = folder.expanduser().resolve()
     adapts = adapter is not None or (base is not None and base.adapter is not None)
-    model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie or adapts)
+    model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
     weights = FolderWeights(folder, model)
     base = base or _for_fine_tuning(folder.name, model, adapts=adapts)
     name, licence = name_and_licence(folder)
@@ -170,8 +169,7 @@ def import_model(
             adapter=adapter or base.adapter,
         )
         digests = _as_stored(weights, spec).digests(on_layer)
-        tied = adapts and not untie and has_tied_head(folder)
-        initial = InitialSpec(source=str(folder), digests=digests, name=name, licence=licence, tied=tied)
+        initial = InitialSpec(source=str(folder), digests=digests, name=name, licence=licence)
         return msgspec.structs.replace(spec, initial=initial)
     except ValueError as error:
         raise LocalError(f"no run can be made of {folder}: {error}") from error

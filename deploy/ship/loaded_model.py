@@ -122,7 +122,7 @@ def first_sound(
 
 
 def _from_folder(folder: Path, device: torch.device, context: int | None) -> LoadedModel:
-    model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=True)
+    model = model_of(read_json(own_file(folder, "config.json")), context=context)
     weights = FolderWeights(folder, model)
     return LoadedModel(
         model=model,

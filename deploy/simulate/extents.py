@@ -107,6 +107,9 @@ class ModelledVectors(Vectors):
     def mean_of(self, payload: Payload) -> Tensor:
         return self.empty(len(payload) // self.mean_bytes)
 
+    def meet(self, mean_N: Tensor, spans: Sequence[slice], others_n: Sequence[Tensor]) -> None:
+        """Do nothing, since there is nothing to add."""
+
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
         return ModelledLayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 

@@ -40,6 +40,8 @@ class Reductions:
         self.early = Early(piece_bytes_max, size // vectors.chunk + 2)
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient, until we have stepped with it, and for those behind us."""
+        self._made_by: dict[int, RoundStart] = {}
+        """Step -> the round of ours that `means` has it from."""
         self._stepping = -1
         """The version that we step from, or have stepped from last."""
         self._stepping_round: RoundStart | None = None
@@ -83,12 +85,17 @@ class Reductions:
             return None
         return reduction if reduction.start.attempt == meta.attempt else None
 
-    def ended(self, reduction: Reduction) -> bool:
+    def has_ended(self, reduction: Reduction) -> bool:
         """Whether the round has ended, and in a reduced gradient that we may step with."""
-        if not reduction.is_complete or self._rounds.get(reduction.start.step) is not reduction:
-            return False
-        self.means[reduction.start.step] = reduction.mean_N
-        return True
+        return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
+
+    def keep(self, step: int, mean_N: Tensor, by: RoundStart | None) -> None:
+        """The reduced gradient of `step` is here. Args: by: our round that it is from; None: it is a mate's."""
+        self.means[step] = mean_N
+        if by is None:
+            self._made_by.pop(step, None)
+        else:
+            self._made_by[step] = by
 
     def next_mean(self) -> Tensor | None:
         """The reduced gradient to step with now, each once; None: we have not got it, or are stepping."""
@@ -97,8 +104,8 @@ class Reductions:
         if mean_N is None or self._stepping >= version:
             return None
         self._stepping = version
-        ours = self._rounds.get(version)
-        self._stepping_round = ours.start if ours is not None and ours.mean_N is mean_N else None
+        ours, by = self._rounds.get(version), self._made_by.get(version)
+        self._stepping_round = by if ours is not None and ours.start is by else None
         return mean_N
 
     def reached(self, version: int) -> RoundStart | None:
@@ -117,3 +124,4 @@ class Reductions:
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
+        self._made_by = {step: start for step, start in self._made_by.items() if step >= keep_from}

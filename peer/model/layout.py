@@ -30,7 +30,7 @@ from shoal.protocol.layers import layer_index as layer_index
 from shoal.protocol.layers import stage_layer_keys as stage_layer_keys
 from shoal.protocol.layers import trunk_keys as trunk_keys
 from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec
-from shoal.protocol.tensors import Shapes, adapter_tensors, layer_tensors, router_name
+from shoal.protocol.tensors import HEAD_MATRIX, Shapes, adapter_tensors, layer_tensors, router_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +131,24 @@ def state_layout(spec: RunSpec, key: str) -> LayerLayout:
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """As `unit_slices`, of what is trained."""
+    """As `unit_slices`, of what is trained. Of a tied head the matrix is a unit of its own, as it is at the other end
+    of the model."""
+    if key == HEAD and spec.trains_tied:
+        layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
+        return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
     return unit_slices(spec.model, key) if spec.adapter is None else {key: slice(0, state_layout(spec, key).numel)}
+
+
+@lru_cache(maxsize=64)
+def tied_spans(spec: RunSpec, keys: tuple[str, ...]) -> Mapping[str, slice]:
+    """Where the matrix of a tied model that trains lies among the parameters of `keys`, as embedding and as head; empty
+    if none of these is there."""
+    spans: dict[str, slice] = {}
+    if spec.trains_tied:
+        starts = accumulate((state_layout(spec, key).numel for key in keys), initial=0)
+        num = state_layout(spec, EMBED).numel
+        spans = {key: slice(at, at + num) for key, at in zip(keys, starts, strict=False) if key in (EMBED, HEAD)}
+    return spans
 
 
 @lru_cache(maxsize=4096)
@@ -195,7 +211,9 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
     generator = _generator(f"{seed} {key}")
     flat_N = torch.ones(layout.numel)
     for name, view in layout.views(flat_N).items():
-        if view.ndim == 2:
+        if name == HEAD_MATRIX and model.tied:
+            view.copy_(init_layer(model, EMBED, seed).view_as(view))
+        elif view.ndim == 2:
             total = sum(torch.rand(view.shape, generator=generator) for _ in range(4))
             torch.mul(total - 2, _deviation(model, name, view) * math.sqrt(3), out=view)  # a uniform's variance is 1/12
         elif name.endswith(".bias") or model.decoder.norm_plus_one:
@@ -204,8 +222,9 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
 
 
 def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
-    """Initial standard deviation of a matrix: embedding 1 once it is scaled, all others 1/sqrt(C), those that write
-    into the residual stream 1/sqrt(2 L C), the router 0.02, so that experts begin with nearly equal shares.
+    """Initial standard deviation of a matrix: embedding 1 once it is scaled, all others and a tied embedding 1/sqrt(C),
+    those that write into the residual stream 1/sqrt(2 L C), the router 0.02, so that experts begin with nearly equal
+    shares.
 
     So a layer changes little of the stream that it reads, whatever its width: "small sub-layers, large shortcut"
     (Takase et al., 2023, arXiv 2312.16903). 0.02 throughout, the usual choice, is that for matrices 2,500 wide; an
@@ -214,7 +233,7 @@ def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
     (`tests/bench/staleness/MEASURED.md`).
     """
     if name.endswith("embed_tokens.weight"):
-        return 1 / math.sqrt(model.dim) if model.decoder.scale_embedding else 1.0
+        return 1 / math.sqrt(model.dim) if model.decoder.scale_embedding or model.tied else 1.0
     if model.num_experts and name.endswith(router_name(model, 0).removeprefix("model.layers.0")):
         return 0.02
     residual = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))

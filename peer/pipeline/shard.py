@@ -118,7 +118,7 @@ class Shard:
     def load_base(self, stored: Mapping[str, Tensor]) -> None:
         """Take over the base of our layers, as `stored_base` has it. It is the same for as long as the run lasts."""
         assert tuple(stored) == self.keys, "the base is another stage's"
-        if self.spec.initial.tied and EMBED in stored and HEAD in stored:
+        if self.spec.model.tied and EMBED in stored and HEAD in stored:
             begin = stored[HEAD][: stored[EMBED].numel()]
             if torch.equal(begin.view(torch.uint8), stored[EMBED].view(torch.uint8)):
                 # One matrix, which is in memory once.

@@ -19,6 +19,7 @@ from shoal.kernels.optimizer import OPTIMIZERS, clip
 from shoal.peer.model.layout import initial_parameters, state_layout, state_slices
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import HEAD_MATRIX
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,8 @@ class Clipped(NamedTuple):
     spoilt: tuple[str, ...]
     """The units whose gradient is not finite. It is zero in `gradient_N`."""
     square: float
-    """The square of the gradient's 2-norm before clipping, without the spoilt units."""
+    """The square of the gradient's 2-norm before clipping, without the spoilt units, and without the matrix of a tied
+    head, which counts as the embedding."""
 
 
 def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
@@ -141,7 +143,7 @@ def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
         if not norm < float("inf"):  # also catches NaN
             spoilt.append(unit)
             part_N = torch.zeros_like(part_N)
-        else:
+        elif unit != HEAD_MATRIX:
             square += norm * norm
         parts.append(part_N)
     if len(spoilt) == len(slices):

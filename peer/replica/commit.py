@@ -421,6 +421,10 @@ class Commit:
         """It is ourselves, a mate by the plan, or one that drains."""
         return peer == self.me or self._members.is_near(peer)
 
+    def is_gone(self, peer: PeerID) -> bool:
+        """Nothing is to be heard from it: it died, it cannot be reached and is not ready, or it has left."""
+        return self._members.is_gone(peer)
+
     def _is_near(self, peer: PeerID) -> bool:
         """It is a mate by the plan, or one that drains."""
         return self._members.is_near(peer)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
+from blake3 import blake3
 from torch import Tensor
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
@@ -21,7 +22,7 @@ from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_corpus, tiny_spec
 from shoal.peer.initial import weights_digest
 from shoal.peer.model.frozen import stored_base
-from shoal.peer.model.layout import all_layer_keys, init_layer
+from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, tied_spans
 from shoal.peer.single_process import train
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import Member, Plan, Stage
@@ -82,6 +83,8 @@ class DividingRun:
     microbatches: int = 5
     experts: int = 0
     """Of each layer, placed among the members of its stage; 0: a dense model."""
+    tied: bool = False
+    """The head is the embedding."""
     base: BaseFormat | None = None
     """How the base of adapters is stored, which one peer alone has at first; None: all weights train."""
     heartbeat_s: float = HEARTBEAT_S
@@ -101,6 +104,8 @@ class DividingResult:
     """How often the run went back to a snapshot or its seed."""
     kills: int = 0
     stall_s: float = 0.0
+    compared: int = 0
+    """Versions at which both ends of a tied model were looked at."""
     step_s: list[float] = field(default_factory=list)
     """Seconds between the moments at which all stages had committed a step and the next."""
     division_s: list[float] = field(default_factory=list)
@@ -126,7 +131,7 @@ def dividing_spec(run: DividingRun) -> RunSpec:
     )
     spec = msgspec.structs.replace(
         spec,
-        model=msgspec.structs.replace(spec.model, num_layers=LAYERS),
+        model=msgspec.structs.replace(spec.model, num_layers=LAYERS, tied=run.tied),
         swarm=msgspec.structs.replace(spec.swarm, heartbeat_s=run.heartbeat_s),
     )
     if run.base is None:
@@ -234,6 +239,7 @@ async def _play(run: DividingRun) -> DividingResult:
     names = [f"n{number}" for number in range(run.peers)]
     for name in names:
         swarm.launch(name)
+    matrices: dict[tuple[int, int], dict[str, bytes]] = {}
     await swarm.until(lambda: len(swarm.steps) > 2)
     stepped_s, num_steps, kill_at_s = loop.time(), len(swarm.steps), loop.time() + run.kill_every_s
     # A coordinator that dies between hearing of the last step and telling it leaves a swarm that ends without a word of
@@ -241,15 +247,20 @@ async def _play(run: DividingRun) -> DividingResult:
     while max(swarm.steps) < run.steps - 1 and swarm.running:
         await asyncio.sleep(_POLL_S)
         swarm.raise_failures()
+        if run.tied:
+            _look_at_matrices(swarm, spec, matrices)
         if len(swarm.steps) != num_steps:
             num_steps, stepped_s = len(swarm.steps), loop.time()
-        result.stall_s = max(result.stall_s, loop.time() - stepped_s)
+        if not _has_ended(run, result.commits):
+            result.stall_s = max(result.stall_s, loop.time() - stepped_s)
         if result.stall_s > 300.0:
             raise TimeoutError("no step for five minutes")
         if run.kill_every_s and loop.time() >= kill_at_s:
             kill_at_s += run.kill_every_s
             result.kills += _kill_somebody(swarm, plans[max(plans)], names, rng)
     await swarm.end()
+    result.flaws += [f"two matrices at {at}: {sorted(had)}" for at, had in matrices.items() if len({*had.values()}) > 1]
+    result.compared = sum({key.split()[0] for key in had} == {EMBED, HEAD} for had in matrices.values())
     for before, after in itertools.pairwise(sorted(committed_s)):
         taken_s = max(committed_s[after].values()) - max(committed_s[before].values())
         (result.step_s if before[0] == after[0] else result.division_s).append(taken_s)
@@ -266,6 +277,24 @@ async def _play(run: DividingRun) -> DividingResult:
         result.rollbacks = max(result.rollbacks, after.rollbacks)
         result.stage_counts.add(len(bounds))
     return result
+
+
+def _has_ended(run: DividingRun, commits: Mapping[tuple[int, int, int], CommitReport]) -> bool:
+    """All groups have made the last step: what goes on until the peers have heard so is no standstill."""
+    told = {stage: report for (_, step, stage), report in commits.items() if step == run.steps - 1}
+    return _loss(told, run.experts) is not None
+
+
+def _look_at_matrices(swarm: SimSwarm, spec: RunSpec, seen: dict[tuple[int, int], dict[str, bytes]]) -> None:
+    """What each peer has of a tied model's matrix and its moments, by (era, version)."""
+    for name, node in swarm.nodes.items():
+        replica = node.peer.replica
+        if name not in swarm.running or replica is None or replica.state is None:
+            continue
+        for key, span in tied_spans(spec, replica.keys).items():
+            parts = [tensor[: span.stop - span.start] for tensor in replica.state.layers[key].tensors]
+            digest = blake3(b"".join(part.numpy().tobytes() for part in parts)).digest()
+            seen.setdefault((node.endpoint.era, replica.state.version), {})[f"{key} of {name}"] = digest
 
 
 def _kill_somebody(swarm: SimSwarm, plan: Plan, names: list[str], rng: random.Random) -> int:

@@ -38,7 +38,7 @@ class Model:
 
     def __init__(self, spec: RunSpec, *, seed: int = BASE_SEED, tied: bool | None = None) -> None:
         self._spec, self._seed = spec, seed
-        self._tied = spec.initial.tied if tied is None else tied
+        self._tied = spec.model.tied if tied is None else tied
         self.asked: list[str] = []
 
     def layer(self, key: str) -> Tensor:
@@ -51,11 +51,7 @@ class Model:
 
 def bare(spec: RunSpec, key: str, *, seed: int, tied: bool) -> Tensor:
     """The model's weights, before they are stored: where it is tied its head is its embedding."""
-    flat_N = init_layer(spec.model, key, seed)
-    if tied and key == HEAD:
-        embedding_N = init_layer(spec.model, EMBED, seed)
-        flat_N[: embedding_N.numel()] = embedding_N
-    return flat_N
+    return init_layer(msgspec.structs.replace(spec.model, tied=tied), key, seed)
 
 
 def spec_with(
@@ -74,9 +70,10 @@ def spec_with(
     builtins["optimizer"] |= {"learning_rate": 2e-2, "weight_decay": 0.0}
     for table, values in tables.items():
         builtins[table] |= values
+    builtins["model"]["tied"] = tied
     spec = msgspec.convert(builtins, RunSpec)
     digests = tuple(weights_digest(Model(spec, tied=tied).layer(key)) for key in all_layer_keys(spec.model))
-    return msgspec.structs.replace(spec, initial=InitialSpec(source="/host/only", digests=digests, tied=tied))
+    return msgspec.structs.replace(spec, initial=InitialSpec(source="/host/only", digests=digests))
 
 
 def swarm_of(
@@ -112,8 +109,8 @@ def losses_of_peft(spec: RunSpec, steps: int) -> Iterator[float]:
     """A plain loop with their model, PEFT's adapters and torch's AdamW."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     assert spec.adapter is not None
-    tied = spec.initial.tied
-    config = config_of(spec.model, dtype="float32", begin_of_text=None, end_of_text=None, tied=tied)
+    tied = spec.model.tied
+    config = config_of(spec.model, dtype="float32", begin_of_text=None, end_of_text=None)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     layouts = [layer_layout(spec.model, key) for key in all_layer_keys(spec.model)]
     views = [layout.views(bare(spec, layout.key, seed=BASE_SEED, tied=tied)) for layout in layouts]
@@ -212,7 +209,7 @@ def test_the_one_matrix_of_a_tied_model_comes_once_to_a_peer_that_needs_both_end
 ) -> None:
     """And where the digests say that the head is another matrix, it comes too."""
     spec = spec_with(tiny_spec, tied=really, model=WIDE, training={"steps": 2}, swarm={"stages": 1})
-    spec = msgspec.structs.replace(spec, initial=msgspec.structs.replace(spec.initial, tied=True))
+    spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, tied=True))
     came: dict[str, int] = {}
 
     async def counted(peer: Any, request: Any, *args: Any, **options: Any) -> None:

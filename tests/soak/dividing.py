@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--peers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--experts", type=int, default=0, help="of each layer, placed among the members of its stage")
+    parser.add_argument("--tied", action="store_true", help="the head is the embedding")
     parser.add_argument("--kill-every", type=float, default=8.0, help="seconds; 0: nobody dies")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -37,6 +38,7 @@ def main() -> int:
             s_max=seed % 2 if options.s_max is None else options.s_max,
             steps=options.steps,
             experts=options.experts,
+            tied=options.tied,
             kill_every_s=options.kill_every,
         )
         try:

@@ -12,7 +12,7 @@ from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.cost.workload import ReducedGradients, Workload
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.staleness import Price
 from shoal.protocol.topology import Topology, make_topology
@@ -131,6 +131,15 @@ def test_the_reduction_waits_for_its_slowest_path() -> None:
     found = cost(swarm, workload(layers=1), (0, 1, 2))
     fast = cost(swarm, workload(layers=1), (0, 2))
     assert found.parts["reduce_s"] > 20 * fast.parts["reduce_s"]
+
+
+def test_a_tied_matrix_goes_from_each_end_to_the_other() -> None:
+    swarm = lan(4, up_bytes_per_s=1e7, down_bytes_per_s=1e7)
+    tied = replace(workload(s_max=0), reduced=ReducedGradients(tied_bytes=2e7))
+    for stages in (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3))):
+        apart, beside = (cost(swarm, work, *stages) for work in (workload(s_max=0), tied))
+        assert beside.parts["commit_s"] == pytest.approx(apart.parts["commit_s"] + 2e7 / 1e7, rel=0.01)
+    assert cost(swarm, tied, (0, 1, 2, 3)) == cost(swarm, workload(s_max=0), (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from shoal.peer.model.layout import HEAD, all_layer_keys, layer_layout, num_para
 from shoal.peer.model.llama import loss, loss_of_head, rotary_tables, run_layers
 from shoal.peer.pipeline.state import LayerState
 from shoal.peer.snapshot import write_snapshot
-from shoal.protocol.errors import LocalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, decode_spec, encode_spec
 from shoal.protocol.toml.spec_file import load_spec
@@ -173,6 +172,10 @@ def _replaced(name: str, parts: Mapping[str, str]) -> str:
     return name
 
 
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 @pytest.mark.parametrize(("name", "size"), EVERY)
 def test_import_and_export_give_the_tensors_back_and_a_config_that_means_the_same(
     tmp_path: Path, name: str, size: str
@@ -181,10 +184,7 @@ def test_import_and_export_give_the_tensors_back_and_a_config_that_means_the_sam
     spec = import_model(saved(tmp_path / "model", theirs), context=CONTEXT)
     assert decode_spec(encode_spec(spec)) == spec
     out = exported(tmp_path, spec, ours(tmp_path / "model", spec.model))
-    before, after = (
-        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        for folder in (tmp_path / "model", out)
-    )
+    before, after = tensors_in(tmp_path / "model"), tensors_in(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
     loaded, notes = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="float32", output_loading_info=True)
@@ -218,12 +218,30 @@ def test_what_is_written_token_by_token_is_what_the_whole_text_gives(tmp_path: P
     torch.testing.assert_close(torch.stack(seen), logits_TV[4:-1], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma2"])
+def test_a_tied_model_stays_tied_there_and_back(tmp_path: Path, name: str) -> None:
+    theirs = model_of_transformers(name, tie_word_embeddings=True)
+    folder = saved(tmp_path / "model", theirs)
+    result = CliRunner().invoke(cli.app, ["import", str(folder), str(tmp_path / "run.toml"), "--context", str(CONTEXT)])
+    assert result.exit_code == 0, result.output
+    assert "embedding and head are one matrix and stay so: both ends of the pipeline hold it" in result.output
+    spec = load_spec(tmp_path / "run.toml")
+    assert spec.trains_tied
+    out = exported(tmp_path, spec, ours(folder, spec.model))
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
+    before, after = tensors_in(folder), tensors_in(out)
+    assert before.keys() == after.keys()
+    assert "lm_head.weight" not in after
+    assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="float32").eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(tokens()).logits, theirs(tokens()).logits, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama3", "gemma2"])
 def test_a_tied_head_becomes_a_layer_of_its_own_only_when_asked(tmp_path: Path, name: str) -> None:
     theirs = model_of_transformers(name, tie_word_embeddings=True)
     folder = saved(tmp_path / "model", theirs)
-    with pytest.raises(LocalError, match="its embedding and head are tied; --untie trains them as two layers"):
-        import_model(folder, context=CONTEXT)
     arguments = ["import", str(folder), str(tmp_path / "run.toml"), "--context", str(CONTEXT), "--untie"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output

@@ -62,3 +62,14 @@ def test_another_division_costs_at_most_a_step_beyond_what_travels():
     assert flaws_of(run, result) == []
     assert result.divisions == len(result.division_s) > 0
     assert max(result.division_s) < 2 * median(result.step_s)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_tied_matrix_stays_one_at_both_ends_while_peers_die(seed, record_property):
+    run = DividingRun(seed=seed, peers=4, steps=14, microbatches=3, kill_every_s=4.0, tied=True)
+    result = play_dividing(run)
+    assert result.compared > 5
+    record_property("divisions", result.divisions)
+    record_property("kills", result.kills)
+    assert flaws_of(run, result) == []
+    assert result.rollbacks == 0, "a holder of each stage has lived all the while"

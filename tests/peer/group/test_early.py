@@ -23,6 +23,7 @@ from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
+from shoal.protocol.spec import RunSpec
 
 A, B = PeerID("a"), PeerID("b")
 SIZE = 10
@@ -106,6 +107,7 @@ class Replica(Tenure):
             compute=self.me.compute,
             clock=self.me.clock,
             inbox=None,
+            spec=RunSpec(),
             server=SimpleNamespace(pinned_from=lambda: 0, pass_on=None),
             between=SimpleNamespace(carried=CarriedState(), ahead=SimpleNamespace(ended=None)),
             listeners=SimpleNamespace(on_failure=self._failed, on_unreachable=lambda peer: None),

@@ -50,7 +50,8 @@ class Member:
         for at in range(half, SIZE, 2):
             reduction.result_arrived(MATE, at, VECTORS.payload_of(torch.full((2,), 1.5)))()
             reduction.taken(at)
-        assert self.reductions.ended(reduction)
+        assert self.reductions.has_ended(reduction)
+        self.reductions.keep(reduction.start.step, reduction.mean_N, reduction.start)
 
     def step(self):
         assert self.reductions.next_mean().tolist() == [1.5] * SIZE

@@ -83,7 +83,8 @@ class Alone:
         chunks = reduction.begin(make_sum())
         reduction.adding(chunks)()
         reduction.added(chunks)
-        assert self.reductions.ended(reduction)
+        assert self.reductions.has_ended(reduction)
+        self.reductions.keep(reduction.start.step, reduction.mean_N, reduction.start)
 
     def commit(self):
         digest = self.runtime.step(self.reductions.next_mean())[1]

@@ -1,0 +1,378 @@
+"""The gradient of a matrix that both ends of the pipeline hold: a tied model's embedding, which is its head, too.
+
+Each end reduces its own gradient in its group, as every stage does. Then a member of each end gets what the other end
+has, adds the two and rounds the sum; addition of two numbers has no order, so all members of both ends step the matrix
+with the same bits. Since it began equal, and is clipped by its own norm, it stays equal. Where one stage is both ends,
+its members add the two parts of what they have reduced.
+
+    round ends -> `RoundEnded` to the mates -> all have answered -> `TiedRequest` to a member of the other end
+    -> `TiedOffer` and frames `TiedChunk` -> the sum -> all members of the other end have it, too -> step
+
+**One result a step.** What has been given to the other end cannot be taken back, though a member may die before its
+mates have the end of its round, and they would reduce again, without it, to other bits. So a member whose round has
+ended first tells the others of the round. Whoever has answered takes part in no other attempt at that step for as long
+as one of those lives who told it: it ends that round, too, or catches up with them after their step. When all who live
+have answered, the gradient may leave the group. If they all die then, their mates reduce again; a member of the other
+end that has added what the dead gave it gives them that sum, and they step the matrix with it.
+
+And nobody steps before all members of the other end have the sum, or get it from a mate: who is at the next version
+has no need of it any more, and whoever comes instead of a dead member begins at that version, so that a member of the
+other end that is behind would find it nowhere.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import Tensor
+
+from shoal.peer.group.pieces import Encoder
+from shoal.peer.group.reduce import Reduction
+from shoal.peer.replica.views import GroupView
+from shoal.peer.tasks import Tasks
+from shoal.peer.vectors import Vectors
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import OPEN_STEPS_MAX
+from shoal.protocol.messages import Done, RoundEnded, RoundStart, TiedChunk, TiedOffer, TiedRequest
+from shoal.protocol.ports import Compute, Payload, Priority
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S: Final = 0.5
+_ANSWER_S: Final = 2.0
+"""A mate that is gone by the plan is not waited for: look so often."""
+_WAIT_S: Final = 5.0
+"""A member of the other end whose round has not ended within that says so: another one may be further."""
+_PEEK_S: Final = 1.0
+_SILENT_S: Final = 5.0
+_PIECE_S: Final = 60.0
+"""Without a piece, what was promised is lost."""
+
+
+@dataclass(slots=True)
+class _Promise:
+    """Which attempt at a step we take part in, and in no other."""
+
+    attempt: int
+    told_by: set[PeerID]
+    """Who has its result."""
+    put_off: RoundStart | None = None
+    """The latest round that we have therefore taken no part in."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """The other end's gradient on its way to us."""
+
+    source: PeerID
+    values_n: Tensor
+    missing: set[int]
+    is_lost: bool = False
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever something has changed."""
+
+
+class TiedGradient:
+    """One member's part, in the group of a stage at an end of the pipeline.
+
+    Args:
+        spans: where the matrix lies among our parameters (`tied_spans`): one, or both where the stage is both ends.
+        keep_steps: so many steps behind us a member of the other end may be.
+        other_end: the stage at the other end and its members, by the plan; None: it is ours.
+        on_whole: the gradient of a step, float32 [N], with both ends' of the matrix in it, and the round it is from.
+        begin: take part in a round that was put off.
+    """
+
+    def __init__(
+        self,
+        core: GroupView,
+        spans: Mapping[str, slice],
+        *,
+        vectors: Vectors,
+        endpoint: Endpoint,
+        compute: Compute,
+        tasks: Tasks,
+        keep_steps: int,
+        other_end: Callable[[], tuple[int, Sequence[PeerID]] | None],
+        on_whole: Callable[[Tensor, RoundStart], None],
+        begin: Callable[[RoundStart], None],
+    ) -> None:
+        self._core, self._spans = core, tuple(spans.values())
+        self._vectors, self._endpoint, self._compute, self._tasks = vectors, endpoint, compute, tasks
+        self._encoder = Encoder(vectors, compute)
+        self._other_end, self._on_whole, self._begin = other_end, on_whole, begin
+        self._keep_steps = keep_steps
+        self._size = self._spans[0].stop - self._spans[0].start
+        self._promises: dict[int, _Promise] = {}
+        self._given: dict[int, tuple[Tensor, bool]] = {}
+        """Step -> what the other end gets of the matrix's gradient, and whether its own is in it already."""
+        self._news = asyncio.Event()
+        """Set, and replaced, whenever somebody may get an answer who waits for one."""
+        self._fetches: dict[int, _Fetch] = {}
+        self._silent: dict[PeerID, float] = {}
+        """Since when a member of the other end does not answer."""
+
+    def install(self) -> None:
+        stage = self._core.stage
+        self._endpoint.on(RoundEnded, self._on_round_ended, stage=stage)
+        self._endpoint.on(TiedRequest, self._on_request, stage=stage)
+        self._endpoint.on_frame(TiedChunk, self._on_chunk, stage=stage)
+
+    # --- our group ---
+
+    def may_begin(self, start: RoundStart) -> bool:
+        """Whether to take part in a round; if not, `begin` may say so later."""
+        promise = self._promises.get(start.step)
+        if promise is None or promise.attempt == start.attempt:
+            return True
+        if not promise.told_by:
+            del self._promises[start.step]
+            return True
+        logger.info("round %d: attempt %d ended before attempt %d", start.step, promise.attempt, start.attempt)
+        promise.put_off = start
+        return False
+
+    def ended(self, reduction: Reduction) -> None:
+        """Our round has ended. Once for each, however often it is said."""
+        start = reduction.start
+        promise = self._promised(start.step, start.attempt)
+        if promise.attempt == start.attempt and self._core.me not in promise.told_by:
+            promise.told_by.add(self._core.me)
+            self._tasks.spawn(self._meet(reduction), f"both ends of step {start.step}")
+
+    def _promised(self, step: int, attempt: int) -> _Promise:
+        """What we hold to at `step`: that attempt, unless somebody lives who has the result of another one."""
+        promise = self._promises.get(step)
+        if promise is None or not promise.told_by:
+            promise = self._promises[step] = _Promise(attempt, set())
+        return promise
+
+    def look(self) -> None:
+        """Something has changed: take part in what was put off, if nobody has that other result now, and wait for
+        nobody who has left the other end."""
+        other = self._other_end()
+        for fetch in self._fetches.values():
+            if other is None or fetch.source not in other[1]:  # the plan has dropped it
+                fetch.is_lost = True
+                fetch.more.set()
+        holders = (self._core.me, *self._core.holders)
+        for promise in self._promises.values():
+            promise.told_by.intersection_update(holders)
+        for step, promise in list(self._promises.items()):
+            if promise.put_off is not None and not promise.told_by:
+                del self._promises[step]
+                self._begin(promise.put_off)
+
+    def mate_lost(self, peer: PeerID) -> None:
+        """It is gone, or has begun anew, and with it what it had."""
+        for promise in self._promises.values():
+            promise.told_by.discard(peer)
+
+    def reached(self, version: int) -> None:
+        """We are at `version`."""
+        self._promises = {step: promise for step, promise in self._promises.items() if step >= version}
+        self._given = {step: given for step, given in self._given.items() if step >= version - self._keep_steps}
+        self._tell()
+
+    async def _on_round_ended(self, source: PeerID, message: RoundEnded) -> Done:
+        if message.step < self._core.version:
+            return Done()  # it will catch up with us
+        if not self._core.has_place(source) or message.step >= self._core.version + OPEN_STEPS_MAX:
+            raise Refused(self._core.me, f"does not know the sender as a member of group {self._core.stage}")
+        promise = self._promised(message.step, message.attempt)
+        if promise.attempt != message.attempt:
+            raise Refused(self._core.me, f"holds to another attempt at step {message.step}")
+        promise.told_by.add(source)
+        self._tell()
+        return Done()
+
+    async def _told(self, mate: PeerID, start: RoundStart) -> None:
+        """Until it has answered, is gone, or the group has made the step."""
+        word = RoundEnded(stage=start.stage, step=start.step, attempt=start.attempt)
+        while self._is_open(start.step) and not self._core.is_gone(mate):
+            try:
+                await self._endpoint.ask(mate, word, Done, timeout_s=_ANSWER_S)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.debug("step %d is not known there: %s", start.step, error)
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return
+
+    # --- both ends ---
+
+    async def _meet(self, reduction: Reduction) -> None:
+        start = reduction.start
+        await asyncio.gather(*(self._told(mate, start) for mate in reduction.others))
+        if not self._is_open(start.step):
+            return
+        mean_N = reduction.mean_N
+        if self._other_end() is None:
+            own_n, theirs, is_whole = None, [mean_N[span] for span in self._spans[1:]], False
+        else:
+            own_n = await self._compute.run_on_host(lambda: self._vectors.copied(mean_N[self._spans[0]]))
+            self._give(start.step, own_n, is_whole=False)
+            fetched = await self._fetched(start.step)
+            if fetched is None:
+                return
+            theirs, is_whole = [fetched[0]], fetched[1]
+        whole_N, sum_n = await self._compute.run_on_host(lambda: self._whole(mean_N, theirs, is_whole))
+        if not self._is_open(start.step):
+            return
+        if own_n is not None:
+            self._give(start.step, sum_n, is_whole=True)
+            await self._known_there(start.step)
+            if not self._is_open(start.step):
+                return
+        self._on_whole(whole_N, start)
+
+    def _is_open(self, step: int) -> bool:
+        """We have not made it. A round may end before our step to it: its leader was ahead of us."""
+        return self._core.version <= step
+
+    def _whole(self, mean_N: Tensor, theirs: Sequence[Tensor], is_whole: bool) -> tuple[Tensor, Tensor]:
+        """(the gradient with both ends', the matrix's part of it). Copies: mates that have not the end of the round may
+        still get pieces of what is reduced, and the part is kept for longer than the rest."""
+        whole_N = self._vectors.copied(mean_N)
+        if is_whole:
+            whole_N[self._spans[0]] = theirs[0]
+        else:
+            self._vectors.meet(whole_N, self._spans, theirs)
+        return whole_N, self._vectors.copied(whole_N[self._spans[0]])
+
+    def _give(self, step: int, values_n: Tensor, *, is_whole: bool) -> None:
+        self._given[step] = values_n, is_whole
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _known_there(self, step: int) -> None:
+        """Until every member of the other end that may need the sum has it. Whom we have not reached for a while gets
+        it from a mate, if it lives."""
+        known: set[PeerID] = set()
+        while self._is_open(step) and (other := self._other_end()) is not None:
+            stage, peers = other
+            waiting = [peer for peer in peers if peer not in known]
+            answers = await asyncio.gather(*(self._knows(peer, stage, step) for peer in waiting))
+            known.update(peer for peer, knows in zip(waiting, answers, strict=True) if knows)
+            now_s = asyncio.get_running_loop().time()
+            if all(peer in known or (known and now_s >= self._silent_since(peer) + _SILENT_S) for peer in peers):
+                return
+            await asyncio.sleep(_AGAIN_S)
+
+    def _silent_since(self, peer: PeerID) -> float:
+        return self._silent.get(peer, math.inf)
+
+    async def _knows(self, peer: PeerID, stage: int, step: int) -> bool:
+        asked_s = asyncio.get_running_loop().time()
+        request = TiedRequest(stage=stage, step=step, peek=True)
+        try:
+            offer = await self._endpoint.ask(peer, request, TiedOffer, timeout_s=_ANSWER_S)
+        except Refused:
+            return True  # it is no member there any more, or has only just begun
+        except (Unreachable, RemoteError):
+            self._silent.setdefault(peer, asked_s)
+            return False
+        self._silent.pop(peer, None)
+        return offer.is_whole
+
+    async def _fetched(self, step: int) -> tuple[Tensor, bool] | None:
+        """(the other end's gradient of the matrix, whether ours is in it); None: we have made the step otherwise."""
+        tried = self._core.standing[0]  # not all of us ask the same one
+        while self._is_open(step) and (other := self._other_end()) is not None:
+            stage, peers = other
+            for number in range(len(peers)):
+                if not self._is_open(step):
+                    return None
+                try:
+                    return await self._fetch(peers[(tried + number) % len(peers)], stage, step)
+                except (Unreachable, Refused, RemoteError) as error:
+                    logger.debug("nothing of the other end's step %d: %s", step, error)
+            await asyncio.sleep(_AGAIN_S)
+        return None
+
+    async def _fetch(self, peer: PeerID, stage: int, step: int) -> tuple[Tensor, bool]:
+        missing = set(range(0, self._size, self._vectors.chunk))
+        fetch = self._fetches[step] = _Fetch(peer, self._vectors.empty(self._size), missing)
+        request = TiedRequest(stage=stage, step=step)
+        asking = asyncio.ensure_future(self._endpoint.ask(peer, request, TiedOffer, timeout_s=_WAIT_S + _ANSWER_S))
+        asking.add_done_callback(lambda _: fetch.more.set())
+        try:
+            while fetch.missing or not asking.done():
+                if fetch.is_lost or (asking.done() and asking.exception() is not None):
+                    break
+                fetch.more.clear()
+                try:
+                    async with asyncio.timeout(_PIECE_S):
+                        await fetch.more.wait()
+                except TimeoutError:
+                    fetch.is_lost = True
+            if fetch.is_lost:
+                raise Unreachable(peer, f"its gradient of step {step} did not arrive")
+            return fetch.values_n, asking.result().is_whole
+        finally:
+            asking.cancel()
+            del self._fetches[step]
+
+    async def _on_chunk(self, source: PeerID, meta: TiedChunk, payload: Payload) -> None:
+        fetch = self._fetches.get(meta.step)
+        if fetch is None or fetch.source != source or meta.start not in fetch.missing:
+            return
+        size = min(self._vectors.chunk, self._size - meta.start)
+        if len(payload) != self._vectors.mean_bytes * size:
+            raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {meta.start}")
+
+        def take() -> None:
+            fetch.values_n[meta.start : meta.start + size] = self._vectors.mean_of(payload)
+
+        await self._compute.run_on_host(take)
+        fetch.missing.discard(meta.start)
+        fetch.more.set()
+
+    async def _on_request(self, source: PeerID, message: TiedRequest) -> TiedOffer:
+        step = message.step
+        if message.peek:
+            await self._wait_for(lambda: not self._needs(step), _PEEK_S)
+            return TiedOffer(is_whole=not self._needs(step))
+        other = self._other_end()
+        if other is None or source not in other[1]:
+            raise Refused(self._core.me, f"does not know the sender as a member of the end beyond {self._core.stage}")
+        await self._wait_for(lambda: step in self._given or self._core.version > step, _WAIT_S)
+        if step not in self._given:
+            why = "keeps nothing of" if self._core.version > step else "has not reduced"
+            raise Refused(self._core.me, f"{why} step {step}")
+        values_n, is_whole = self._given[step]
+        self._tasks.spawn(self._send(source, other[0], step, values_n), "to the other end")
+        return TiedOffer(is_whole=is_whole)
+
+    def _needs(self, step: int) -> bool:
+        """Whether we would have to get the sum of `step` from the other end. Who has answered for a mate's result, and
+        has not come to it, gets it from that mate."""
+        if not self._core.ready or self._core.version > step or self._given.get(step, (None, False))[1]:
+            return False
+        promise = self._promises.get(step)
+        return promise is None or self._core.me in promise.told_by or not promise.told_by
+
+    async def _wait_for(self, is_so: Callable[[], bool], timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not is_so():
+                    await self._news.wait()
+
+    async def _send(self, target: PeerID, stage: int, step: int, values_n: Tensor) -> None:
+        chunk = self._vectors.chunk
+        for start in range(0, self._size, chunk):
+            payload = await self._encoder.mean(values_n[start : start + chunk])
+            meta = TiedChunk(stage=stage, step=step, start=start)
+            try:
+                await self._endpoint.send(target, meta, payload, priority=Priority.REDUCTION)
+            except Unreachable as error:
+                logger.warning("step %d for the other end: %s", step, error)
+                return
