@@ -845,6 +845,8 @@ class TiedOffer(EraMessage, frozen=True):
 
     is_whole: bool
     """It has the gradient of the other end in it."""
+    form: WireFormat = "fp32"
+    """The format of the frames."""
 
 
 class InferenceRequest(_Message, frozen=True, kw_only=True):
@@ -1112,7 +1114,7 @@ class ReducedChunk(EraMessage, frozen=True):
 
 
 class TiedChunk(EraMessage, frozen=True):
-    """Elements [start, start + n) of the reduced gradient of a tied model's matrix, of `step`, as `ReducedChunk`."""
+    """Elements [start, start + n) of the reduced gradient of a tied model's matrix, of `step`."""
 
     stage: int
     """The receiver's."""

@@ -232,7 +232,8 @@ class ThroughputObjective:
                 reduce_path_s = float((between / path)[others_mask].max())
             latency_s = float(t.latency_s[np.ix_(members, members)][others_mask].max())
         reduced = np.where(same_card(t, members, members), 0.0, between).sum(axis=1)
-        tied_bytes = w.reduced.tied_bytes if len(groups) > 1 and k in (0, len(groups) - 1) else 0.0
+        is_end = len(groups) > 1 and k in (0, len(groups) - 1)
+        tied_bytes = w.gradient_bytes_per_parameter * w.reduced.tied_parameters if is_end else 0.0
         if tied_bytes:
             end = groups[len(groups) - 1 - k]
             reduced = reduced + tied_bytes * max(1.0, len(end) / len(members))

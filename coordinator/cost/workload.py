@@ -44,9 +44,9 @@ class ReducedGradients:
 
     bytes_per_parameter: float = FP32_BYTES
     """A number of it takes so many, also for a peer that follows a stage's steps without being its member."""
-    tied_bytes: float = 0.0
-    """What each member of the first and the last stage gets from the other one in a commit: the gradient of the matrix
-    that both hold. 0: they hold none."""
+    tied_parameters: float = 0.0
+    """Of the matrix that the first and the last stage hold: each member of both gets its gradient from the other one in
+    a commit, as wide as in a reduction. 0: they hold none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +165,10 @@ class Workload:
 
 
 def _reduced(spec: RunSpec) -> ReducedGradients:
-    number = 2.0 if spec.wire.gradients == "bf16" else FP32_BYTES
-    tied = number * sum(num_elements(spec.model, EMBED)) if spec.trains_tied else 0.0
-    return ReducedGradients(bytes_per_parameter=number, tied_bytes=tied)
+    return ReducedGradients(
+        bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
+        tied_parameters=float(sum(num_elements(spec.model, EMBED))) if spec.trains_tied else 0.0,
+    )
 
 
 def _bytes_per_number(form: WireFormat) -> float:

@@ -1,9 +1,9 @@
 """The gradient of a matrix that both ends of the pipeline hold: a tied model's embedding, which is its head, too.
 
-Each end reduces its own gradient in its group, as every stage does. Then a member of each end gets what the other end
-has, adds the two and rounds the sum; addition of two numbers has no order, so all members of both ends step the matrix
-with the same bits. Since it began equal, and is clipped by its own norm, it stays equal. Where one stage is both ends,
-its members add the two parts of what they have reduced.
+Each end reduces its own gradient in its group, as every stage does, and rounds it to the format in which reductions
+travel. Then a member of each end gets what the other end has, and adds the two; addition of two numbers has no order,
+so all members of both ends step the matrix with the same bits. Since it began equal, and is clipped by its own norm, it
+stays equal. Where one stage is both ends, its members add the two parts of what they have reduced.
 
     round ends -> `RoundEnded` to the mates -> all have answered -> `TiedRequest` to a member of the other end
     -> `TiedOffer` and frames `TiedChunk` -> the sum -> all members of the other end have it, too -> step
@@ -22,15 +22,16 @@ other end that is behind would find it nowhere.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from blake3 import blake3
 from torch import Tensor
 
-from shoal.peer.group.pieces import Encoder
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.replica.views import GroupView
 from shoal.peer.tasks import Tasks
@@ -41,6 +42,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import OPEN_STEPS_MAX
 from shoal.protocol.messages import Done, RoundEnded, RoundStart, TiedChunk, TiedOffer, TiedRequest
 from shoal.protocol.ports import Compute, Payload, Priority
+from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +68,27 @@ class _Promise:
     """The latest round that we have therefore taken no part in."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """What the other end gets of the matrix's gradient."""
+
+    values_n: Tensor
+    """As who gets it will read it."""
+    form: WireFormat
+    is_whole: bool
+    """The other end's own is in it already."""
+    made: Mapping[int, Payload] = field(default_factory=dict)
+    """First element -> bytes, where they cannot be made again from the values."""
+
+
 @dataclass(slots=True)
 class _Fetch:
     """The other end's gradient on its way to us."""
 
     source: PeerID
-    values_n: Tensor
     missing: set[int]
+    pieces: dict[int, Payload] = field(default_factory=dict)
+    """First element -> bytes. The answer that says what they mean comes by another road."""
     is_lost: bool = False
     more: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever something has changed."""
@@ -105,13 +121,14 @@ class TiedGradient:
     ) -> None:
         self._core, self._spans = core, tuple(spans.values())
         self._vectors, self._endpoint, self._compute, self._tasks = vectors, endpoint, compute, tasks
-        self._encoder = Encoder(vectors, compute)
+        self._exact: WireFormat = "bf16" if vectors.mean_bytes == 2 else "fp32"
+        """A sum of both ends' gradients travels so."""
         self._other_end, self._on_whole, self._begin = other_end, on_whole, begin
         self._keep_steps = keep_steps
         self._size = self._spans[0].stop - self._spans[0].start
         self._promises: dict[int, _Promise] = {}
-        self._given: dict[int, tuple[Tensor, bool]] = {}
-        """Step -> what the other end gets of the matrix's gradient, and whether its own is in it already."""
+        self._given: dict[int, _Given] = {}
+        """By step."""
         self._news = asyncio.Event()
         """Set, and replaced, whenever somebody may get an answer who waits for one."""
         self._fetches: dict[int, _Fetch] = {}
@@ -213,40 +230,61 @@ class TiedGradient:
             return
         mean_N = reduction.mean_N
         if self._other_end() is None:
-            own_n, theirs, is_whole = None, [mean_N[span] for span in self._spans[1:]], False
+            whole_N = await self._compute.run_on_host(lambda: self._added_here(mean_N))
         else:
-            own_n = await self._compute.run_on_host(lambda: self._vectors.copied(mean_N[self._spans[0]]))
-            self._give(start.step, own_n, is_whole=False)
-            fetched = await self._fetched(start.step)
-            if fetched is None:
+            ours = await self._compute.run_on_host(lambda: self._rounded(mean_N, start))
+            self._give(start.step, ours)
+            theirs = await self._fetched(start.step)
+            if theirs is None:
                 return
-            theirs, is_whole = [fetched[0]], fetched[1]
-        whole_N, sum_n = await self._compute.run_on_host(lambda: self._whole(mean_N, theirs, is_whole))
-        if not self._is_open(start.step):
-            return
-        if own_n is not None:
-            self._give(start.step, sum_n, is_whole=True)
-            await self._known_there(start.step)
+            whole_N, whole = await self._compute.run_on_host(lambda: self._added(mean_N, ours, theirs))
             if not self._is_open(start.step):
                 return
-        self._on_whole(whole_N, start)
+            self._give(start.step, whole)
+            await self._known_there(start.step)
+        if self._is_open(start.step):
+            self._on_whole(whole_N, start)
 
     def _is_open(self, step: int) -> bool:
         """We have not made it. A round may end before our step to it: its leader was ahead of us."""
         return self._core.version <= step
 
-    def _whole(self, mean_N: Tensor, theirs: Sequence[Tensor], is_whole: bool) -> tuple[Tensor, Tensor]:
-        """(the gradient with both ends', the matrix's part of it). Copies: mates that have not the end of the round may
-        still get pieces of what is reduced, and the part is kept for longer than the rest."""
-        whole_N = self._vectors.copied(mean_N)
-        if is_whole:
-            whole_N[self._spans[0]] = theirs[0]
-        else:
-            self._vectors.meet(whole_N, self._spans, theirs)
-        return whole_N, self._vectors.copied(whole_N[self._spans[0]])
+    # What is made here of a reduced gradient is a copy: mates that have not the end of the round may still get pieces
+    # of that one.
 
-    def _give(self, step: int, values_n: Tensor, *, is_whole: bool) -> None:
-        self._given[step] = values_n, is_whole
+    def _added_here(self, mean_N: Tensor) -> Tensor:
+        """The gradient where one stage is both ends."""
+        whole_N = self._vectors.copied(mean_N)
+        self._vectors.meet(whole_N, self._spans, [mean_N[span] for span in self._spans[1:]])
+        return whole_N
+
+    def _rounded(self, mean_N: Tensor, start: RoundStart) -> _Given:
+        """Our end's part as the other end will read it, which is what we add ourselves. All members of our group make
+        the same bytes of it."""
+        own_n, made = self._vectors.copied(mean_N[self._spans[0]]), {}
+        for at, size in self._chunks():
+            payload = self._vectors.round_mean(own_n[at : at + size], start.form, _key(start, at))
+            if payload is not None:
+                made[at] = payload
+        return _Given(values_n=own_n, form=start.form, is_whole=False, made=made)
+
+    def _added(self, mean_N: Tensor, ours: _Given, theirs: _Given) -> tuple[Tensor, _Given]:
+        """(the gradient with both ends' in it, what we can give of it). The part is kept for longer than the rest."""
+        whole_N, span = self._vectors.copied(mean_N), self._spans[0]
+        if theirs.is_whole:
+            whole_N[span] = theirs.values_n
+        else:
+            whole_N[span] = ours.values_n
+            self._vectors.meet(whole_N, self._spans, [theirs.values_n])
+        return whole_N, _Given(values_n=self._vectors.copied(whole_N[span]), form=self._exact, is_whole=True)
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """(first element, how many) of the pieces in which the part travels."""
+        chunk = self._vectors.chunk
+        return [(at, min(chunk, self._size - at)) for at in range(0, self._size, chunk)]
+
+    def _give(self, step: int, given: _Given) -> None:
+        self._given[step] = given
         self._tell()
 
     def _tell(self) -> None:
@@ -283,8 +321,8 @@ class TiedGradient:
         self._silent.pop(peer, None)
         return offer.is_whole
 
-    async def _fetched(self, step: int) -> tuple[Tensor, bool] | None:
-        """(the other end's gradient of the matrix, whether ours is in it); None: we have made the step otherwise."""
+    async def _fetched(self, step: int) -> _Given | None:
+        """The other end's gradient of the matrix; None: we have made the step otherwise."""
         tried = self._core.standing[0]  # not all of us ask the same one
         while self._is_open(step) and (other := self._other_end()) is not None:
             stage, peers = other
@@ -298,9 +336,8 @@ class TiedGradient:
             await asyncio.sleep(_AGAIN_S)
         return None
 
-    async def _fetch(self, peer: PeerID, stage: int, step: int) -> tuple[Tensor, bool]:
-        missing = set(range(0, self._size, self._vectors.chunk))
-        fetch = self._fetches[step] = _Fetch(peer, self._vectors.empty(self._size), missing)
+    async def _fetch(self, peer: PeerID, stage: int, step: int) -> _Given:
+        fetch = self._fetches[step] = _Fetch(peer, {at for at, _ in self._chunks()})
         request = TiedRequest(stage=stage, step=step)
         asking = asyncio.ensure_future(self._endpoint.ask(peer, request, TiedOffer, timeout_s=_WAIT_S + _ANSWER_S))
         asking.add_done_callback(lambda _: fetch.more.set())
@@ -316,23 +353,28 @@ class TiedGradient:
                     fetch.is_lost = True
             if fetch.is_lost:
                 raise Unreachable(peer, f"its gradient of step {step} did not arrive")
-            return fetch.values_n, asking.result().is_whole
+            return await self._compute.run_on_host(functools.partial(self._read, fetch, asking.result()))
         finally:
             asking.cancel()
             del self._fetches[step]
+
+    def _read(self, fetch: _Fetch, offer: TiedOffer) -> _Given:
+        """Raises: RemoteError: it is not what was offered."""
+        if offer.form not in (self._exact, *self._vectors.sums):
+            raise RemoteError(fetch.source, f"sends gradients as {offer.form}, which this run does not")
+        values_n = self._vectors.empty(self._size)
+        for at, size in self._chunks():
+            payload = fetch.pieces[at]
+            if len(payload) != tensor_bytes(offer.form, size):
+                raise RemoteError(fetch.source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {at}")
+            values_n[at : at + size] = self._vectors.piece_of(payload, offer.form, size)
+        return _Given(values_n=values_n, form=offer.form, is_whole=offer.is_whole)
 
     async def _on_chunk(self, source: PeerID, meta: TiedChunk, payload: Payload) -> None:
         fetch = self._fetches.get(meta.step)
         if fetch is None or fetch.source != source or meta.start not in fetch.missing:
             return
-        size = min(self._vectors.chunk, self._size - meta.start)
-        if len(payload) != self._vectors.mean_bytes * size:
-            raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {meta.start}")
-
-        def take() -> None:
-            fetch.values_n[meta.start : meta.start + size] = self._vectors.mean_of(payload)
-
-        await self._compute.run_on_host(take)
+        fetch.pieces[meta.start] = payload
         fetch.missing.discard(meta.start)
         fetch.more.set()
 
@@ -348,14 +390,14 @@ class TiedGradient:
         if step not in self._given:
             why = "keeps nothing of" if self._core.version > step else "has not reduced"
             raise Refused(self._core.me, f"{why} step {step}")
-        values_n, is_whole = self._given[step]
-        self._tasks.spawn(self._send(source, other[0], step, values_n), "to the other end")
-        return TiedOffer(is_whole=is_whole)
+        given = self._given[step]
+        self._tasks.spawn(self._send(source, other[0], step, given), "to the other end")
+        return TiedOffer(is_whole=given.is_whole, form=given.form)
 
     def _needs(self, step: int) -> bool:
         """Whether we would have to get the sum of `step` from the other end. Who has answered for a mate's result, and
         has not come to it, gets it from that mate."""
-        if not self._core.ready or self._core.version > step or self._given.get(step, (None, False))[1]:
+        if not self._core.ready or self._core.version > step or (step in self._given and self._given[step].is_whole):
             return False
         promise = self._promises.get(step)
         return promise is None or self._core.me in promise.told_by or not promise.told_by
@@ -366,13 +408,23 @@ class TiedGradient:
                 while not is_so():
                     await self._news.wait()
 
-    async def _send(self, target: PeerID, stage: int, step: int, values_n: Tensor) -> None:
-        chunk = self._vectors.chunk
-        for start in range(0, self._size, chunk):
-            payload = await self._encoder.mean(values_n[start : start + chunk])
-            meta = TiedChunk(stage=stage, step=step, start=start)
+    async def _send(self, target: PeerID, stage: int, step: int, given: _Given) -> None:
+        for at, size in self._chunks():
+            payload = given.made.get(at)
+            if payload is None:
+                values_C = given.values_n[at : at + size]
+                payload = await self._compute.run_on_host(
+                    functools.partial(self._vectors.piece_payload, values_C, given.form, (0, 0))
+                )
             try:
+                meta = TiedChunk(stage=stage, step=step, start=at)
                 await self._endpoint.send(target, meta, payload, priority=Priority.REDUCTION)
             except Unreachable as error:
                 logger.warning("step %d for the other end: %s", step, error)
                 return
+
+
+def _key(start: RoundStart, at: int) -> tuple[int, int]:
+    """The seed for the stochastic rounding of the piece at `at`: another one for each end, step and piece."""
+    digest = blake3(f"{start.stage} {start.step} {at} tied".encode()).digest(length=8)
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

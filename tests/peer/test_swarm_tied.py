@@ -64,3 +64,21 @@ def test_a_tied_model_is_that_of_one_process_whatever_the_cut(make_swarm, tiny_s
     tolerance = 2e-2 if optimizer == "muon" else 1e-4  # torch's Muon rounds to bfloat16
     assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < tolerance
     assert are_equal(swarm, stages)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("gradients", ["bf16", "hadamard4"])
+def test_both_ends_stay_equal_with_narrow_reductions_and_a_step_of_staleness(make_swarm, tiny_spec, gradients):
+    spec = tied_spec(tiny_spec, training={"steps": STEPS, "s_max": 1}, wire={"gradients": gradients})
+    swarm = swarm_of(make_swarm, spec, STAGES)
+    assert are_equal(swarm, STAGES)
+    assert swarm.losses[-1] < swarm.losses[0] - 0.2
+
+
+@pytest.mark.sim
+def test_a_tied_model_with_experts_is_that_of_one_process(make_swarm, tiny_spec):
+    spec = tied_spec(tiny_spec, model={"num_experts": 4, "tied": True})
+    swarm = swarm_of(make_swarm, spec, STAGES)
+    single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)]
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < 1e-4
+    assert are_equal(swarm, STAGES)

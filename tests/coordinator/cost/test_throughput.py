@@ -135,7 +135,7 @@ def test_the_reduction_waits_for_its_slowest_path() -> None:
 
 def test_a_tied_matrix_goes_from_each_end_to_the_other() -> None:
     swarm = lan(4, up_bytes_per_s=1e7, down_bytes_per_s=1e7)
-    tied = replace(workload(s_max=0), reduced=ReducedGradients(tied_bytes=2e7))
+    tied = replace(workload(s_max=0), reduced=ReducedGradients(tied_parameters=5e6))
     for stages in (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3))):
         apart, beside = (cost(swarm, work, *stages) for work in (workload(s_max=0), tied))
         assert beside.parts["commit_s"] == pytest.approx(apart.parts["commit_s"] + 2e7 / 1e7, rel=0.01)

@@ -39,14 +39,11 @@ def test_what_travels_is_as_wide_as_the_wire_says(
     assert workload.gradient_bytes_per_parameter == gradient_bytes
 
 
-@pytest.mark.parametrize(("gradients", "number"), [("fp32", 4.0), ("bf16", 2.0), ("auto", 4.0)])
-def test_a_tied_matrix_travels_between_the_ends_where_it_trains(
-    gradients: Literal["fp32", "bf16", "auto"], number: float
-) -> None:
-    spec = msgspec.structs.replace(RunSpec(), model=ModelSpec(tied=True), wire=WireSpec(gradients=gradients))
-    assert Workload.of(spec).reduced.tied_bytes == number * spec.model.vocab_size * spec.model.dim
+def test_a_tied_matrix_travels_between_the_ends_where_it_trains() -> None:
+    spec = msgspec.structs.replace(RunSpec(), model=ModelSpec(tied=True))
+    assert Workload.of(spec).reduced.tied_parameters == spec.model.vocab_size * spec.model.dim
     for other in (RunSpec(), msgspec.structs.replace(spec, adapter=AdapterSpec(kind="lora"))):
-        assert Workload.of(other).reduced.tied_bytes == 0.0
+        assert Workload.of(other).reduced.tied_parameters == 0.0
 
 
 def test_masked_documents_take_the_room_of_a_mask_in_each_layer() -> None:
