@@ -102,7 +102,8 @@ def eval_(
     if swarm or invite:
         from shoal.deploy.commands.through import with_swarm
 
-        with_swarm("eval", evaluate, invite=invite, local=(snapshot, base), tokenizer=tokenizer)
+        local = snapshot, base
+        with_swarm("eval", evaluate, invite=invite, local=local, tokenizer=tokenizer, keeps_version=True)
         return
     from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.loaded_model import load_model

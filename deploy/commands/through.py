@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from shoal.deploy.commands.running import running_invite
 from shoal.protocol.errors import LocalError
 from shoal.protocol.invite import parse_invite
+from shoal.protocol.spec import RunSpec
 
 if TYPE_CHECKING:
     from shoal.deploy.visitor.swarm_model import SwarmPredictor
+    from shoal.peer.data.tokenizer import Tokenizer
 
 
 def with_swarm(
@@ -19,12 +21,14 @@ def with_swarm(
     invite: str | None,
     local: tuple[Path | None, ...],
     tokenizer: Path | None,
+    keeps_version: bool = False,
 ) -> None:
     """Do `work` with the model of a run that is up.
 
     Args:
         invite: of the run; None: the one that is up on this machine.
         local: what names a model on this machine, of which there must be none.
+        keeps_version: `through_swarm` documents it.
     Raises: LocalError: the run cannot be found, or does not answer. DataError: there is no tokenizer.
     """
     if any(local):
@@ -34,4 +38,7 @@ def with_swarm(
     from shoal.peer.data.tokenizer import load_tokenizer
     from shoal.protocol.live.loop import run
 
-    run(through_swarm(found, work, tokenizer=lambda spec: load_tokenizer(spec.data, path=tokenizer)))
+    def vocabulary(spec: RunSpec) -> "Tokenizer":
+        return load_tokenizer(spec.data, path=tokenizer)
+
+    run(through_swarm(found, work, tokenizer=vocabulary, keeps_version=keeps_version))

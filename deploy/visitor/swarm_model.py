@@ -40,11 +40,17 @@ _ASK_TIMEOUT_S: Final = 60.0
 _GIVE_UP_S: Final = 120.0
 """How long one question is tried: peers leave, and layers are divided otherwise, while it is asked."""
 _AGAIN_S: Final = 0.5
+_TRIES: Final = 5
+"""How often work that wants one version begins."""
 _KEEP_S: Final = 5.0
 """A swarm is asked again after so long, so that it keeps the version: a library may load for half a minute."""
 _REQUEST_TOKENS: Final = 1024
 """Rows go in requests of so many tokens, several at once, so that all stages have something to do, and training never
 waits for long."""
+
+
+class VersionGone(LocalError):
+    """Some of the answers are of another version than those before, because the stages are others by now."""
 
 
 class _Anew(Exception):
@@ -229,6 +235,8 @@ class SwarmPredictor:
     run: str
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
+    keeps_version: bool = False
+    """Answers of a second version are an error: VersionGone."""
 
     @property
     def model(self) -> ModelSpec:
@@ -262,29 +270,46 @@ class SwarmPredictor:
             yield self._wait(anext(tokens))  # type: ignore[arg-type]
 
     def _wait(self, asking: Coroutine[Any, Any, Work]) -> Work:
-        return asyncio.run_coroutine_threadsafe(asking, self.loop).result()
+        found = asyncio.run_coroutine_threadsafe(asking, self.loop).result()
+        if self.keeps_version and len(self.asked.answered) > 1:
+            raise VersionGone("the stages of the run were divided otherwise while they were asked")
+        return found
 
 
 async def through_swarm(
-    invite: Invite, work: Callable[[SwarmPredictor], Work], *, tokenizer: Callable[[RunSpec], Tokenizer]
+    invite: Invite,
+    work: Callable[[SwarmPredictor], Work],
+    *,
+    tokenizer: Callable[[RunSpec], Tokenizer],
+    keeps_version: bool = False,
 ) -> Work:
     """Do `work`, in a thread, with the model of the run.
 
-    Raises: LocalError: the run cannot be found, or does not answer; whatever `work` raises.
+    Args: keeps_version: with one version of it: where that is lost, `work` begins again with the newest.
+    Raises: LocalError: the run cannot be found, or does not answer, or loses each version; whatever `work` raises.
     """
     async with entering(invite) as entrance:
-        predictor = SwarmPredictor(
-            asked=SwarmModel(entrance.endpoint, entrance.peers, entrance.spec.model),
-            spec=entrance.spec,
-            run=invite.run,
-            tokenizer=tokenizer(entrance.spec),
-            loop=asyncio.get_running_loop(),
-        )
-        keeping = asyncio.create_task(predictor.asked.keep_version(), name="keep the version")
-        try:
-            return await asyncio.to_thread(work, predictor)
-        finally:
-            keeping.cancel()
+        vocabulary, left = tokenizer(entrance.spec), _TRIES
+        while True:
+            asked = SwarmModel(entrance.endpoint, entrance.peers, entrance.spec.model)
+            predictor = SwarmPredictor(
+                asked=asked,
+                spec=entrance.spec,
+                run=invite.run,
+                tokenizer=vocabulary,
+                loop=asyncio.get_running_loop(),
+                keeps_version=keeps_version,
+            )
+            keeping = asyncio.create_task(asked.keep_version(), name="keep the version")
+            try:
+                return await asyncio.to_thread(work, predictor)
+            except VersionGone as gone:
+                left -= 1
+                if not left:
+                    raise LocalError(f"{gone}, {_TRIES} times: try again when fewer peers come and go") from gone
+                logger.warning("%s: beginning again with the newest version", gone)
+            finally:
+                keeping.cancel()
 
 
 def _new_number() -> int:

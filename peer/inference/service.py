@@ -60,6 +60,8 @@ _VERSION_S: Final = 15.0
 """A request may be for a version that this stage has not committed yet, since other stages are a step ahead: it waits
 so long for the commit, and is then refused."""
 _LOOK_S: Final = 0.05
+_ERA_S: Final = 1.0
+"""How often an entry that waits looks whether the layers are divided as before."""
 _DIVIDED: Final = "the layers have just been divided otherwise"
 
 
@@ -139,11 +141,15 @@ class InferenceService:
             has_begins=bool(request.begins),
         )
         try:
+            era = self._endpoint.era
             await self._send(meta, request.tokens + request.targets + request.begins)
-            async with asyncio.timeout(ANSWER_S):
-                output = await answer
-        except TimeoutError:
-            raise Refused(self._endpoint.peer_id, f"the stages gave no answer within {ANSWER_S:.0f} s") from None
+            until_s = self._clock.now_s() + ANSWER_S
+            while not (await asyncio.wait([answer], timeout=_ERA_S))[0]:
+                if self._endpoint.era != era:
+                    raise self._no(_DIVIDED)  # an answer that is on its way is of the era before, and is not taken
+                if self._clock.now_s() >= until_s:
+                    raise self._no(f"the stages gave no answer within {ANSWER_S:.0f} s")
+            output = answer.result()
         finally:
             del self._answers[serial]
             self._asking[source] -= 1
