@@ -118,6 +118,7 @@ soak-moves: setup
 soak-dividing: setup
 	$(BIN)/python tests/soak/dividing.py $(ARGS)
 	$(BIN)/python tests/soak/dividing.py --experts 4 --peers 5 --seeds 100 --steps 30 $(ARGS)
+	$(BIN)/python tests/soak/dividing.py --tied --seeds 100 $(ARGS)
 
 # Two hundred swarms in which up to half of the peers pause and come back, a quarter of an hour. ARGS='--seeds 10' for less.
 soak-pauses: setup

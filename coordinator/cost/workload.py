@@ -45,8 +45,8 @@ class ReducedGradients:
     bytes_per_parameter: float = FP32_BYTES
     """A number of it takes so many, also for a peer that follows a stage's steps without being its member."""
     tied_parameters: float = 0.0
-    """Of the matrix that the first and the last stage hold: each member of both gets its gradient from the other one in
-    a commit, as wide as in a reduction. 0: they hold none."""
+    """The matrix that the first and the last stage hold has so many: each member of both gets its gradient from the
+    other one in a commit, as wide as in a reduction. 0: they hold none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
