@@ -836,6 +836,8 @@ class TiedRequest(EraMessage, frozen=True):
     stage: int
     """The receiver's."""
     step: int
+    serial: int = 0
+    """The sender's count of these."""
     peek: bool = False
     """Send nothing, and say whether you have it with both ends in it, or need it not."""
 
@@ -1119,6 +1121,8 @@ class TiedChunk(EraMessage, frozen=True):
     stage: int
     """The receiver's."""
     step: int
+    serial: int
+    """Of the request that it answers."""
     start: int
 
 

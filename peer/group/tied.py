@@ -86,6 +86,7 @@ class _Fetch:
     """The other end's gradient on its way to us."""
 
     source: PeerID
+    serial: int
     missing: set[int]
     pieces: dict[int, Payload] = field(default_factory=dict)
     """First element -> bytes. The answer that says what they mean comes by another road."""
@@ -123,6 +124,7 @@ class TiedGradient:
         self._vectors, self._endpoint, self._compute, self._tasks = vectors, endpoint, compute, tasks
         self._exact: WireFormat = "bf16" if vectors.mean_bytes == 2 else "fp32"
         """A sum of both ends' gradients travels so."""
+        self._piece_bytes_max = max(tensor_bytes(form, vectors.chunk) for form in (self._exact, *vectors.sums))
         self._other_end, self._on_whole, self._begin = other_end, on_whole, begin
         self._keep_steps = keep_steps
         self._size = self._spans[0].stop - self._spans[0].start
@@ -132,6 +134,7 @@ class TiedGradient:
         self._news = asyncio.Event()
         """Set, and replaced, whenever somebody may get an answer who waits for one."""
         self._fetches: dict[int, _Fetch] = {}
+        self._num_asked = 0
         self._silent: dict[PeerID, float] = {}
         """Since when a member of the other end does not answer."""
 
@@ -337,8 +340,9 @@ class TiedGradient:
         return None
 
     async def _fetch(self, peer: PeerID, stage: int, step: int) -> _Given:
-        fetch = self._fetches[step] = _Fetch(peer, {at for at, _ in self._chunks()})
-        request = TiedRequest(stage=stage, step=step)
+        self._num_asked += 1
+        fetch = self._fetches[step] = _Fetch(peer, self._num_asked, {at for at, _ in self._chunks()})
+        request = TiedRequest(stage=stage, step=step, serial=fetch.serial)
         asking = asyncio.ensure_future(self._endpoint.ask(peer, request, TiedOffer, timeout_s=_WAIT_S + _ANSWER_S))
         asking.add_done_callback(lambda _: fetch.more.set())
         try:
@@ -372,8 +376,10 @@ class TiedGradient:
 
     async def _on_chunk(self, source: PeerID, meta: TiedChunk, payload: Payload) -> None:
         fetch = self._fetches.get(meta.step)
-        if fetch is None or fetch.source != source or meta.start not in fetch.missing:
-            return
+        if fetch is None or (fetch.source, fetch.serial) != (source, meta.serial) or meta.start not in fetch.missing:
+            return  # it may be of an earlier answer, which had something else
+        if len(payload) > self._piece_bytes_max:
+            raise RemoteError(source, f"sent {len(payload)} bytes for a piece of a gradient")
         fetch.pieces[meta.start] = payload
         fetch.missing.discard(meta.start)
         fetch.more.set()
@@ -391,7 +397,7 @@ class TiedGradient:
             why = "keeps nothing of" if self._core.version > step else "has not reduced"
             raise Refused(self._core.me, f"{why} step {step}")
         given = self._given[step]
-        self._tasks.spawn(self._send(source, other[0], step, given), "to the other end")
+        self._tasks.spawn(self._send(source, other[0], message, given), "to the other end")
         return TiedOffer(is_whole=given.is_whole, form=given.form)
 
     def _needs(self, step: int) -> bool:
@@ -408,7 +414,7 @@ class TiedGradient:
                 while not is_so():
                     await self._news.wait()
 
-    async def _send(self, target: PeerID, stage: int, step: int, given: _Given) -> None:
+    async def _send(self, target: PeerID, stage: int, asked: TiedRequest, given: _Given) -> None:
         for at, size in self._chunks():
             payload = given.made.get(at)
             if payload is None:
@@ -417,10 +423,10 @@ class TiedGradient:
                     functools.partial(self._vectors.piece_payload, values_C, given.form, (0, 0))
                 )
             try:
-                meta = TiedChunk(stage=stage, step=step, start=at)
+                meta = TiedChunk(stage=stage, step=asked.step, serial=asked.serial, start=at)
                 await self._endpoint.send(target, meta, payload, priority=Priority.REDUCTION)
             except Unreachable as error:
-                logger.warning("step %d for the other end: %s", step, error)
+                logger.warning("step %d for the other end: %s", asked.step, error)
                 return
 
 

@@ -1,8 +1,8 @@
 """Is anything lost when the stages' boundaries and number change all the time while peers die?
 
 Run by `make soak-dividing` (500 seeds of 60 steps, half synchronous, 100 of 30 steps with placed experts, and 100 whose
-head is the embedding), or with less: `--seeds 10`. A line a seed; `--first SEED --seeds 1` repeats it exactly. Exits with 1 if any seed ended otherwise
-than one process would, or has given anything up.
+head is the embedding), or with less: `--seeds 10`. A line a seed; `--first SEED --seeds 1` repeats it exactly. Exits
+with 1 if any seed ended otherwise than one process would, or has given anything up.
 """
 
 import argparse

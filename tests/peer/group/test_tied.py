@@ -12,7 +12,8 @@ from shoal.peer.tasks import Tasks
 from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
-from shoal.protocol.messages import Done, RoundEnded, TiedOffer, TiedRequest
+from shoal.protocol.messages import Done, RoundEnded, TiedChunk, TiedOffer, TiedRequest
+from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trust import OpenGate
@@ -123,6 +124,23 @@ def test_members_of_both_ends_get_the_same_sum_in_the_matrix_alone(sums):
         assert x.wholes[0][1][8:] == [0.375 * 9, 0.375 * 10]
 
     play(scenario, sums=sums)
+
+
+def test_pieces_of_an_earlier_answer_are_not_taken_for_those_of_this_one():
+    async def scenario(world, a, b, x, y):
+        for one in (b, x, y):
+            one.ends(1.0)
+        await asyncio.sleep(1.0)  # x waits for a
+        stale = TiedChunk(stage=1, step=STEP, serial=7, start=0)
+        nines = torch.full((4,), 9.0).numpy().tobytes()
+        await a.peer.spawn(a.endpoint.send(x.peer.peer_id, stale, nines, priority=Priority.REDUCTION))
+        await asyncio.sleep(1.0)
+        a.ends(1.0)
+        await asyncio.sleep(15.0)
+        assert a.matrix() == b.matrix() == x.matrix() == y.matrix()
+        assert a.matrix() == (torch.arange(1.0, 7.0) + torch.arange(3.0, 9.0)).tolist()
+
+    play(scenario)
 
 
 def test_nothing_leaves_a_group_before_its_members_have_answered_for_it():
