@@ -122,7 +122,6 @@ def change(folder: Path, **changes: Any) -> None:
     ("changes", "sentence"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is none of llama, mistral, .*qwen3_moe"),
-        ({"tie_word_embeddings": True}, "its embedding and head are tied"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"scales its rotary positions \(dynamic\)"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, r"config.json cannot be read: .*factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "only a part of each head has rotary positions"),
