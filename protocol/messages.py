@@ -1122,7 +1122,7 @@ class TiedChunk(EraMessage, frozen=True):
     """The receiver's."""
     step: int
     serial: int
-    """Of the request that it answers."""
+    """The serial of the request that it answers."""
     start: int
 
 

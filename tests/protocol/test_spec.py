@@ -213,7 +213,7 @@ def test_initial_weights_need_a_digest_of_every_layer() -> None:
 def test_a_dense_run_is_named_as_before_there_were_experts() -> None:
     """Its bytes, and so its id, have nothing of them."""
     tables = msgspec.msgpack.decode(encode_spec(RunSpec()))
-    later = {"num_experts", "experts_per_token", "router_aux_loss", "head_size", "decoder"}
+    later = {"num_experts", "experts_per_token", "router_aux_loss", "head_size", "decoder", "tied"}
     assert list(tables["model"]) == [name for name in ModelSpec.__struct_fields__ if name not in later]
     assert not {"expert_slots", "expert_replicas"} & set(tables["swarm"])
     assert msgspec.convert(tables, RunSpec) == RunSpec()
