@@ -107,8 +107,8 @@ class Vectors:
         return torch.frombuffer(payload, dtype=self._mean_dtype).to(torch.float32)
 
     def meet(self, mean_N: Tensor, spans: Sequence[slice], others_n: Sequence[Tensor]) -> None:
-        """Make every part `spans` of a reduced gradient, in place, the sum of the first of them and `others_n`, rounded
-        to what others will read of it."""
+        """Set each part `spans` of a reduced gradient, float32 [N], to the part at `spans[0]` plus all of `others_n`,
+        float32 [n] each. In place, rounded as `mean_payload` will send it."""
         total_n = mean_N[spans[0]].clone()
         for other_n in others_n:
             total_n += other_n

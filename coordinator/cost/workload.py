@@ -40,13 +40,14 @@ class PlacedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedGradients:
-    """What has been reduced already, on its way to who has no part in the reduction."""
+    """Gradients that a stage's members have reduced, as they travel to peers outside the stage."""
 
     bytes_per_parameter: float = FP32_BYTES
-    """A number of it takes so many, also for a peer that follows a stage's steps without being its member."""
+    """Bytes on the wire for each parameter, to a peer that follows a stage's steps without being its member."""
     tied_parameters: float = 0.0
-    """The matrix that the first and the last stage hold has so many: each member of both gets its gradient from the
-    other one in a commit, as wide as in a reduction. 0: they hold none."""
+    """Parameters of the matrix that the first and the last stage of a tied model both hold. In each commit every member
+    of one gets the matrix's gradient from the other, at `gradient_bytes_per_parameter`. 0: the model is not tied, or
+    the matrix does not train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,8 @@ waits for long."""
 
 
 class VersionGone(LocalError):
-    """Some of the answers are of another version than those before, because the stages are others by now."""
+    """The swarm has answered with weights of a second version: no stage has the first one any more, because the layers
+    have been divided into other stages."""
 
 
 class _Anew(Exception):
@@ -236,7 +237,7 @@ class SwarmPredictor:
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
     keeps_version: bool = False
-    """Answers of a second version are an error: VersionGone."""
+    """Whether an answer with weights of a second version raises VersionGone. Else it is taken."""
 
     @property
     def model(self) -> ModelSpec:

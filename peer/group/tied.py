@@ -52,33 +52,35 @@ _ANSWER_S: Final = 2.0
 _WAIT_S: Final = 5.0
 """A member of the other end whose round has not ended within that says so: another one may be further."""
 _PEEK_S: Final = 1.0
+"""A member that is asked whether it has the sum waits for it so long before it says no."""
 _SILENT_S: Final = 5.0
+"""A member of the other end that has not answered for so long is taken to get the sum from one of its mates."""
 _PIECE_S: Final = 60.0
-"""Without a piece, what was promised is lost."""
+"""A fetch to which no piece has come for so long is begun again, with another member."""
 
 
 @dataclass(slots=True)
 class _Promise:
-    """Which attempt at a step we take part in, and in no other."""
+    """The one attempt at a step that this member takes part in, since some member has that attempt's result."""
 
     attempt: int
     told_by: set[PeerID]
-    """Who has its result."""
+    """The members of the group that have the result and live; this one, too, once its round has ended."""
     put_off: RoundStart | None = None
-    """The latest round that we have therefore taken no part in."""
+    """The latest round of another attempt that the leader has opened. This member joins it if `told_by` dies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """What the other end gets of the matrix's gradient."""
+    """The gradient of the matrix that one end sends to the other."""
 
     values_n: Tensor
-    """As who gets it will read it."""
+    """float32 [n], as the receiver decodes it."""
     form: WireFormat
     is_whole: bool
-    """The other end's own is in it already."""
+    """Whether it is the sum of both ends' gradients already."""
     made: Mapping[int, Payload] = field(default_factory=dict)
-    """First element -> bytes, where they cannot be made again from the values."""
+    """First element -> the piece's bytes, for formats of few bits: encoding `values_n` again would round it again."""
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class _Fetch:
     serial: int
     missing: set[int]
     pieces: dict[int, Payload] = field(default_factory=dict)
-    """First element -> bytes. The answer that says what they mean comes by another road."""
+    """First element -> bytes. They are decoded at the end: the answer that names their format may come after them."""
     is_lost: bool = False
     more: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever something has changed."""
@@ -97,6 +99,8 @@ class _Fetch:
 
 class TiedGradient:
     """One member's part, in the group of a stage at an end of the pipeline.
+
+    N parameters of the stage   n of them in the matrix
 
     Args:
         spans: where the matrix lies among our parameters (`tied_spans`): one, or both where the stage is both ends.
@@ -167,15 +171,16 @@ class TiedGradient:
             self._tasks.spawn(self._meet(reduction), f"both ends of step {start.step}")
 
     def _promised(self, step: int, attempt: int) -> _Promise:
-        """What we hold to at `step`: that attempt, unless somebody lives who has the result of another one."""
+        """Return the promise at `step`. It is a new one, of `attempt`, unless a living member has told us that it has
+        the result of another attempt: then it is the one of that attempt."""
         promise = self._promises.get(step)
         if promise is None or not promise.told_by:
             promise = self._promises[step] = _Promise(attempt, set())
         return promise
 
     def look(self) -> None:
-        """Something has changed: take part in what was put off, if nobody has that other result now, and wait for
-        nobody who has left the other end."""
+        """The core has handled an event. Join a round that was put off, if every member that had the other attempt's
+        result has died, and give up a fetch from a member that the plan has dropped from the other end."""
         other = self._other_end()
         for fetch in self._fetches.values():
             if other is None or fetch.source not in other[1]:  # the plan has dropped it
@@ -282,7 +287,7 @@ class TiedGradient:
         return whole_N, _Given(values_n=self._vectors.copied(whole_N[span]), form=self._exact, is_whole=True)
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """(first element, how many) of the pieces in which the part travels."""
+        """Return (first element, number of elements) of each piece in which the matrix's gradient is sent."""
         chunk = self._vectors.chunk
         return [(at, min(chunk, self._size - at)) for at in range(0, self._size, chunk)]
 

@@ -277,7 +277,12 @@ class InferenceService:
         return version, stage
 
     async def _with_memory(self, work: Callable[[], T], flop: float) -> Timed[T]:
-        """Run a job. Raises: Refused: there is no memory for it; a training that lacks memory too has what was kept."""
+        """Run a job that answers a question.
+
+        Args: flop: what the job computes.
+        Raises: Refused: the device has no memory for it. All weights and keys that are kept for askers are dropped
+            then, so that training has their memory.
+        """
         try:
             return await self._compute.run("validate", work, flop=flop)
         except Exception as error:
