@@ -665,6 +665,7 @@ _CHANGING = {
 
 _REPLACED = {
     "predict": 'say compensation = "pipeoptim" for what predict = true was, "stash" for false',
+    "tied": "say tied = true in [model] for what it was in [initial]",
 }
 """Fields that former specs had."""
 
