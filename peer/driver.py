@@ -650,7 +650,7 @@ class PeerDriver:
 
     def look_at_links(self) -> None:
         """The run is far slower than what is known explains: maybe one of our links is, which is too busy to probe."""
-        seen_bytes_per_s = self._meter.look()
+        seen_bytes_per_s = self._meter.look(self._beside)
         if seen_bytes_per_s is not None:
             self._card_bytes_per_s, self._is_card_known = seen_bytes_per_s, False  # measured once our lines are quiet
         self._doubted_s = self._clock.now_s()

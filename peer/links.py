@@ -24,7 +24,7 @@ where a buffer or a quick card takes them in before the far end has them.
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from shoal.protocol.errors import Unreachable
@@ -214,10 +214,12 @@ class LinkMeter:
         self._news[report.peer] = None
         return report.bytes_per_s < SLOWED * best and not link.has_fallen
 
-    def look(self) -> float | None:
+    def look(self, beside: Collection[PeerID] = ()) -> float | None:
         """Count what links have carried since the last look as probes, of those that were busy for long, if our card
         could have carried twice as much.
 
+        Args: beside: the peers on our machine. They may send as much as we do over our network card, and what goes to
+            them does not pass it, so their links are left out.
         Returns: bytes/s that have gone out over all links together, if all in use have become slow, so that it is our
             line; else None.
         """
@@ -233,12 +235,15 @@ class LinkMeter:
         for peer, link in self._links.items():
             busy_s = link.busy_s + (now_s - link.busy_since_s if link.num_sending else 0.0)
             (then_s, then_bytes), link.looked = link.looked, (busy_s, link.sent_bytes)
+            if peer in beside:
+                continue
             nbytes, seconds = link.sent_bytes - then_bytes, busy_s - then_s
             total_bytes += nbytes
             best = max(best, *link.probes, 0.0)
             if nbytes >= _SAMPLE_BYTES and seconds > 0.0:
                 found[peer] = nbytes / seconds, seconds
-        if apart_s > _LOOK_S_MAX or total_bytes >= SLOWED * best * (sending_s - before_s):
+        card_bytes = total_bytes * (1 + len(beside))
+        if apart_s > _LOOK_S_MAX or card_bytes >= SLOWED * best * (sending_s - before_s):
             return None
         most = max((rate for rate, _ in found.values()), default=0.0)
         is_our_line = len(found) > 1 and most < SLOWED * best
@@ -246,7 +251,7 @@ class LinkMeter:
             rate, seconds = found.get(peer, (0.0, 0.0))
             if seconds >= _LOOK_S / 2.0:
                 link.probes.append(rate)
-            elif is_our_line and link.sent_rate > most and peer not in found:
+            elif is_our_line and link.sent_rate > most and peer not in found and peer not in beside:
                 link.probes.append(most)
             else:
                 continue

@@ -304,6 +304,26 @@ def test_where_all_links_in_use_have_become_slow_the_others_have_too(clock: Hand
     assert max(rates(meter).values()) == pytest.approx(1e7, rel=0.05)
 
 
+def test_a_mate_on_our_machine_does_not_make_our_line_look_slow(clock: Hands, meter: LinkMeter) -> None:
+    """Two processes share a card of 2e8 bytes/s: neither sees its links carry more than half of what a probe showed,
+    and the way between the two, which does not pass the card, is a hundred times as quick."""
+    mate, others = PeerID("mate"), [PeerID("b"), PeerID("c")]
+    probed_at(meter, 1e8, *others)
+    probed_at(meter, 2e10, mate)
+    sending = Sending(clock, meter, dict.fromkeys(others, 2e7))
+    meter.look([mate])
+    for _ in range(3):
+        sending.go_on(5.0)
+        assert meter.look([mate]) is None
+    assert rates(meter) == dict.fromkeys(others, 1e8) | {mate: 2e10}
+    slowed = Sending(clock, meter, dict.fromkeys(others, 1e6))
+    for _ in range(2):
+        slowed.go_on(5.0)
+        seen_bytes_per_s = meter.look([mate])
+    assert seen_bytes_per_s == pytest.approx(2e6, rel=0.05)
+    assert rates(meter)[mate] == 2e10, "what leaves the machine says nothing of it"
+
+
 # --- who cannot be reached ---
 
 
