@@ -11,7 +11,7 @@ from typing import Final
 
 from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import BaseFormat, ModelSpec
-from shoal.protocol.tensors import layer_tensors
+from shoal.protocol.tensors import ROUTER, layer_tensors
 
 ALIGNMENT: Final = 16
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
@@ -26,7 +26,7 @@ def stored_tensors(
     matrices, vectors = layer_tensors(model, key)
     first = 0
     for name, shape in (matrices | vectors).items():
-        form = _form_of(base, key, shape)
+        form = _form_of(base, key, shape, is_router=name.endswith(ROUTER))
         end = first + form_bytes(form, math.prod(shape))
         yield name, shape, form, first, end
         first = end + -end % ALIGNMENT
@@ -51,8 +51,9 @@ def model_bytes(model: ModelSpec, base: BaseFormat) -> int:
     return sum(base_bytes(model, base, key) for key in all_layer_keys(model))
 
 
-def _form_of(base: BaseFormat, key: str, shape: tuple[int, ...]) -> BaseFormat:
-    if len(shape) == 1:
+def _form_of(base: BaseFormat, key: str, shape: tuple[int, ...], *, is_router: bool) -> BaseFormat:
+    # A router takes little room, and a token that it sends elsewhere is another model's.
+    if len(shape) == 1 or is_router:
         return "fp32" if base == "fp32" else "bf16"
     # Every token passes through embedding and head, whose rows are one token's each: 4 bits would cost much there.
     return "int8" if base == "nf4" and key in (EMBED, HEAD) else base

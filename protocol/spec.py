@@ -40,7 +40,9 @@ TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
 would never be, nor its heirs."""
 ADAPTER_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The matrices of a decoder layer, by their Hugging Face names, which are the same in all families without experts."""
+"""The matrices of a decoder layer, by their Hugging Face names, which are the same in all families."""
+ATTENTION_TARGETS: Final = ADAPTER_TARGETS[:4]
+"""Those that a layer with experts has: its experts' matrices get no adapters."""
 BaseFormat = Literal["fp32", "bf16", "int8", "nf4"]
 AUTO_STAGES: Final = "auto"
 """What `swarm.stages` says where the coordinator is free to choose the number of stages."""
@@ -521,7 +523,8 @@ class AdapterSpec(_Section, frozen=True):
     alpha: float = 32.0
     """What B A weighs is alpha / rank."""
     targets: tuple[str, ...] = ADAPTER_TARGETS
-    """The matrices of each decoder layer that get an adapter; all by default."""
+    """The matrices of each decoder layer that get an adapter; all by default. Experts and routers never do: in a model
+    with experts those of the attention are meant."""
     base: BaseFormat = "bf16"
     """How the base is stored and sent. "int8" has blocks of 64 with a scale each; "nf4" has 4 bits a number in the
     matrices of the decoder layers, and "int8" in embedding and head. Norms and biases are bf16 at least."""
@@ -538,6 +541,10 @@ class AdapterSpec(_Section, frozen=True):
     def scale(self) -> float:
         """What B A is multiplied with."""
         return self.alpha / self.rank
+
+    def targets_in(self, model: ModelSpec) -> tuple[str, ...]:
+        """Those of `targets` that get an adapter in this model."""
+        return tuple(name for name in self.targets if not model.num_experts or name in ATTENTION_TARGETS)
 
 
 class ContinuedSpec(_Section, frozen=True):
@@ -610,6 +617,11 @@ class RunSpec(_Section, frozen=True):
         )
         if self.adapter is not None:
             _check_adapter(self.adapter, self.model)
+            _require(
+                not self.swarm.expert_slots,
+                "swarm.expert_slots places experts that train, and beside [adapter] they stay as they are, with each "
+                "member of a stage: leave it out",
+            )
         tokens = self.training.microbatch_size * self.model.context
         frame_bytes = tensor_bytes(self.wire.activations, tokens * self.model.dim) + tokens * _TARGET_BYTES
         if self.swarm.expert_slots:
@@ -646,9 +658,9 @@ class RunSpec(_Section, frozen=True):
 
 def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
     _require(
-        model.num_experts == 0,
-        f"adapter: a model with experts cannot have one yet, and model.num_experts is {model.num_experts}: "
-        "leave [adapter] out to train all weights",
+        bool(adapter.targets_in(model)),
+        f"adapter.targets: in a model with experts {adapter.targets[0]} is of the experts, which get no adapters: name "
+        f"one of {', '.join(ATTENTION_TARGETS)}, or leave the line out",
     )
     _require(
         adapter.rank <= model.dim,

@@ -23,6 +23,8 @@ _OF_EXPERTS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "qwen3_moe": ("mlp", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}),
 }
 """Family -> what it calls its mixture, and its experts' matrices."""
+ROUTER: Final = ".gate.weight"
+"""How the name of a router ends."""
 _NORMS: Final = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -71,9 +73,10 @@ def adapter_tensors(model: ModelSpec, adapter: AdapterSpec, key: str) -> Shapes:
     Raises: ValueError: the model has no such layer.
     """
     matrices, _ = layer_tensors(model, key)
+    targets = adapter.targets_in(model)
     found: Shapes = {}
     for name, (rows, columns) in matrices.items():
-        if name.removesuffix(".weight").rpartition(".")[2] in adapter.targets:
+        if name.removesuffix(".weight").rpartition(".")[2] in targets:
             a, b = adapter_names(name)
             found |= {a: (adapter.rank, columns), b: (rows, adapter.rank)}
     return found
@@ -100,7 +103,7 @@ def expert_name(model: ModelSpec, index: int, expert: int, matrix: str) -> str:
 
 def router_name(model: ModelSpec, index: int) -> str:
     """The router of the decoder layer `index`, which has experts."""
-    return f"model.layers.{index}.{_OF_EXPERTS[model.family][0]}.gate.weight"
+    return f"model.layers.{index}.{_OF_EXPERTS[model.family][0]}{ROUTER}"
 
 
 @lru_cache(maxsize=16384)

@@ -197,6 +197,9 @@ def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
     if spec.adapter is not None:
         step = STEP_TEMPORARIES * state_elements(spec, "layers.0")
         dense = _dense_bytes(spec, float(spec.model.dim * spec.model.ffn_dim), "layers.0")
+        if spec.model.num_experts and dense:  # one matrix of each of them at a time, in what is multiplied in
+            of = BF16 if spec.training.compute == "bf16" else FP32
+            dense += of * spec.model.num_experts * spec.model.dim * spec.model.ffn_dim
         return max(step, tokens * _graph_bytes(spec) + dense)
     step = STEP_TEMPORARIES * decoder_parameters(spec.model, experts_held=experts_held)
     return max(step, tokens * _graph_bytes(spec))

@@ -107,12 +107,17 @@ def import_(
     if made.adapter is not None:
         trained = sum(state_elements(made, key) for key in all_layer_keys(made.model))
         typer.echo(
-            f"{trained:,} parameters train, in adapters of rank {made.adapter.rank}; the model's own stay, as "
+            f"{trained:,} parameters train, in adapters of rank {made.adapter.rank}"
+            f"{_of_what(made)}; the model's own stay, as "
             f"{model_bytes(made.model, made.adapter.base) / 1e6:,.1f} MB of {made.adapter.base} over all stages"
         )
     cut = number_of_stages(made.swarm.stages)
     typer.echo(f"{made.data.named} in {cut}; the weights stay in {made.initial.source}")
     typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")
+
+
+def _of_what(made: RunSpec) -> str:
+    return ", the attention's; experts and routers stay as they are" if made.model.num_experts else ""
 
 
 def _fitted(made: RunSpec, base: Path) -> RunSpec:

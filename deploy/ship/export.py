@@ -198,7 +198,7 @@ def _adapter_config(spec: RunSpec) -> dict[str, Any]:
         "base_model_name_or_path": _model_name(spec.initial.source),
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "target_modules": list(adapter.targets),
+        "target_modules": list(adapter.targets_in(spec.model)),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -9,7 +9,7 @@ The three are differentiable in every tensor that is not of whole numbers. Which
 tensors are.
 """
 
-from shoal.kernels.dispatch.differentiable import combine, grouped_matmul, permute
+from shoal.kernels.dispatch.differentiable import combine, grouped_matmul, grouped_matmul_transposed, permute
 from shoal.kernels.dispatch.groups import Groups, counts, group
 
-__all__ = ["Groups", "combine", "counts", "group", "grouped_matmul", "permute"]
+__all__ = ["Groups", "combine", "counts", "group", "grouped_matmul", "grouped_matmul_transposed", "permute"]

@@ -52,6 +52,15 @@ def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor) ->
     return _called(_GroupedMatmul, x_PC, offset_E, *weights)
 
 
+@torch.no_grad()
+def grouped_matmul_transposed(x_PR: Tensor, weights: Sequence[Tensor], offset_E: Tensor) -> Tensor:
+    """Each expert's rows times its matrix [R, C]: [P, R] -> [P, C], without a gradient. This is what `grouped_matmul`
+    gives its input for a gradient, for who does not keep the matrices until then."""
+    x_PR = x_PR.contiguous()
+    result: Tensor = _twins(x_PR).grouped_matmul(x_PR, weights, offset_E, transposed=True)
+    return result
+
+
 def _called(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result

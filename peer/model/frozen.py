@@ -3,11 +3,12 @@
 A matrix stays as its bytes say and is made dense for each product: the product keeps the bytes for its backward, not
 what it made of them, and never has a gradient of the matrix.
 
-B samples   T tokens   D width   N elements of a layer   Y bytes of a layer   R rank
+B samples   T tokens   D width   N elements of a layer   Y bytes of a layer   R rank   P rows of tokens, sorted by
+expert   E experts
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shoal.kernels import codec, nf4
+from shoal.kernels.dispatch import grouped_matmul, grouped_matmul_transposed
 from shoal.peer.model.layout import init_layer, layer_layout
 from shoal.protocol.base_format import base_bytes, stored_tensors
 from shoal.protocol.spec import AdapterSpec, BaseFormat, RunSpec
@@ -115,6 +117,21 @@ class _Product(torch.autograd.Function):
         return grad @ matrix.dense(grad.dtype), None
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """As `_Product`, of the matrices of several experts, each with its own rows: [P, columns] -> [P, rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PC: Tensor, offset_E: Tensor, matrices: Sequence[FrozenMatrix]) -> Tensor:
+        ctx.offset_E, ctx.matrices = offset_E, matrices
+        return grouped_matmul(x_PC, [matrix.dense(x_PC.dtype) for matrix in matrices], offset_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PR: Tensor) -> tuple[Tensor, None, None]:
+        dense = [matrix.dense(grad_PR.dtype) for matrix in ctx.matrices]
+        return grouped_matmul_transposed(grad_PR, dense, ctx.offset_E), None, None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenLayer:
     """One layer of the base on a device."""
@@ -164,6 +181,12 @@ class AdaptedLayer(dict[str, Tensor]):
         if a not in self:
             return y
         return y + functional.linear(functional.linear(x, self[a]), self[b]) * self._scale
+
+    def grouped(self, names: Sequence[str], x_PC: Tensor, offset_E: Tensor) -> Tensor:
+        """As `kernels.dispatch.grouped_matmul` with the matrices `names` of experts, which have no adapters."""
+        matrices = [self._frozen.matrices[name] for name in names]
+        product: Tensor = _GroupedProduct.apply(x_PC, offset_E, matrices)  # type: ignore[no-untyped-call]
+        return product
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Rows of the matrix `name`."""

@@ -2,7 +2,8 @@
 
 The load-balancing loss of a layer is a function of that layer's router alone. So its gradient enters where the layer
 is, in its backward, and no message has to carry it to the last stage and back: the model trains on
-loss + `router_aux_loss` * the sum of all layers' balance, wherever it is cut.
+loss + `router_aux_loss` * the sum of all layers' balance, wherever it is cut. Where adapters are trained routers and
+experts stay as they are: there is nothing to balance, and the loss is the loss.
 
 Who computes the experts is open (`Experts`). Whoever else does it must be differentiable in tokens and weights.
 
@@ -13,7 +14,7 @@ the load is even, whatever K is.
 N tokens   K experts a token   P = N K rows, sorted by expert   E experts   D width   F hidden width
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -23,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shoal.kernels.dispatch import combine, counts, group, grouped_matmul, permute
+from shoal.peer.model.frozen import AdaptedLayer
 from shoal.protocol.spec import ModelSpec
 from shoal.protocol.tensors import EXPERT_MATRICES, expert_name, router_name
 
@@ -96,17 +98,24 @@ def mixture_layer(model: ModelSpec, index: int, params: Mapping[str, Tensor], x_
 
     `params` of decoder layer `index` need not have the experts' matrices if `mixture` has others compute them.
     """
-    gate_ED = params[router_name(model, index)]
-    routing = route(functional.linear(x_ND, gate_ED), model.experts_per_token)
+    routing = route(_linear(params, router_name(model, index), x_ND), model.experts_per_token)
     if mixture.loads is not None:
         mixture.loads.add(index, routing.counts_E)
     experts = mixture.experts or local_experts(model, {f"layers.{index}": params})
     y_ND = experts(index, x_ND, routing.chosen_NK, routing.weight_NK)
+    if isinstance(params, AdaptedLayer):
+        return y_ND
     if mixture.balances is not None:
         mixture.balances.append(routing.balance)
         return y_ND
     entered: Tensor = _Enter.apply(y_ND, model.router_aux_loss * routing.balance)  # type: ignore[no-untyped-call]
     return entered
+
+
+def _linear(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    if isinstance(params, AdaptedLayer):
+        return params.linear(name.removesuffix(".weight"), x)
+    return functional.linear(x, params[name])
 
 
 def route(logit_NE: Tensor, experts_per_token: int) -> Routing:
@@ -127,8 +136,12 @@ def local_experts(model: ModelSpec, params_by_key: Mapping[str, Mapping[str, Ten
     def experts(layer_index: int, x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor) -> Tensor:
         params = params_by_key[f"layers.{layer_index}"]
         groups = group(chosen_NK, model.num_experts)
-        matrices = expert_matrices(model, params, layer_index, range(model.num_experts))
-        y_PD = swiglu_experts(permute(x_ND, groups), groups.offset_E, *matrices)
+        x_PD, offset_E, all_experts = permute(x_ND, groups), groups.offset_E, range(model.num_experts)
+        if isinstance(params, AdaptedLayer):
+            names = {w: [expert_name(model, layer_index, e, w) for e in all_experts] for w in EXPERT_MATRICES}
+            y_PD = _swiglu(x_PD, lambda w, rows: params.grouped(names[w], rows, offset_E))
+        else:
+            y_PD = swiglu_experts(x_PD, offset_E, *expert_matrices(model, params, layer_index, all_experts))
         return combine(y_PD, weight_NK, groups)
 
     return experts
@@ -146,8 +159,13 @@ def swiglu_experts(
     x_PD: Tensor, offset_E: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor], w3: Sequence[Tensor]
 ) -> Tensor:
     """Each expert's rows through its SwiGLU, [P, D] -> [P, D]: rows [offset_E[e], offset_E[e + 1]) are the e-th's."""
-    hidden_PF = functional.silu(grouped_matmul(x_PD, w1, offset_E)) * grouped_matmul(x_PD, w3, offset_E)
-    return grouped_matmul(hidden_PF, w2, offset_E)
+    matrices = {"w1": w1, "w2": w2, "w3": w3}
+    return _swiglu(x_PD, lambda w, rows: grouped_matmul(rows, matrices[w], offset_E))
+
+
+def _swiglu(x_PD: Tensor, times: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """Args: times: (matrix, rows) -> each expert's rows times its matrix of that name."""
+    return times("w2", functional.silu(times("w1", x_PD)) * times("w3", x_PD))
 
 
 class _Enter(torch.autograd.Function):

@@ -1,13 +1,16 @@
 """Adapters in a swarm: they train as PEFT's do in one process, and the base comes to each peer once."""
 
 import asyncio
+import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.deploy.ship.hf_config import config_of
@@ -111,13 +114,21 @@ def losses_of_peft(spec: RunSpec, steps: int) -> Iterator[float]:
     assert spec.adapter is not None
     tied = spec.model.tied
     config = config_of(spec.model, dtype="float32", begin_of_text=None, end_of_text=None)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     layouts = [layer_layout(spec.model, key) for key in all_layer_keys(spec.model)]
     views = [layout.views(bare(spec, layout.key, seed=BASE_SEED, tied=tied)) for layout in layouts]
-    model.load_state_dict({name: tensor for of_layer in views for name, tensor in of_layer.items()})
+    tensors = {name: tensor for of_layer in views for name, tensor in of_layer.items()}
+    if spec.model.num_experts:  # which it holds together, and reads from a folder one by one
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+        model.load_state_dict(tensors)
     adapter = spec.adapter
+    targets = list(adapter.targets_in(spec.model))
     adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.targets))
+        model, peft.LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets)
     )
     named = {
         name.removeprefix("base_model.model.").replace(".default.", "."): parameter
@@ -154,12 +165,20 @@ def losses_of_peft(spec: RunSpec, steps: int) -> Iterator[float]:
 
 @pytest.mark.sim
 @pytest.mark.parametrize(
-    ("targets", "tied"), [((), False), (("q_proj", "v_proj"), False), ((), True)], ids=["all", "q and v", "tied"]
+    ("targets", "tied", "model"),
+    [
+        ((), False, {}),
+        (("q_proj", "v_proj"), False, {}),
+        ((), True, {}),
+        ((), False, {"num_experts": 4, "experts_per_token": 2}),
+        ((), False, {"num_experts": 6, "experts_per_token": 3, "decoder": {"qk_norm": "head"}}),
+    ],
+    ids=["all", "q and v", "tied", "mixtral", "qwen3-moe"],
 )
 def test_three_stages_of_two_replicas_train_adapters_as_peft_does_in_one_process(
-    make_swarm: Callable[..., Any], tiny_spec: RunSpec, targets: tuple[str, ...], tied: bool
+    make_swarm: Callable[..., Any], tiny_spec: RunSpec, targets: tuple[str, ...], tied: bool, model: dict[str, Any]
 ) -> None:
-    spec = spec_with(tiny_spec, targets=targets, tied=tied)
+    spec = spec_with(tiny_spec, targets=targets, tied=tied, model=model)
     single = list(losses_of_peft(spec, STEPS))
     assert single[-1] < single[0] - 0.3, "the yardstick itself does not learn"
     alone = [step.loss for step in train(spec, load_corpus(spec.data, context=32), steps=STEPS, base=base_of(spec))]

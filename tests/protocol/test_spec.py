@@ -267,7 +267,8 @@ def test_a_run_without_adapters_is_the_run_that_it_was() -> None:
         ('kind = "lora"\ntargets = []', "targets is empty"),
         ('kind = "lora"\ntargets = ["q_proj", "q_proj"]', "names a matrix twice"),
         ('kind = "lora"\nbase = "int3"', r"adapter.base cannot be 'int3': it is one of fp32, bf16, int8, nf4"),
-        ('kind = "lora"\n[model]\nnum_experts = 4', "a model with experts cannot have one yet"),
+        ('kind = "lora"\ntargets = ["up_proj"]\n[model]\nnum_experts = 4', "up_proj is of the experts, which get no ada"),
+        ('kind = "lora"\n[model]\nnum_experts = 4\n[swarm]\nexpert_slots = 2', r"swarm.expert_slots .* leave it out"),
     ],
 )
 def test_what_is_wrong_with_an_adapter_is_said_in_one_line(tmp_path: Path, lines: str, complaint: str) -> None:

@@ -107,6 +107,21 @@ def test_a_stage_holds_its_part_of_the_base(base: BaseFormat, gigabytes: float) 
     assert lora.state_bytes_per_parameter * sum(lora.layer_parameters) == pytest.approx(moved)
 
 
+def test_beside_experts_the_attention_trains_and_each_member_holds_all_of_its_layers() -> None:
+    """Qwen3-30B-A3B's shapes: 30.5 billion parameters, of which a token meets 3.3."""
+    shapes = {"dim": 2048, "num_layers": 48, "num_heads": 32, "num_kv_heads": 4, "head_size": 128, "ffn_dim": 768}
+    experts = {"num_experts": 128, "experts_per_token": 8, "vocab_size": 151_936, "context": 2048}
+    model = msgspec.convert(shapes | experts, ModelSpec)
+    training, adapter = TrainingSpec(microbatch_size=1, compute="bf16"), AdapterSpec(kind="lora", base="nf4")
+    lora = Workload.of(RunSpec(model=model, adapter=adapter, training=training))
+    assert sum(lora.layer_parameters) == 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    assert lora.memory.base is not None
+    assert lora.memory.base.parameters == pytest.approx(30.5e9, rel=0.01)
+    assert sum(lora.memory.base.layer_bytes) == pytest.approx(16.6e9, rel=0.02)
+    dense_bytes = 2 * 128 * 2048 * 768
+    assert dense_bytes < lora.memory.workspace_bytes < 2 * dense_bytes + 1e9
+
+
 def test_a_backward_beside_a_base_is_one_product_and_not_two() -> None:
     assert (adapted("bf16").backward_per_forward, adapted("bf16").loss_per_forward) == (1.0, 2.0)
     again = adapted("bf16", keep="recompute")

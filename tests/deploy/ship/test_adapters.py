@@ -163,6 +163,42 @@ def test_the_merged_export_is_the_model_that_was_trained(model: Path, tmp_path: 
         assert (theirs(TOKENS_BT).logits - ours(spec, TOKENS_BT)).abs().max() < 1e-4
 
 
+MIXTURES = {
+    "MixtralConfig": {"num_local_experts": 4, "head_dim": 8},
+    "Qwen3MoeConfig": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("base", ["fp32", "nf4"])
+def test_beside_experts_the_attention_gets_adapters(tmp_path: Path, kind: str, base: BaseFormat) -> None:
+    peft = pytest.importorskip("peft")
+    more = MIXTURES[kind] | ({"norm_topk_prob": True} if kind.startswith("Qwen") else {})
+    model, toml = saved(tmp_path / "model", getattr(transformers, kind), tied=False, **more), tmp_path / "run.toml"
+    argv = ["import", str(model), str(toml), "--lora", "4", "--base", base, "--context", "16"]
+    said = CliRunner().invoke(cli.app, argv)
+    assert said.exit_code == 0, said.output
+    assert "the attention's; experts and routers stay as they are" in " ".join(said.output.split())
+    spec = load_spec(toml)
+    write(spec, tmp_path / "peer")
+    expected = ours(spec, TOKENS_BT)
+
+    done = export(find_snapshots(tmp_path / "peer"), tmp_path / "adapters")
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
+    loaded = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters").eval()
+    assert done.parameters == sum(each.numel() for name, each in loaded.named_parameters() if "lora_" in name)
+    with torch.inference_mode():
+        if base == "fp32":
+            assert (loaded(TOKENS_BT).logits - expected).abs().max() < 1e-4
+
+    export(find_snapshots(tmp_path / "peer"), tmp_path / "merged", form="hf")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32").eval()
+    with torch.inference_mode():
+        assert (merged(TOKENS_BT).logits - expected).abs().max() < 1e-4
+
+
 def test_adapters_leave_a_tied_model_tied(tied: Path, tmp_path: Path) -> None:
     """The PEFT folder loads on the model itself, and merged it is a model of the same kind, with the one matrix."""
     peft = pytest.importorskip("peft")

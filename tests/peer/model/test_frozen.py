@@ -11,13 +11,19 @@ from torch.nn import functional
 from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer, FrozenMatrix, base_numel, seed_base, stored_base
 from shoal.peer.model.layout import all_layer_keys, init_layer, initial_parameters, layer_layout, state_layout
 from shoal.peer.model.llama import loss_of_head, rotary_tables, run_layers
-from shoal.protocol.base_format import model_bytes
+from shoal.peer.model.mixture import Mixture, mixture_layer
+from shoal.protocol.base_format import model_bytes, stored_tensors
 from shoal.protocol.spec import RunSpec
 
 CPU = torch.device("cpu")
 FORMATS = ["fp32", "bf16", "int8", "nf4"]
 MODEL = {"dim": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 96, "context": 16}
-DECODER = {"attention_bias": "all", "qk_norm": "head"}
+FAMILIES = {
+    "llama": {},
+    "biases": {"decoder": {"attention_bias": "all", "qk_norm": "head"}},
+    "mixtral": {"num_experts": 4, "experts_per_token": 2},
+    "qwen3-moe": {"num_experts": 6, "experts_per_token": 3, "decoder": {"qk_norm": "head"}},
+}
 
 
 def spec_with(base: str = "fp32", **adapter: object) -> RunSpec:
@@ -120,12 +126,9 @@ def test_a_product_with_a_stored_matrix_and_its_gradient_are_those_of_the_dense_
 
 
 @pytest.mark.parametrize("base", FORMATS)
-@pytest.mark.parametrize("family", [{}, DECODER], ids=["llama", "biases"])
-def test_a_layer_with_adapters_is_the_layer_that_they_make(base: str, family: dict[str, str]) -> None:
-    spec = spec_with(base)
-    spec = msgspec.convert(
-        msgspec.to_builtins(spec) | {"model": MODEL | ({"decoder": family} if family else {})}, RunSpec
-    )
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_with_adapters_is_the_layer_that_they_make(base: str, family: str) -> None:
+    spec = msgspec.convert(msgspec.to_builtins(spec_with(base)) | {"model": MODEL | FAMILIES[family]}, RunSpec)
     layers, keys = layers_of(spec), all_layer_keys(spec.model)
     tokens_BT = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
     rotary = rotary_tables(spec.model)
@@ -133,10 +136,41 @@ def test_a_layer_with_adapters_is_the_layer_that_they_make(base: str, family: di
     assert torch.allclose(logits, run_layers(spec.model, keys, merged(spec, layers), tokens_BT, rotary), atol=2e-4)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_and_routers_have_no_adapters(family: str) -> None:
+    """And a router, which is small, is not stored in few bits: a token that it sends elsewhere is another model's."""
+    spec = msgspec.convert(msgspec.to_builtins(spec_with("nf4")) | {"model": MODEL | FAMILIES[family]}, RunSpec)
+    names = state_layout(spec, "layers.1").names
+    assert {name.split(".")[4] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    forms = {name: form for name, _, form, _, _ in stored_tensors(spec.model, "nf4", "layers.1")}
+    assert {form for name, form in forms.items() if ".experts." in name} == {"nf4"}
+    assert [form for name, form in forms.items() if name.endswith(".gate.weight")] == ["bf16"]
+
+
+@pytest.mark.parametrize("base", FORMATS)
+def test_the_gradient_through_stored_experts_is_that_through_dense_ones(base: str) -> None:
+    spec = msgspec.convert(msgspec.to_builtins(spec_with(base)) | {"model": MODEL | FAMILIES["mixtral"]}, RunSpec)
+    layer, at = layers_of(spec)["layers.0"], "layers.0"
+    dense = {name: layer.get(name, None) for name in layer_layout(spec.model, at).names}
+    dense |= {name: layer.matrix(name) for name, tensor in dense.items() if tensor is None}
+    x_ND, y_ND = (torch.randn(40, 64, generator=torch.Generator().manual_seed(7)).requires_grad_() for _ in range(2))
+    narrow, wide = (
+        mixture_layer(spec.model, 0, params, x, Mixture(balances=[])) for params, x in ((layer, x_ND), (dense, y_ND))
+    )
+    assert torch.allclose(narrow, wide, atol=1e-5)
+    torch.autograd.backward(narrow.square().sum())
+    torch.autograd.backward(wide.square().sum())
+    assert x_ND.grad is not None
+    assert y_ND.grad is not None
+    assert x_ND.grad.any()
+    assert torch.allclose(x_ND.grad, y_ND.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("base", FORMATS)
-def test_only_adapters_get_gradients(base: str, dtype: torch.dtype) -> None:
-    spec = spec_with(base)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_only_adapters_get_gradients(base: str, dtype: torch.dtype, family: str) -> None:
+    spec = msgspec.convert(msgspec.to_builtins(spec_with(base)) | {"model": MODEL | FAMILIES[family]}, RunSpec)
     layers = layers_of(spec, dtype=dtype)
     tokens_BT = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
     x_BTD = run_layers(spec.model, all_layer_keys(spec.model)[:-1], layers, tokens_BT, rotary_tables(spec.model))
