@@ -659,7 +659,7 @@ class RunSpec(_Section, frozen=True):
 def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
     _require(
         bool(adapter.targets_in(model)),
-        f"adapter.targets: in a model with experts {adapter.targets[0]} is of the experts, which get no adapters: name "
+        f"adapter.targets: in a model with experts {adapter.targets[0]} is of the experts, which get none: name "
         f"one of {', '.join(ATTENTION_TARGETS)}, or leave the line out",
     )
     _require(

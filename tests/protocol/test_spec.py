@@ -267,7 +267,7 @@ def test_a_run_without_adapters_is_the_run_that_it_was() -> None:
         ('kind = "lora"\ntargets = []', "targets is empty"),
         ('kind = "lora"\ntargets = ["q_proj", "q_proj"]', "names a matrix twice"),
         ('kind = "lora"\nbase = "int3"', r"adapter.base cannot be 'int3': it is one of fp32, bf16, int8, nf4"),
-        ('kind = "lora"\ntargets = ["up_proj"]\n[model]\nnum_experts = 4', "up_proj is of the experts, which get no ada"),
+        ('kind = "lora"\ntargets = ["up_proj"]\n[model]\nnum_experts = 4', "up_proj is of the experts, which get none"),
         ('kind = "lora"\n[model]\nnum_experts = 4\n[swarm]\nexpert_slots = 2', r"swarm.expert_slots .* leave it out"),
     ],
 )
