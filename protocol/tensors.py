@@ -67,19 +67,23 @@ def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
     return experts | matrices, vectors
 
 
-def adapter_tensors(model: ModelSpec, adapter: AdapterSpec, key: str) -> Shapes:
-    """List A and B of each matrix of a layer that the adapter targets: none in embedding and head.
+def adapter_tensors(model: ModelSpec, adapter: AdapterSpec, key: str) -> tuple[Shapes, Shapes]:
+    """List (A and B of each matrix of a layer that the adapter targets, what the lengths of its rows change by, where
+    that is trained): none in embedding and head.
 
     Raises: ValueError: the model has no such layer.
     """
     matrices, _ = layer_tensors(model, key)
     targets = adapter.targets_in(model)
     found: Shapes = {}
+    lengths: Shapes = {}
     for name, (rows, columns) in matrices.items():
         if name.removesuffix(".weight").rpartition(".")[2] in targets:
             a, b = adapter_names(name)
             found |= {a: (adapter.rank, columns), b: (rows, adapter.rank)}
-    return found
+            if adapter.kind == "dora":
+                lengths[magnitude_name(name)] = (rows,)
+    return found, lengths
 
 
 def adapter_names(matrix: str) -> tuple[str, str]:
@@ -88,11 +92,16 @@ def adapter_names(matrix: str) -> tuple[str, str]:
     return f"{of}.lora_A.weight", f"{of}.lora_B.weight"
 
 
+def magnitude_name(matrix: str) -> str:
+    """What PEFT calls the lengths of the rows of the matrix of that name."""
+    return f"{matrix.removesuffix('.weight')}.lora_magnitude_vector"
+
+
 def state_elements(spec: RunSpec, key: str) -> int:
     """Count the numbers of a layer, or of a unit of one, that are trained."""
     if spec.adapter is None:
         return sum(num_elements(spec.model, key))
-    return sum(math.prod(shape) for shape in adapter_tensors(spec.model, spec.adapter, key).values())
+    return sum(math.prod(shape) for of in adapter_tensors(spec.model, spec.adapter, key) for shape in of.values())
 
 
 def expert_name(model: ModelSpec, index: int, expert: int, matrix: str) -> str:

@@ -40,6 +40,7 @@ def import_(
         int,
         typer.Option(min=0, metavar="RANK", help="Train adapters of this rank; the weights stay."),
     ] = 0,
+    dora: Annotated[bool, typer.Option("--dora", help="With --lora: train the lengths of rows, too.")] = False,
     base: Annotated[
         Literal["fp32", "bf16", "int8", "nf4"], typer.Option(help="With --lora: how the weights are stored and sent.")
     ] = "bf16",
@@ -55,7 +56,10 @@ def import_(
     chosen = said_stages(stages) if stages else None
     if base != "bf16" and not lora and (begun is None or begun.adapter is None):
         raise LocalError(f"--base {base} is for weights that stay as they are: say --lora RANK, too")
-    adapter = AdapterSpec(kind="lora", rank=lora, alpha=2.0 * lora, base=base) if lora else None
+    if dora and not lora:
+        raise LocalError("--dora is a kind of adapter: say --lora RANK, too")
+    kind: Literal["lora", "dora"] = "dora" if dora else "lora"
+    adapter = AdapterSpec(kind=kind, rank=lora, alpha=2.0 * lora, base=base) if lora else None
     start_logging(verbose)
     from shoal.deploy.run.run_file import write_spec
     from shoal.deploy.ship.import_model import has_tied_head, import_model
@@ -90,9 +94,9 @@ def import_(
         said["untied"] = has_tied_head(folder) and not made.model.tied
         typer.echo(msgspec.json.encode(said).decode())
         return
-    kind = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
+    mlp = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
     typer.echo(
-        f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {kind}, "
+        f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {mlp}, "
         f"{made.model.vocab_size:,} tokens, context {made.model.context}"
     )
     if made.model.tied:

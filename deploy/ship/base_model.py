@@ -15,7 +15,7 @@ from shoal.peer.model.frozen import FrozenLayer, adapter_of, base_numel, seed_ba
 from shoal.peer.model.layout import all_layer_keys, layer_layout, state_layout
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.tensors import adapter_names
+from shoal.protocol.tensors import adapter_names, magnitude_name
 
 _ABOVE_MAX: Final = 4
 """The run's folder, in which `FOLDER` is, lies so many folders above a snapshot at most."""
@@ -90,9 +90,20 @@ def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | 
     return BaseModel(snapshot.spec, near=near, folder=folder)
 
 
+def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> dict[str, Tensor]:
+    """What was trained of a layer, as PEFT names it and means it: its lengths of rows are whole, and not what those of
+    the base change by. `base` is needed for them alone."""
+    adapters = state_layout(spec, key).views(param_N)
+    if base is None or not adapters:
+        return adapters
+    frozen = FrozenLayer.of(spec, key, base.layer(key), device=torch.device("cpu"), dtype=torch.float32)
+    changes = {magnitude_name(name): matrix for name, matrix in frozen.matrices.items()}
+    return {name: changes[name].lengths() + tensor if name in changes else tensor for name, tensor in adapters.items()}
+
+
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> Tensor:
-    """A layer of the model as it is trained, float32 in the model's layout: what was trained, or W + (alpha / rank) B A
-    of the base as it is stored and of what was trained beside it."""
+    """A layer of the model as it is trained, float32 in the model's layout: what was trained, or what the base as it is
+    stored and the adapters beside it make together."""
     if base is None:
         return param_N
     frozen = FrozenLayer.of(spec, key, base.layer(key), device=torch.device("cpu"), dtype=torch.float32)
@@ -103,4 +114,7 @@ def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None
         a, b = adapter_names(name)
         if a in adapters:
             tensors[name] = tensors[name] + adapter_of(spec).scale * (adapters[b] @ adapters[a])
+        if (m := magnitude_name(name)) in adapters:
+            lengths_R = tensors[name].norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+            tensors[name] *= ((matrix.lengths() + adapters[m]) / lengths_R)[:, None]
     return layer_layout(spec.model, key).flatten(tensors)

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from shoal.deploy.ship.base_model import BaseModel, base_of, whole_layer
+from shoal.deploy.ship.base_model import BaseModel, adapters_for_peft, base_of, whole_layer
 from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.hf_config import config_of, generation_config_of, tokenizer_config_of
 from shoal.deploy.ship.model_card import card_files
@@ -25,7 +25,7 @@ from shoal.deploy.ship.model_folder import own_file, read_bytes, read_json
 from shoal.peer.data.chat import CHATML, TEMPLATE_FILE
 from shoal.peer.data.tokenizer import BYTES, byte_tokenizer_json, load_tokenizer, read_tokenizer
 from shoal.peer.model.frozen import adapter_of
-from shoal.peer.model.layout import layer_layout, state_layout
+from shoal.peer.model.layout import layer_layout
 from shoal.peer.snapshot import DamagedSnapshot, log_damage
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
@@ -87,7 +87,8 @@ def export(
         try:
             wanted = form or ("hf" if snapshot.spec.adapter is None else "peft")
             if wanted == "peft":
-                write = partial(_write_adapters, snapshot, dtype=DTYPES[dtype], on_bytes=on_bytes)
+                lengths_of = base_of(snapshot, base) if adapter_of(snapshot.spec).kind == "dora" else None
+                write = partial(_write_adapters, snapshot, lengths_of, dtype=DTYPES[dtype], on_bytes=on_bytes)
             else:
                 source = _Source(snapshot, base_of(snapshot, base))
                 write = partial(_write_weights, source, dtype=DTYPES[dtype], shard_bytes=shard_bytes, on_bytes=on_bytes)
@@ -205,7 +206,7 @@ def _adapter_config(spec: RunSpec) -> dict[str, Any]:
         "inference_mode": True,
         "modules_to_save": None,
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": adapter.kind == "dora",
     }
 
 
@@ -216,12 +217,12 @@ def _model_name(source: str) -> str:
 
 
 def _write_adapters(
-    snapshot: FoundSnapshot, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes | None
+    snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes | None
 ) -> tuple[int, int]:
     """Returns: (bytes of all tensors, files)."""
     tensors: dict[str, Tensor] = {}
     for number, key in enumerate(snapshot.keys, 1):
-        views = state_layout(snapshot.spec, key).views(snapshot.read(key))
+        views = adapters_for_peft(snapshot.spec, key, snapshot.read(key), base)
         tensors |= {f"base_model.model.{name}": view.to(dtype, copy=True) for name, view in views.items()}
         if on_bytes is not None:
             on_bytes(number, len(snapshot.keys))

@@ -3,8 +3,8 @@
 A matrix stays as its bytes say and is made dense for each product: the product keeps the bytes for its backward, not
 what it made of them, and never has a gradient of the matrix.
 
-B samples   T tokens   D width   N elements of a layer   Y bytes of a layer   R rank   P rows of tokens, sorted by
-expert   E experts
+B samples   T tokens   D width   N elements of a layer   Y bytes of a layer   R rows and C columns of a matrix   K rank
+P rows of tokens, sorted by expert   E experts
 """
 
 import math
@@ -22,10 +22,12 @@ from shoal.kernels.dispatch import grouped_matmul, grouped_matmul_transposed
 from shoal.peer.model.layout import init_layer, layer_layout
 from shoal.protocol.base_format import base_bytes, stored_tensors
 from shoal.protocol.spec import AdapterSpec, BaseFormat, RunSpec
-from shoal.protocol.tensors import adapter_names
+from shoal.protocol.tensors import adapter_names, magnitude_name
 
 _PLAIN: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _INT8: Final = codec.FORMATS["int8"]
+_LEAST_SQUARE: Final = 1e-24
+"""Of the length of a row that is all zeros."""
 
 
 def adapter_of(spec: RunSpec) -> AdapterSpec:
@@ -71,11 +73,12 @@ class FrozenMatrix:
     Args: stored_Y: its bytes, uint8.
     """
 
-    __slots__ = ("_form", "_stored_Y", "shape")
+    __slots__ = ("_form", "_lengths_R", "_stored_Y", "shape")
 
     def __init__(self, stored_Y: Tensor, shape: tuple[int, ...], form: BaseFormat) -> None:
         self._stored_Y = stored_Y
         self._form = form
+        self._lengths_R: Tensor | None = None
         self.shape = shape
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -87,6 +90,12 @@ class FrozenMatrix:
             nf4.decode(self._stored_Y, numel) if self._form == "nf4" else codec.decode(self._stored_Y, numel, _INT8)
         )
         return flat_N.view(self.shape).to(dtype)
+
+    def lengths(self) -> Tensor:
+        """float32 [rows], each row's Euclidean norm. It is taken once."""
+        if self._lengths_R is None:
+            self._lengths_R = self.dense(torch.float32).norm(dim=1)
+        return self._lengths_R
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows with these numbers, [..., columns]."""
@@ -156,12 +165,25 @@ class FrozenLayer:
         return cls(matrices=matrices, vectors=vectors, dtype=dtype)
 
 
+def adapted_lengths(length_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor, *, scale: float) -> Tensor:
+    """The lengths of the rows of W + scale B A, float32 [rows]: |w|^2 + 2 scale w A^T b + scale^2 b A A^T b of each row
+    w of W and b of B, so that the sum itself is not made.
+
+    Args:
+        length_R: |w|.
+        wa_RK: W A^T.
+    """
+    wa_RK, a_KC, b_RK = wa_RK.float(), a_KC.float(), b_RK.float()
+    between_R, beyond_R = (wa_RK * b_RK).sum(1), (b_RK @ (a_KC @ a_KC.T) * b_RK).sum(1)
+    return (length_R.square() + 2 * scale * between_R + scale**2 * beyond_R).clamp_min(_LEAST_SQUARE).sqrt()
+
+
 class AdaptedLayer(dict[str, Tensor]):
     """What the model's functions see of a layer with adapters: their leaves, and norms and biases of the base, by name.
     Its matrices are only used through the methods.
 
     Args:
-        adapters: A and B, by name: leaves of autograd, or none.
+        adapters: A and B, and m of "dora", by name: leaves of autograd, or none.
         scale: what B A is multiplied with.
     """
 
@@ -173,14 +195,28 @@ class AdaptedLayer(dict[str, Tensor]):
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """The projection `name` with its adapter and its bias, if there are: [..., columns] -> [..., rows]."""
-        y = self._frozen.matrices[name + ".weight"].times(x)
-        bias = self.get(name + ".bias")
+        matrix, bias, (a, b) = self._frozen.matrices[name + ".weight"], self.get(name + ".bias"), adapter_names(name)
+        if magnitude_name(name) in self:
+            y = self._with_lengths(matrix, x, self[a], self[b], self[magnitude_name(name)])
+        else:
+            y = matrix.times(x)
         if bias is not None:
             y = y + bias
-        a, b = adapter_names(name)
-        if a not in self:
+        if a not in self or magnitude_name(name) in self:
             return y
         return y + functional.linear(functional.linear(x, self[a]), self[b]) * self._scale
+
+    def _with_lengths(self, matrix: FrozenMatrix, x: Tensor, a_KC: Tensor, b_RK: Tensor, m_R: Tensor) -> Tensor:
+        """What W' makes of x, W' = W + scale B A with rows of length ||W|| + m: [..., columns] -> [..., rows]."""
+        # W A^T, which the lengths need, comes with the same product as if A were K more tokens.
+        rows = math.prod(x.shape[:-1])
+        both = matrix.times(torch.cat([x.reshape(rows, -1), a_KC.detach()]))
+        y = both[:rows].view(*x.shape[:-1], -1) + functional.linear(functional.linear(x, a_KC), b_RK) * self._scale
+        times_R = (matrix.lengths() + m_R) / adapted_lengths(
+            matrix.lengths(), both[rows:].detach().T, a_KC.detach(), b_RK.detach(), scale=self._scale
+        )
+        # In bfloat16 1.001 is 1.
+        return y + y * (times_R - 1).to(y.dtype)
 
     def grouped(self, names: Sequence[str], x_PC: Tensor, offset_E: Tensor) -> Tensor:
         """As `kernels.dispatch.grouped_matmul` with the matrices `names` of experts, which have no adapters."""

@@ -153,7 +153,7 @@ def tied_spans(spec: RunSpec, keys: tuple[str, ...]) -> Mapping[str, slice]:
 
 @lru_cache(maxsize=4096)
 def _adapter_layout(model: ModelSpec, adapter: AdapterSpec, key: str) -> LayerLayout:
-    return _layout_of(key, adapter_tensors(model, adapter, key), {})
+    return _layout_of(key, *adapter_tensors(model, adapter, key))
 
 
 def _layout_of(key: str, matrices: Shapes, vectors: Shapes) -> LayerLayout:
@@ -181,8 +181,8 @@ def initial_parameters(spec: RunSpec, key: str) -> Tensor:
 
 
 def _initial_adapters(spec: RunSpec, key: str) -> Tensor:
-    """A is uniform in 1 / sqrt(columns) around zero, as PEFT has it, and B zero: at first the model is its base. A pure
-    function of the run's spec, as `init_layer`."""
+    """A is uniform in 1 / sqrt(columns) around zero, as PEFT has it, and all else zero: at first the model is its base.
+    A pure function of the run's spec, as `init_layer`."""
     layout = state_layout(spec, key)
     generator = _generator(f"{spec.seed} {key} adapter")
     flat_N = torch.zeros(layout.numel)

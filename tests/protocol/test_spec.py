@@ -258,7 +258,7 @@ def test_a_run_without_adapters_is_the_run_that_it_was() -> None:
     ("lines", "complaint"),
     [
         ("rank = 4", "adapter.* kind is missing"),
-        ('kind = "dora"', r"adapter.kind cannot be 'dora': it is one of lora"),
+        ('kind = "prefix"', r"adapter.kind cannot be 'prefix': it is one of lora, dora"),
         ('kind = "lora"\nrank = 0', "rank must be positive, is 0"),
         ('kind = "lora"\ntargets = ["lm_head"]', r"targets has .'lm_head'.: a decoder layer has q_proj"),
         ('kind = "lora"\nrank = 999', "adapter.rank 999 is more than model.dim 128"),

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -68,8 +68,8 @@ def saved(folder: Path, kind: Any, *, tied: bool, **more: Any) -> Path:
     return folder
 
 
-def imported(model: Path, *, base: BaseFormat = "fp32", **adapter: Any) -> RunSpec:
-    return import_model(model, context=16, adapter=AdapterSpec(kind="lora", rank=4, alpha=6.0, base=base, **adapter))
+def imported(model: Path, *, base: BaseFormat = "fp32", kind: Literal["lora", "dora"] = "lora", **more: Any) -> RunSpec:
+    return import_model(model, context=16, adapter=AdapterSpec(kind=kind, rank=4, alpha=6.0, base=base, **more))
 
 
 def adapters(spec: RunSpec, key: str) -> torch.Tensor:
@@ -131,10 +131,10 @@ def test_the_import_says_what_goes_with_what(model: Path, tmp_path: Path) -> Non
     assert "--lora RANK" in said.output
 
 
-@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")], ids=["all", "two"])
-def test_peft_loads_the_export_with_equal_logits(model: Path, tmp_path: Path, targets: tuple[str, ...] | None) -> None:
+@pytest.mark.parametrize("adapter", [{}, {"targets": ("q_proj", "down_proj")}, {"kind": "dora"}], ids=str)
+def test_peft_loads_the_export_with_equal_logits(model: Path, tmp_path: Path, adapter: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
-    spec = imported(model) if targets is None else imported(model, targets=targets)
+    spec = imported(model, **adapter)
     write(spec, tmp_path / "peer")
     done = export(find_snapshots(tmp_path / "peer"), tmp_path / "out")
     assert done.form == "peft"
@@ -153,8 +153,11 @@ def test_peft_loads_the_export_with_equal_logits(model: Path, tmp_path: Path, ta
 
 
 @pytest.mark.parametrize("base", ["fp32", "bf16", "nf4"])
-def test_the_merged_export_is_the_model_that_was_trained(model: Path, tmp_path: Path, base: BaseFormat) -> None:
-    spec = imported(model, base=base)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_merged_export_is_the_model_that_was_trained(
+    model: Path, tmp_path: Path, base: BaseFormat, kind: Literal["lora", "dora"]
+) -> None:
+    spec = imported(model, base=base, kind=kind)
     write(spec, tmp_path / "peer")
     done = export(find_snapshots(tmp_path / "peer"), tmp_path / "out", form="hf")
     assert done.form == "hf"

@@ -45,15 +45,19 @@ def layers_of(spec: RunSpec, *, dtype: torch.dtype = torch.float32, seed: int = 
 
 
 def merged(spec: RunSpec, layers: dict[str, AdaptedLayer]) -> dict[str, dict[str, torch.Tensor]]:
-    """W + (alpha / rank) B A, of the base as it is stored."""
+    """W + (alpha / rank) B A, of the base as it is stored, and with "dora" rows of the length of W's, and of m more."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, layer in layers.items():
         names = layer_layout(spec.model, key).names
         found[key] = {name: layer[name] if name in layer else layer.matrix(name).clone() for name in names}
         for name in found[key]:
             of = name.removesuffix(".weight")
+            lengths = found[key][name].norm(dim=-1, keepdim=True)
             if f"{of}.lora_A.weight" in layer:
                 found[key][name] += 1.5 * layer[f"{of}.lora_B.weight"] @ layer[f"{of}.lora_A.weight"]
+            if f"{of}.lora_magnitude_vector" in layer:
+                lengths += layer[f"{of}.lora_magnitude_vector"][:, None]
+                found[key][name] *= lengths / found[key][name].norm(dim=-1, keepdim=True)
     return found
 
 
@@ -127,8 +131,10 @@ def test_a_product_with_a_stored_matrix_and_its_gradient_are_those_of_the_dense_
 
 @pytest.mark.parametrize("base", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_with_adapters_is_the_layer_that_they_make(base: str, family: str) -> None:
-    spec = msgspec.convert(msgspec.to_builtins(spec_with(base)) | {"model": MODEL | FAMILIES[family]}, RunSpec)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_layer_with_adapters_is_the_layer_that_they_make(base: str, family: str, kind: str) -> None:
+    spec = spec_with(base, kind=kind)
+    spec = msgspec.convert(msgspec.to_builtins(spec) | {"model": MODEL | FAMILIES[family]}, RunSpec)
     layers, keys = layers_of(spec), all_layer_keys(spec.model)
     tokens_BT = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
     rotary = rotary_tables(spec.model)
@@ -168,9 +174,10 @@ def test_the_gradient_through_stored_experts_is_that_through_dense_ones(base: st
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("base", FORMATS)
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_only_adapters_get_gradients(base: str, dtype: torch.dtype, family: str) -> None:
-    spec = msgspec.convert(msgspec.to_builtins(spec_with(base)) | {"model": MODEL | FAMILIES[family]}, RunSpec)
+@pytest.mark.parametrize(("kind", "family"), [("lora", "llama"), ("dora", "biases"), ("lora", "mixtral")])
+def test_only_adapters_get_gradients(base: str, dtype: torch.dtype, kind: str, family: str) -> None:
+    spec = spec_with(base, kind=kind)
+    spec = msgspec.convert(msgspec.to_builtins(spec) | {"model": MODEL | FAMILIES[family]}, RunSpec)
     layers = layers_of(spec, dtype=dtype)
     tokens_BT = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
     x_BTD = run_layers(spec.model, all_layer_keys(spec.model)[:-1], layers, tokens_BT, rotary_tables(spec.model))
