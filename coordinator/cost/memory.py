@@ -196,10 +196,8 @@ def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
     tokens = spec.training.microbatch_size * spec.model.context
     if spec.adapter is not None:
         step = STEP_TEMPORARIES * state_elements(spec, "layers.0")
-        dense = _dense_bytes(spec, float(spec.model.dim * spec.model.ffn_dim), "layers.0")
-        if spec.model.num_experts and dense:  # one matrix of each of them at a time, in what is multiplied in
-            of = BF16 if spec.training.compute == "bf16" else FP32
-            dense += of * spec.model.num_experts * spec.model.dim * spec.model.ffn_dim
+        # One matrix at a time, of all experts where there are any.
+        dense = _dense_bytes(spec, float(spec.model.experts_held * spec.model.dim * spec.model.ffn_dim), "layers.0")
         return max(step, tokens * _graph_bytes(spec) + dense)
     step = STEP_TEMPORARIES * decoder_parameters(spec.model, experts_held=experts_held)
     return max(step, tokens * _graph_bytes(spec))
@@ -218,10 +216,12 @@ def frozen_base(spec: RunSpec) -> FrozenBase | None:
 
 
 def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
-    """What a matrix of a layer of the base takes while a product needs it dense: in float32, and in what is multiplied
-    in, where it is stored in few bits. Of the embedding only rows are made dense, unless it is in few bits."""
+    """What a matrix of a layer of the base takes while a product needs it dense: in what is multiplied in, and int8 in
+    float32 before that. Of the embedding only rows are made dense, unless it is in few bits."""
     assert spec.adapter is not None
     base = spec.adapter.base
+    if base == "nf4" and key not in (EMBED, HEAD):  # whose ends are int8
+        return (BF16 if spec.training.compute == "bf16" else FP32) * numel
     if base in ("int8", "nf4"):
         return (FP32 + BF16) * numel
     is_stored_so = (base == "bf16") == (spec.training.compute == "bf16") and spec.training.compute != "auto"

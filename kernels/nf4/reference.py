@@ -1,4 +1,5 @@
-"""NormalFloat: four bits a number, for weights that are about normal. Plain torch, for every device.
+"""NormalFloat: four bits a number, for weights that are about normal. Plain torch, for every device; `triton_nf4.py`
+reads the same bits on a card.
 
 Tiles of 64 numbers share a scale f, their largest magnitude, rounded up to bfloat16; a number x becomes the nearest of
 16 levels to x / f, which are as likely as each other where x is normal. A payload holds, for T tiles, T scales in
@@ -74,18 +75,19 @@ def encode(x_N: Tensor) -> Tensor:
     return payload_B
 
 
-def decode(payload_B: Tensor, numel: int) -> Tensor:
+def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Read a tensor back.
 
     Args:
         payload_B: uint8 [B], `payload_bytes(numel)` of them. Any bytes can be read.
         numel: N.
-    Returns: float32 [N].
+        dtype: what each float32 number is rounded to.
+    Returns: [N] of `dtype`.
     """
     tiles = num_tiles(numel)
     scale_T, code_TB = _parts(payload_B, tiles)
-    x_TE = torch.empty((tiles, TILE), device=payload_B.device)
-    levels = _levels(payload_B.device)
+    x_TE = torch.empty((tiles, TILE), dtype=dtype, device=payload_B.device)
+    levels = levels_on(payload_B.device)
     for start in range(0, tiles, _CHUNK_TILES):
         stop = min(start + _CHUNK_TILES, tiles)
         factor_T = (scale_T[start:stop].to(torch.int32) << 16).view(torch.float32)
@@ -115,7 +117,8 @@ def _rounded_up(a_T: Tensor) -> Tensor:
 
 
 @cache
-def _levels(device: torch.device) -> Tensor:
+def levels_on(device: torch.device) -> Tensor:
+    """`LEVELS` as float32 [16]."""
     return torch.tensor(LEVELS, device=device)
 
 

@@ -86,10 +86,9 @@ class FrozenMatrix:
         if self._form in _PLAIN:
             return self._stored_Y.view(_PLAIN[self._form]).view(self.shape).to(dtype)
         numel = math.prod(self.shape)
-        flat_N = (
-            nf4.decode(self._stored_Y, numel) if self._form == "nf4" else codec.decode(self._stored_Y, numel, _INT8)
-        )
-        return flat_N.view(self.shape).to(dtype)
+        if self._form == "nf4":
+            return nf4.decode(self._stored_Y, numel, dtype).view(self.shape)
+        return codec.decode(self._stored_Y, numel, _INT8).view(self.shape).to(dtype)
 
     def lengths(self) -> Tensor:
         """float32 [rows], each row's Euclidean norm. It is taken once."""

@@ -39,6 +39,7 @@ import optimizer_kernel
 
 from job_times import cpu_ms, cuda_ms
 from shoal.coordinator.cost.memory import resident_terms
+from shoal.kernels import nf4
 from shoal.kernels.codec import FORMATS, decode, encode
 from shoal.kernels.dispatch import group
 from shoal.kernels.optimizer import OPTIMIZERS
@@ -308,6 +309,9 @@ def wire(bench: Bench) -> Iterator[Figure]:
         yield Figure("wire", f"{name} written, over copying", share, "", asked=0.7)
         share = copy_ms / bench.ms(lambda form=form, payload_B=payload_B: decode(payload_B, numel, form))
         yield Figure("wire", f"{name} read, over copying", share, "", asked=0.7)
+    stored_B, narrow_N = nf4.encode(x_N.cpu()).to(bench.device), torch.empty_like(x_N, dtype=torch.bfloat16)
+    share = bench.ms(lambda: narrow_N.copy_(x_N)) / bench.ms(lambda: nf4.decode(stored_B, numel, torch.bfloat16))
+    yield Figure("wire", "nf4 read as bfloat16, over copying float32 into that", share, "", asked=0.7)
 
 
 def digests(bench: Bench) -> Iterator[Figure]:

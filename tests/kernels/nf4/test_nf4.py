@@ -1,12 +1,15 @@
 """Four bits a number: the nearest of 16 levels of a tile's largest magnitude, and the same bytes everywhere."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.kernels.nf4 import decode, encode, payload_bytes
+from shoal.kernels.nf4 import decode, encode, payload_bytes, reference
 from shoal.kernels.nf4.reference import LEVELS
+from twins import DEVICE
 
 
 def normal(numel: int, seed: int = 0) -> torch.Tensor:
@@ -52,3 +55,13 @@ def test_error_of_normal_numbers_is_that_of_the_paper_s_format() -> None:
 def test_extreme_numbers_stay_finite(worst: float) -> None:
     x_N = torch.full((64,), worst)
     assert decode(encode(x_N), 64).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 64, 65, 3000])
+@pytest.mark.parametrize("scale", [1.0, 3e-39, 1e38])
+def test_the_twins_read_the_same_bits(twin: ModuleType, dtype: torch.dtype, numel: int, scale: float) -> None:
+    payload_B = encode(normal(numel, seed=numel) * scale)
+    found_N = twin.decode(payload_B.to(DEVICE), numel, dtype)
+    assert found_N.dtype == dtype
+    assert torch.equal(found_N.cpu(), reference.decode(payload_B, numel).to(dtype))

@@ -1,0 +1,66 @@
+"""Four bits a number, in Triton: the twin of `reference.decode`, bit for bit.
+
+A program has `TILES` tiles. Each product is of two float32 numbers and is rounded once, to float32, and then to the
+nearest bfloat16, ties to even, where that is wanted.
+
+Nobody encodes on a card: a base is made once, by whoever has the model, on its CPU.
+
+`TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only.
+
+Letters as in `reference.py`.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shoal.kernels.nf4.reference import SCALE_BYTES, TILE, levels_on, num_tiles
+
+TILES: int = 32
+"""Tiles a program."""
+_WARPS: Final = 4
+
+
+@triton.jit
+def decode_kernel(
+    scale_T, code_B, level_L, x_N, numel, tiles, NARROW: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """Decode the `TILES` tiles of this program. A tile is 64 numbers: a bfloat16 scale and 32 bytes of codes.
+
+    NARROW: `x_N` has the bits of bfloat16 numbers, as int16.
+    """
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    element = tl.arange(0, SIZE)
+    is_there = tile < tiles
+    factor = (tl.load(scale_T + tile, mask=is_there, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    half: tl.constexpr = SIZE // 2
+    at_byte = tile.to(tl.int64)[:, None] * half + (element % half)[None, :]
+    packed = tl.load(code_B + at_byte, mask=is_there[:, None], other=0).to(tl.int32)
+    level = tl.load(level_L + ((packed >> (4 * (element // half))[None, :]) & 15))
+    x = level * factor[:, None]
+    at = tile.to(tl.int64)[:, None] * SIZE + element[None, :]
+    if NARROW:
+        # The interpreter would cut bits off.
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        tl.store(x_N + at, (bits >> 16).to(tl.int16), mask=at < numel)
+    else:
+        tl.store(x_N + at, x, mask=at < numel)
+
+
+def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Do what `reference.decode` does."""
+    tiles, is_narrow = num_tiles(numel), dtype == torch.bfloat16
+    x_N = torch.empty(numel, dtype=torch.bfloat16 if is_narrow else torch.float32, device=payload_B.device)
+    if tiles:
+        # Triton launches on the current device, whatever it is given.
+        with torch.cuda.device_of(payload_B):  # type: ignore[no-untyped-call]
+            decode_kernel[(triton.cdiv(tiles, TILES),)](
+                payload_B[: tiles * SCALE_BYTES].view(torch.int16), payload_B[tiles * SCALE_BYTES :],
+                levels_on(payload_B.device), x_N.view(torch.int16) if is_narrow else x_N, numel, tiles,
+                NARROW=is_narrow, SIZE=TILE, TILES=TILES, num_warps=_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+    return x_N.to(dtype)
