@@ -15,7 +15,8 @@ from shoal.protocol.tensors import ROUTER, layer_tensors
 
 ALIGNMENT: Final = 16
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
-_TILE: Final = 64
+TILE: Final = 64
+"""Numbers that share a scale, in formats of few bits."""
 _TILE_BYTES: Final = {"int8": 66, "nf4": 34}
 
 
@@ -36,7 +37,7 @@ def form_bytes(form: BaseFormat, numel: int) -> int:
     """The bytes of a tensor of `numel` elements."""
     if form in _PLAIN_BYTES:
         return _PLAIN_BYTES[form] * numel
-    return _TILE_BYTES[form] * -(-numel // _TILE)
+    return _TILE_BYTES[form] * -(-numel // TILE)
 
 
 @lru_cache(maxsize=4096)

@@ -395,7 +395,12 @@ class TrainingSpec(_Section, frozen=True):
     @property
     def recomputes(self) -> bool:
         """Whether a backward runs its forward again, to save memory or because the compensation wants newer weights."""
-        return self.keep == "recompute" or self.compensation in ("none", "spectrain")
+        return self.keep == "recompute" or self.wants_newer_weights
+
+    @property
+    def wants_newer_weights(self) -> bool:
+        """Whether the compensation wants a backward to take other weights than its forward had."""
+        return self.compensation in ("none", "spectrain")
 
 
 class SwarmSpec(_Section, frozen=True):
@@ -640,6 +645,12 @@ class RunSpec(_Section, frozen=True):
     def trains_tied(self) -> bool:
         """Embedding and head are one matrix that trains."""
         return self.model.tied and self.adapter is None
+
+    @property
+    def recomputes_by_layer(self) -> bool:
+        """Whether a backward runs the forward of one layer at a time again, from what that layer read, with the weights
+        of the forward. Those of adapters are small enough to be kept."""
+        return self.adapter is not None and self.training.keep == "recompute" and not self.training.wants_newer_weights
 
     @property
     def tokens_per_step(self) -> int:

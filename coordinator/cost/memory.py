@@ -12,7 +12,7 @@ devices share the host's: so much is left over there.
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
-from shoal.protocol.base_format import base_bytes
+from shoal.protocol.base_format import TILE, base_bytes
 from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.tensors import expert_elements, num_elements, state_elements, trunk_elements
@@ -158,7 +158,7 @@ def decoder_parameters(model: ModelSpec, *, experts_held: int) -> float:
 
 def held_bytes(spec: RunSpec) -> tuple[float, ...]:
     """[L], what autograd keeps of a microbatch from its forward to its backward; with recomputation only a stage's
-    input, counted as one width a layer."""
+    input, counted as one width a layer, or what each layer read."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     if spec.training.recomputes:
         return (FP32 * tokens * model.dim,) * model.num_layers
@@ -168,11 +168,13 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
 def job_bytes(spec: RunSpec, *, experts_held: int) -> tuple[float, ...]:
     """[L], what the one job that runs takes besides, and the step of a layer that is larger than others.
 
-    With recomputation that is a graph of the whole stage. At the end it is the head's gradient and some of its logits,
-    or what its step needs, whichever is more; at the beginning what the embedding's step needs.
+    With recomputation that is a graph of the whole stage, or of one layer (`workspace_bytes`). At the end it is the
+    head's gradient and some of its logits, or what its step needs, whichever is more; at the beginning what the
+    embedding's step needs.
     """
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
-    job = [tokens * _graph_bytes(spec) if spec.training.recomputes else 0.0] * model.num_layers
+    is_whole = spec.training.recomputes and not spec.recomputes_by_layer
+    job = [tokens * _graph_bytes(spec) if is_whole else 0.0] * model.num_layers
     ends = float(model.vocab_size * model.dim)
     if spec.adapter is not None:
         # No gradient and no step of the two ends; the head is made dense for its products, if it is stored otherwise.
@@ -216,14 +218,13 @@ def frozen_base(spec: RunSpec) -> FrozenBase | None:
 
 
 def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
-    """What a matrix of a layer of the base takes while a product needs it dense: in what is multiplied in, and int8 in
-    float32 before that. Of the embedding only rows are made dense, unless it is in few bits."""
+    """What a matrix of a layer of the base takes while a product needs it dense: in what is multiplied in. Of the
+    embedding only rows are made dense."""
     assert spec.adapter is not None
     base = spec.adapter.base
-    if base == "nf4" and key not in (EMBED, HEAD):  # whose ends are int8
-        return (BF16 if spec.training.compute == "bf16" else FP32) * numel
     if base in ("int8", "nf4"):
-        return (FP32 + BF16) * numel
+        is_rows = key == EMBED and spec.model.dim % TILE == 0
+        return 0.0 if is_rows else (BF16 if spec.training.compute == "bf16" else FP32) * numel
     is_stored_so = (base == "bf16") == (spec.training.compute == "bf16") and spec.training.compute != "auto"
     return 0.0 if is_stored_so or key == EMBED else FP32 * numel
 

@@ -57,7 +57,8 @@ class Workload:
     layer_flop: tuple[float, ...]
     """[L], forward FLOP a microbatch."""
     backward_per_forward: float
-    """2, or 3 where the backward computes the forward again: not at the last stage, whose loss is in one with both."""
+    """2, or 3 where the backward computes the forward again: not at the last stage, whose loss is in one with both,
+    unless `recomputes_by_layer`."""
     layer_parameters: tuple[float, ...]
     """[L], the parameters of one replica. Of placed experts those count that its slots hold: what it reduces is in
     proportion, too."""
@@ -78,6 +79,8 @@ class Workload:
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
     """None: each member holds all of its layers."""
+    recomputes_by_layer: bool = False
+    """The last stage, too, runs its layers again."""
 
     @property
     def layer_held_bytes(self) -> tuple[float, ...]:
@@ -95,6 +98,8 @@ class Workload:
     @property
     def loss_per_forward(self) -> float:
         """The last stage's job, in forwards."""
+        if self.recomputes_by_layer:
+            return 1.0 + self.backward_per_forward
         return 1.0 + min(self.backward_per_forward, _backward_per_forward(adapts=self.memory.base is not None))
 
     @property
@@ -149,8 +154,13 @@ class Workload:
         recompute = training.recomputes
         both_ways = (spec.wire.activations, spec.wire.backward)
         backward = _backward_per_forward(adapts=spec.adapter is not None)
+        costs = list(layer_costs(model))
+        if spec.recomputes_by_layer:
+            # The last stage runs its layers again and not its head, which counts so much less: for all of that stage's
+            # job together this is exact.
+            costs[-1] -= 2.0 * num_elements(model, HEAD)[0] / (2.0 + backward)
         return cls(
-            layer_flop=tuple(flop * tokens for flop in layer_costs(model)),
+            layer_flop=tuple(flop * tokens for flop in costs),
             backward_per_forward=backward + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(spec),
             gradient_bytes_per_parameter=_bytes_per_number(spec.wire.sums[-1]),
@@ -162,6 +172,7 @@ class Workload:
             s_max=training.s_max,
             control=price_of(training.compensation, optimizer=spec.optimizer.name) if training.s_max else None,
             experts=_placed_experts(spec),
+            recomputes_by_layer=spec.recomputes_by_layer,
         )
 
 

@@ -21,7 +21,8 @@ class JobFlop:
     forward: float
     backward: float
     loss: float
-    """At the last stage: both in one, and nothing is run again, since what the forward has kept is still there."""
+    """At the last stage: both in one. Nothing is run again, since what the forward has kept is still there, but for the
+    layers before the head where a backward runs one at a time again."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
@@ -30,13 +31,33 @@ def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(forward_flop(spec.model, key, tokens) for key in keys)
     backward = BACKWARD_PER_FORWARD if spec.adapter is None else ADAPTED_BACKWARD_PER_FORWARD
-    return job_flop(forward, recomputes=spec.training.recomputes, backward_per_forward=backward)
+    again = forward - sum(forward_flop(spec.model, key, tokens) for key in keys if key == HEAD)
+    return job_flop(
+        forward,
+        recomputes=spec.training.recomputes,
+        backward_per_forward=backward,
+        again_at_loss=again if spec.recomputes_by_layer else 0.0,
+    )
 
 
-def job_flop(forward: float, *, recomputes: bool, backward_per_forward: float = BACKWARD_PER_FORWARD) -> JobFlop:
-    """Args: forward: FLOP of it. recomputes: a backward runs the forward again before it."""
+def job_flop(
+    forward: float,
+    *,
+    recomputes: bool,
+    backward_per_forward: float = BACKWARD_PER_FORWARD,
+    again_at_loss: float = 0.0,
+) -> JobFlop:
+    """Args:
+    forward: FLOP of it.
+    recomputes: a backward runs the forward again before it.
+    again_at_loss: FLOP that the last stage's job runs again.
+    """
     backward = backward_per_forward * forward
-    return JobFlop(forward=forward, backward=forward + backward if recomputes else backward, loss=forward + backward)
+    return JobFlop(
+        forward=forward,
+        backward=forward + backward if recomputes else backward,
+        loss=forward + backward + again_at_loss,
+    )
 
 
 def expert_flop(model: ModelSpec, num_tokens: int) -> float:

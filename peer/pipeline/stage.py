@@ -5,6 +5,9 @@ its context holds the very tensors. Unless memory is short (`keep = "recompute"`
 otherwise: then it holds the input only, and the backward runs the forward again with the weights for its step that the
 version of that moment has.
 
+Where adapters train and memory is short, a context holds what each layer read, and the backward runs one layer's
+forward at a time again: there is never the graph of more than one. So it is for all runs once a job has found no memory.
+
 No job looks at a number of its device before its end, where it waits for what it sends anyway (`../model/finite.py`).
 
 Where the experts are elsewhere, `trunk.py` is in the place of this.
@@ -14,7 +17,9 @@ B samples   T tokens   D width   N parameters of the stage, its layers' flat buf
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +31,7 @@ from shoal.peer.model.backward import backward
 from shoal.peer.model.documents import Documents
 from shoal.peer.model.finite import finite
 from shoal.peer.model.flop import stage_flop
-from shoal.peer.model.layout import HEAD, stage_layer_keys
+from shoal.peer.model.layout import EMBED, HEAD, stage_layer_keys
 from shoal.peer.model.mixture import ExpertLoads, Mixture
 from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.fixed_stage import FixedStage
@@ -49,6 +54,8 @@ class _Context:
     kept: tuple[WeightSet, Leaves, Tensor] | None
     """The weights that the forward took, the same as autograd leaves, and the output [B, T, D] with its graph. None:
     the backward runs the forward again."""
+    read: "tuple[WeightSet, Leaves, list[Tensor]] | None" = None
+    """The weights, and what each layer read, without a graph."""
 
 
 class StageRuntime(Shard):
@@ -75,6 +82,7 @@ class StageRuntime(Shard):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
         self._contexts: dict[Microbatch, _Context] = {}
+        self._by_layer = spec.recomputes_by_layer
         self.flop = stage_flop(spec, self.keys)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
@@ -84,9 +92,14 @@ class StageRuntime(Shard):
         """
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
+        mixture = Mixture(loads=self.expert_loads)
+        if self.spec.recomputes_by_layer:
+            y_BTD, read = self._read_by_layers(leaves, x, labels, mixture)
+            self._contexts[microbatch] = _Context(x, labels, contributes, None, (weights, leaves, read))
+            return self._boundary.send(y_BTD, labels)
         recomputes = self.spec.training.recomputes
         with torch.set_grad_enabled(not recomputes):
-            y_BTD = self._run_layers(leaves, x, labels, Mixture(loads=self.expert_loads))
+            y_BTD = self._run_layers(leaves, x, labels, mixture)
         self._contexts[microbatch] = _Context(x, labels, contributes, None if recomputes else (weights, leaves, y_BTD))
         return self._boundary.send(y_BTD, labels)
 
@@ -100,10 +113,17 @@ class StageRuntime(Shard):
         """
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
-        y_BTD = self._run_layers(leaves, x, labels, Mixture(loads=self.expert_loads))
+        mixture, read = Mixture(loads=self.expert_loads), None
+        if self._by_layer:
+            y_BTD, read = self._read_by_layers(leaves, x, labels, mixture)
+            y_BTD.requires_grad_()
+        else:
+            y_BTD = self._run_layers(leaves, x, labels, mixture)
         loss = self._boundary.loss(leaves[HEAD], y_BTD, labels)
         self._collect(microbatch, weights, leaves, contributes)
         torch.autograd.backward(loss)
+        if read is not None:
+            self._backward_by_layers(leaves, read, y_BTD.grad, x, labels)
         fine = finite(loss.detach())
         counts = self._contributions.zero_unless_finite(microbatch, fine)
         gradient = self._boundary.send_gradient(x, microbatch, fine)
@@ -118,12 +138,20 @@ class StageRuntime(Shard):
         """Gradient of our output -> gradient of our input (None at stage 0); `contribute` takes that of the weights."""
         context = self._contexts[microbatch]  # until all is done: a job that runs out of memory is tried again
         grad_BTD = self._boundary.receive_gradient(payload)
-        weights, leaves, y_BTD = context.kept or (*self._weights_of(microbatch), None)
-        self._collect(microbatch, weights, leaves, context.contributes)
         fine = finite(grad_BTD)
-        if y_BTD is None:
+        if context.kept is not None:
+            weights, leaves, y_BTD = context.kept
+            self._collect(microbatch, weights, leaves, context.contributes)
+            backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
+        elif context.read is not None or self._by_layer:
+            weights, leaves, read = context.read or self._read_again(microbatch, context)
+            self._collect(microbatch, weights, leaves, context.contributes)
+            self._backward_by_layers(leaves, read, grad_BTD, context.x, context.labels)
+        else:
+            weights, leaves = self._weights_of(microbatch)
+            self._collect(microbatch, weights, leaves, context.contributes)
             y_BTD = self._run_layers(leaves, context.x, context.labels, Mixture())
-        backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
+            backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
         # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
         counts = self._contributions.zero_unless_finite(microbatch, fine)
         gradient = self._boundary.send_gradient(context.x, microbatch, fine)
@@ -154,10 +182,13 @@ class StageRuntime(Shard):
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
     def make_room(self) -> None:
-        """Let every microbatch that waits for its backward run its forward again, as with `keep = "recompute"`."""
+        """Let every microbatch that waits for its backward run its forward again, as with `keep = "recompute"`, and
+        from now on layer by layer."""
+        self._by_layer = True
         for microbatch, context in list(self._contexts.items()):
             context.x.grad = None
-            self._contexts[microbatch] = _Context(context.x, context.labels, context.contributes, None)
+            read = context.read if self.spec.recomputes_by_layer else None
+            self._contexts[microbatch] = _Context(context.x, context.labels, context.contributes, None, read)
         super().make_room()
 
     def forget(self, microbatch: Microbatch) -> None:
@@ -169,9 +200,62 @@ class StageRuntime(Shard):
         """All but the head, which ends in the loss."""
         if x.is_floating_point():
             x = x.to(self.dtype)
-        keys = [key for key in self.keys if key != HEAD]
+        for layer in self._layers(leaves, labels, mixture):
+            x = layer(x)
+        return x
+
+    def _layers(self, leaves: Leaves, labels: Labels, mixture: Mixture) -> list[Callable[[Tensor], Tensor]]:
+        """The forward of each layer but the head."""
         rotary, documents = self._rotary, None
         if labels.begins_BT is not None:
             documents = Documents(labels.begins_BT)
             rotary = documents.positioned(rotary)
-        return llama.run_layers(self.spec.model, keys, leaves, x, rotary, mixture=mixture, documents=documents)
+        model, keys = self.spec.model, [key for key in self.keys if key != HEAD]
+        run = partial(
+            llama.run_layers, model, params_by_key=leaves, rotary=rotary, mixture=mixture, documents=documents
+        )
+        return [partial(_run_one, run, key) for key in keys]
+
+    # --- layer by layer ---
+
+    @torch.no_grad()
+    def _read_by_layers(
+        self, leaves: Leaves, x: Tensor, labels: Labels, mixture: Mixture
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As `_run_layers`, without a graph. Returns: (the output, what each layer read)."""
+        x = x.detach()
+        if x.is_floating_point():
+            x = x.to(self.dtype)
+        read: list[Tensor] = []
+        for layer in self._layers(leaves, labels, mixture):
+            read.append(x)
+            x = layer(x)
+        return x, read
+
+    def _read_again(self, microbatch: Microbatch, context: _Context) -> tuple[WeightSet, Leaves, list[Tensor]]:
+        """With the weights for its step that the version of this moment has."""
+        weights, leaves = self._weights_of(microbatch)
+        _, read = self._read_by_layers(leaves, context.x, context.labels, Mixture())
+        return weights, leaves, read
+
+    def _backward_by_layers(
+        self, leaves: Leaves, read: list[Tensor], grad_BTD: Tensor | None, x: Tensor, labels: Labels
+    ) -> None:
+        """Leave the gradients of weights in `leaves`, and that of the stage's input in `x`.
+
+        Args: grad_BTD: of the output; None: nothing has come back to it, and nothing comes of it.
+        """
+        layers = self._layers(leaves, labels, Mixture())
+        for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):
+            if grad_BTD is None or (key == EMBED and self.spec.adapter is not None):
+                return  # nothing before this trains
+            x_leaf = x_read.detach().requires_grad_(x_read.is_floating_point())
+            y_BTD = layer(x_leaf)
+            backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
+            grad_BTD = x_leaf.grad
+        if x.is_floating_point() and grad_BTD is not None:
+            x.grad = grad_BTD.to(x.dtype)
+
+
+def _run_one(run: Callable[..., Tensor], key: str, x: Tensor) -> Tensor:
+    return run(keys=(key,), x=x)

@@ -5,6 +5,8 @@ import pytest
 
 from shoal.coordinator.cost.memory import COUNTED_BYTES_PER_PARAMETER
 from shoal.coordinator.cost.workload import Workload
+from shoal.peer.model.flop import stage_flop
+from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.spec import (
     AdapterSpec,
     BaseFormat,
@@ -125,7 +127,11 @@ def test_beside_experts_the_attention_trains_and_each_member_holds_all_of_its_la
 def test_a_backward_beside_a_base_is_one_product_and_not_two() -> None:
     assert (adapted("bf16").backward_per_forward, adapted("bf16").loss_per_forward) == (1.0, 2.0)
     again = adapted("bf16", keep="recompute")
-    assert (again.backward_per_forward, again.loss_per_forward) == (2.0, 2.0)
+    assert (again.backward_per_forward, again.loss_per_forward) == (2.0, 3.0), "layer by layer, at the last stage too"
+    training = TrainingSpec(keep="recompute", microbatch_size=1)
+    spec = RunSpec(model=LLAMA_8B, adapter=AdapterSpec(kind="lora"), training=training)
+    job = stage_flop(spec, stage_layer_keys(LLAMA_8B, 20, 32)).loss
+    assert again.job_flop(20, 32) == pytest.approx(job, rel=1e-6), "but not its head"
 
 
 def test_stages_taken_for_layers_keep_their_base() -> None:

@@ -8,12 +8,13 @@ import torch
 from blake3 import blake3
 from torch.nn import functional
 
+from shoal.peer.model import frozen
 from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer, FrozenMatrix, base_numel, seed_base, stored_base
 from shoal.peer.model.layout import all_layer_keys, init_layer, initial_parameters, layer_layout, state_layout
 from shoal.peer.model.llama import loss_of_head, rotary_tables, run_layers
 from shoal.peer.model.mixture import Mixture, mixture_layer
 from shoal.protocol.base_format import model_bytes, stored_tensors
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import BaseFormat, RunSpec
 
 CPU = torch.device("cpu")
 FORMATS = ["fp32", "bf16", "int8", "nf4"]
@@ -140,6 +141,22 @@ def test_a_layer_with_adapters_is_the_layer_that_they_make(base: str, family: st
     rotary = rotary_tables(spec.model)
     logits = run_layers(spec.model, keys, layers, tokens_BT, rotary)
     assert torch.allclose(logits, run_layers(spec.model, keys, merged(spec, layers), tokens_BT, rotary), atol=2e-4)
+
+
+@pytest.mark.parametrize("base", FORMATS)
+@pytest.mark.parametrize("shape", [(50, 128), (50, 96)])
+def test_rows_are_those_of_the_dense_matrix_and_its_parts_fit_together(
+    base: BaseFormat, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x_RC = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    matrix = FrozenMatrix(frozen._encoded(x_RC, base), shape, base)
+    whole_RC = matrix.dense(torch.float32)
+    assert torch.equal(matrix.dense(torch.bfloat16), whole_RC.to(torch.bfloat16))
+    monkeypatch.setattr(frozen, "_CHUNK", 128)
+    assert torch.equal(matrix.dense(torch.float32), whole_RC)
+    index = torch.tensor([[3, 49, 0], [3, 7, 12]])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(matrix.rows(index, dtype), whole_RC[index].to(dtype))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
