@@ -6,7 +6,7 @@ otherwise: then it holds the input only, and the backward runs the forward again
 version of that moment has.
 
 Where adapters train and memory is short, a context holds what each layer read, and the backward runs one layer's
-forward at a time again: there is never the graph of more than one. So it is for all runs once a job has found no memory.
+forward at a time again: there is never the graph of more than one. So it is for all runs once a job found no memory.
 
 No job looks at a number of its device before its end, where it waits for what it sends anyway (`../model/finite.py`).
 
