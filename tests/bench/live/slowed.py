@@ -70,17 +70,15 @@ def slowed(name: str, what: str, seed: int, known: dict[str, Pinned]) -> Slowed:
         )
     )
 
-    def rate(begin_s: float, end_s: float) -> float:
-        return (result.tokens_by(end_s) - result.tokens_by(begin_s)) / (end_s - begin_s)
-
+    before = result.tokens_by(BEFORE_S) - result.tokens_by(BEFORE_S - MEASURED_S)
     return Slowed(
         case=name,
         what=what,
         seed=seed,
         before=pinned(scenario, "ours", seed, known, None),
         then=pinned(then, "ours", seed, known, None),
-        rate_before=rate(BEFORE_S - MEASURED_S, BEFORE_S),
-        rate=rate(from_s, seconds),
+        rate_before=before / MEASURED_S,
+        rate=result.tokens_per_s_from(from_s),  # until the last commit: a step in flight is a seventh of the time
         live=told(result, seconds),
     )
 
