@@ -52,7 +52,7 @@ from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.shares import split
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.plan_layout import Layout
+from shoal.coordinator.plan_layout import Layout, places_of
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.spec import RunSpec
@@ -135,15 +135,19 @@ class EvolutionaryAllocator:
             if previous is None:
                 return _first(snapshot, seed)
             divided = _divided(snapshot, previous, seed)
-            return _unless_slower(snapshot, divided if divided is not None else _better(snapshot, previous, seed))
+            found = divided if divided is not None else _better(snapshot, previous, seed)
+            return _unless_slower(snapshot, previous, found)
         except NoLayout as flaw:
             return None, f"a search found no layout: {flaw}"
 
 
-def _unless_slower(snapshot: Snapshot, found: tuple[Layout | None, str]) -> tuple[Layout | None, str]:
+def _unless_slower(snapshot: Snapshot, previous: Plan, found: tuple[Layout | None, str]) -> tuple[Layout | None, str]:
     """Drop a layout that should be no faster than the live one is seen to be. The figures say less of the live one than
-    it makes, so they are wrong, and no reason to move."""
+    it makes, so they are wrong, and no reason to move. Where nobody moves there is nothing to lose: other shares alone
+    are never dropped."""
     layout, _ = found
+    if layout is not None and layout.places() == places_of(previous):
+        return found
     promised = foresee(snapshot, layout.stages) if layout is not None else None
     if promised is None or promised.tokens_per_s > snapshot.seen_tokens_per_s:
         return found

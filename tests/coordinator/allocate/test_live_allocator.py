@@ -303,6 +303,10 @@ def test_the_shares_of_a_layout_that_stays_follow_what_is_measured():
     assert groups(layout) == groups(changed)
     shares = [{member.peer: member.share for member in made.stages[0].members} for made in (changed, layout)]
     assert shares[1]["c"] < 0.5 * shares[0]["c"]
+    faster = replace(snapshot_of(names, previous=previous, says=says), seen_tokens_per_s=1e12)
+    assert ALLOCATOR.search(faster, previous, seed=2) == (layout, reason), (
+        "what was seen before it became slow is no bar"
+    )
     again = replace_stages(previous, layout)
     assert ALLOCATOR.search(snapshot_of(names, previous=again, says=says), again, seed=2)[0] is None
 
