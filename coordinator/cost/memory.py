@@ -63,6 +63,8 @@ class FrozenBase:
     """[L], embedding and head with the first and the last."""
     parameters: float
     """The parameters of the whole model."""
+    travels: bool = False
+    """Whether members fetch it, from whoever has it; else each makes it from the run's seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +216,7 @@ def frozen_base(spec: RunSpec) -> FrozenBase | None:
     layers[0] += embed
     layers[-1] += head
     parameters = float(sum(sum(num_elements(spec.model, key)) for key in keys))
-    return FrozenBase(layer_bytes=tuple(layers), parameters=parameters)
+    return FrozenBase(layer_bytes=tuple(layers), parameters=parameters, travels=bool(spec.initial.digests))
 
 
 def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
