@@ -14,6 +14,7 @@ from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.allocate.prospect import foresee
 from shoal.coordinator.cost.layer_costs import layer_costs
+from shoal.coordinator.cost.memory import FrozenBase
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
@@ -113,6 +114,21 @@ def test_a_first_layout_keeps_what_is_exchanged_inside_cities():
     assert plan_flaw(as_plan(layout), PlanShape(num_layers=6)) is None
     assert layout.spares == ()
     assert layout == first(), "the same snapshot and seed: the same layout"
+
+
+@pytest.mark.parametrize(("gigabytes", "divides"), [(0.01, False), (5.0, True)])
+def test_where_a_base_has_to_travel_a_first_layout_asks_for_less_of_it(gigabytes, divides):
+    """Each of four peers alone with the whole model is quickest; but 5 GB for each take an hour at 4 MB/s."""
+    snapshot, layers = replace(snapshot_of("abcd"), num_stages=None), SPEC.model.num_layers
+    workload = snapshot.workload
+    base = FrozenBase(layer_bytes=(gigabytes * 1e9 / layers,) * layers, parameters=1e6, travels=True)
+    memory = replace(workload.memory, base=base)
+    network = replace(snapshot.network, bytes_per_s=np.full((4, 4), 4e6))
+    snapshot = replace(snapshot, workload=replace(workload, memory=memory), network=network)
+    stays = replace(snapshot, workload=replace(workload, memory=replace(memory, base=replace(base, travels=False))))
+    layout, _ = ALLOCATOR.search(snapshot, None, seed=1)
+    assert len(ALLOCATOR.search(stays, None, seed=1)[0].stages) == 1
+    assert (len(layout.stages) > 1) == divides
 
 
 OFTEN = {"failure_probability": 0.5}
