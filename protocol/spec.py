@@ -368,8 +368,10 @@ class TrainingSpec(_Section, frozen=True):
     compute: Literal["auto", "bf16", "fp32"] = "auto"
     """What a forward and a backward multiply in. Parameters, moments, sums of gradients, norms, softmaxes and the loss
     are float32 in any case. "auto": each peer takes bf16 if its device is quicker in it; members may differ."""
-    keep: Literal["stash", "recompute"] = "stash"
-    """Between forward and backward a microbatch keeps its activations and weights, or only its input. Its backward then
+    keep: Literal["stash", "layers", "recompute"] = "stash"
+    """What a microbatch keeps between its forward and its backward. "stash": its activations and weights. "layers": its
+    weights, and what each layer read; the backward runs one layer's forward at a time again, the last stage's too, so
+    that the activations of one layer are in memory and not those of a stage. "recompute": its input alone; the backward
     runs the forward again, with the weights that its step has by then."""
     validation_interval_steps: int = 20
     """0: never validate."""
@@ -395,7 +397,7 @@ class TrainingSpec(_Section, frozen=True):
     @property
     def recomputes(self) -> bool:
         """Whether a backward runs its forward again, to save memory or because the compensation wants newer weights."""
-        return self.keep == "recompute" or self.wants_newer_weights
+        return self.keep != "stash" or self.wants_newer_weights
 
     @property
     def wants_newer_weights(self) -> bool:
@@ -649,8 +651,9 @@ class RunSpec(_Section, frozen=True):
     @property
     def recomputes_by_layer(self) -> bool:
         """Whether a backward runs the forward of one layer at a time again, from what that layer read, with the weights
-        of the forward. Those of adapters are small enough to be kept."""
-        return self.adapter is not None and self.training.keep == "recompute" and not self.training.wants_newer_weights
+        of the forward. (Where experts are placed a stage runs again as a whole.)"""
+        training = self.training
+        return training.keep == "layers" and not training.wants_newer_weights and not self.swarm.expert_slots
 
     @property
     def tokens_per_step(self) -> int:

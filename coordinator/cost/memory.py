@@ -122,7 +122,7 @@ class StageMemory:
 def resident_terms(spec: RunSpec) -> ResidentTerms:
     """The terms of a run. Where each peer chooses what it multiplies in, those of the one that takes more."""
     training = spec.training
-    s_max, recompute = training.s_max, training.recomputes
+    s_max, recompute = training.s_max, training.recomputes and not spec.recomputes_by_layer
     state = FP32 * (1.0 + _moments(spec))
     sets = max(1, s_max) if not (recompute and s_max) else 0
     asks = training.compensation in ("eager", "dc") and s_max > 0

@@ -80,7 +80,7 @@ class Workload:
     experts: PlacedExperts | None = None
     """None: each member holds all of its layers."""
     recomputes_by_layer: bool = False
-    """The last stage, too, runs its layers again."""
+    """The last stage runs its layers again, too."""
 
     @property
     def layer_held_bytes(self) -> tuple[float, ...]:

@@ -119,7 +119,9 @@ def usual_models() -> list[Named]:
             spec = RunSpec(model=model, training=training)
             found.append(Named(f"{name}, {context:,} tokens", spec))
             if name == "8 B":
-                adapted = msgspec.structs.replace(spec, adapter=AdapterSpec(kind="lora", rank=16, base="nf4"))
+                by_layer = msgspec.structs.replace(training, keep="layers")
+                adapter = AdapterSpec(kind="lora", rank=16, base="nf4")
+                adapted = msgspec.structs.replace(spec, adapter=adapter, training=by_layer)
                 found.append(Named(f"8 B with adapters beside nf4, {context:,} tokens", adapted))
     return found
 

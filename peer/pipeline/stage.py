@@ -5,8 +5,8 @@ its context holds the very tensors. Unless memory is short (`keep = "recompute"`
 otherwise: then it holds the input only, and the backward runs the forward again with the weights for its step that the
 version of that moment has.
 
-Where adapters train and memory is short, a context holds what each layer read, and the backward runs one layer's
-forward at a time again: there is never the graph of more than one. So it is for all runs once a job found no memory.
+With `keep = "layers"` a context holds the weights, and what each layer read, and the backward runs one layer's forward
+at a time again: there is never the graph of more than one. So it is for all runs once a job has found no memory.
 
 No job looks at a number of its device before its end, where it waits for what it sends anyway (`../model/finite.py`).
 

@@ -105,7 +105,7 @@ class Weights:
                 return self._ahead.get(step) or self._current(state)
             weights = self._make(state, step - state.version)
         self._ahead[step] = weights
-        if self._spec.training.keep == "stash":
+        if self._spec.training.keep != "recompute":
             sets[step] = weights
         return weights
 

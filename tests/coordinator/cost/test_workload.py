@@ -83,7 +83,7 @@ LLAMA_8B = ModelSpec(
 )
 
 
-def adapted(base: BaseFormat, *, keep: Literal["stash", "recompute"] = "stash") -> Workload:
+def adapted(base: BaseFormat, *, keep: Literal["stash", "layers", "recompute"] = "stash") -> Workload:
     adapter = AdapterSpec(kind="lora", rank=16, base=base)
     return Workload.of(RunSpec(model=LLAMA_8B, adapter=adapter, training=TrainingSpec(keep=keep, microbatch_size=1)))
 
@@ -127,11 +127,19 @@ def test_beside_experts_the_attention_trains_and_each_member_holds_all_of_its_la
 def test_a_backward_beside_a_base_is_one_product_and_not_two() -> None:
     assert (adapted("bf16").backward_per_forward, adapted("bf16").loss_per_forward) == (1.0, 2.0)
     again = adapted("bf16", keep="recompute")
-    assert (again.backward_per_forward, again.loss_per_forward) == (2.0, 3.0), "layer by layer, at the last stage too"
-    training = TrainingSpec(keep="recompute", microbatch_size=1)
+    assert (again.backward_per_forward, again.loss_per_forward) == (2.0, 2.0)
+
+
+def test_layer_by_layer_the_last_stage_runs_again_too_but_for_its_head() -> None:
+    layers = adapted("bf16", keep="layers")
+    assert (layers.backward_per_forward, layers.loss_per_forward) == (2.0, 3.0)
+    training = TrainingSpec(keep="layers", microbatch_size=1)
     spec = RunSpec(model=LLAMA_8B, adapter=AdapterSpec(kind="lora"), training=training)
     job = stage_flop(spec, stage_layer_keys(LLAMA_8B, 20, 32)).loss
-    assert again.job_flop(20, 32) == pytest.approx(job, rel=1e-6), "but not its head"
+    assert layers.job_flop(20, 32) == pytest.approx(job, rel=1e-6)
+    kept, again = (adapted("nf4", keep=keep).resident_bytes(0, 32, members=1) for keep in ("layers", "recompute"))
+    assert kept < 10e9
+    assert again > kept + 6e9
 
 
 def test_stages_taken_for_layers_keep_their_base() -> None:

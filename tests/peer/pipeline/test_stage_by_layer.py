@@ -18,7 +18,8 @@ from shoal.protocol.spec import RunSpec
 CPU = torch.device("cpu")
 LAYERS = 6
 CASES: dict[str, dict[str, Any]] = {
-    "dense": {},
+    "whole": {},
+    "adapters": {},
     "nf4": {"adapter": {"base": "nf4"}},
     "dora": {"adapter": {"kind": "dora"}},
     "experts": {"model": {"num_experts": 4, "experts_per_token": 2}},
@@ -78,9 +79,9 @@ def test_the_bits_are_those_of_a_backward_that_kept_everything(
     tiny_spec: RunSpec, corpus: Corpus, case: str, dtype: torch.dtype
 ) -> None:
     found = []
-    for keep in ("stash", "recompute"):
-        spec = spec_with(tiny_spec, keep=keep, **CASES[case])
-        assert spec.recomputes_by_layer == (keep == "recompute")
+    for keep in ("stash", "layers"):
+        spec = spec_with(tiny_spec, keep=keep, adapts=case != "whole", **CASES[case])
+        assert spec.recomputes_by_layer == (keep == "layers")
         found.append(trained([stage(spec, 0, 3, corpus, dtype), stage(spec, 3, LAYERS, corpus, dtype)]))
     (losses, gradients), (again, same) = found
     assert losses == again
@@ -89,7 +90,7 @@ def test_the_bits_are_those_of_a_backward_that_kept_everything(
 
 
 @pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize("keep", ["stash", "recompute"])
+@pytest.mark.parametrize("keep", ["stash", "layers", "recompute"])
 def test_so_is_that_of_a_run_whose_job_has_found_no_memory(
     tiny_spec: RunSpec, corpus: Corpus, keep: str, adapts: bool
 ) -> None:
@@ -126,5 +127,5 @@ def held_by_graphs(spec: RunSpec, corpus: Corpus) -> int:
 
 
 def test_there_is_never_the_graph_of_more_than_a_layer(tiny_spec: RunSpec, corpus: Corpus) -> None:
-    whole, one = (held_by_graphs(spec_with(tiny_spec, keep=keep), corpus) for keep in ("stash", "recompute"))
+    whole, one = (held_by_graphs(spec_with(tiny_spec, keep=keep), corpus) for keep in ("stash", "layers"))
     assert one < 1.5 * whole / LAYERS
