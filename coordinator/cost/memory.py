@@ -82,6 +82,8 @@ class StageMemory:
     layers."""
     base: FrozenBase | None = None
     """None: all weights train."""
+    is_by_layer: bool = False
+    """A stage, the last one too, runs one layer at a time again, and holds the graph of no more."""
 
     @property
     def layer_fixed_bytes(self) -> tuple[float, ...]:
@@ -99,6 +101,7 @@ class StageMemory:
         return cls(
             layer_held_bytes=held_bytes(spec),
             resident_bytes_per_parameter=min(COUNTED_BYTES_PER_PARAMETER, resident_terms(spec).total),
+            is_by_layer=spec.recomputes_by_layer,
         )
 
     @classmethod
@@ -110,6 +113,7 @@ class StageMemory:
             layer_job_bytes=job_bytes(spec, experts_held=experts_held),
             workspace_bytes=workspace_bytes(spec, experts_held=experts_held),
             base=frozen_base(spec),
+            is_by_layer=spec.recomputes_by_layer,
         )
 
     def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":

@@ -58,7 +58,7 @@ class Workload:
     """[L], forward FLOP a microbatch."""
     backward_per_forward: float
     """2, or 3 where the backward computes the forward again: not at the last stage, whose loss is in one with both,
-    unless `recomputes_by_layer`."""
+    unless `memory.is_by_layer`."""
     layer_parameters: tuple[float, ...]
     """[L], the parameters of one replica. Of placed experts those count that its slots hold: what it reduces is in
     proportion, too."""
@@ -79,8 +79,6 @@ class Workload:
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
     """None: each member holds all of its layers."""
-    recomputes_by_layer: bool = False
-    """The last stage runs its layers again, too."""
 
     @property
     def layer_held_bytes(self) -> tuple[float, ...]:
@@ -98,7 +96,7 @@ class Workload:
     @property
     def loss_per_forward(self) -> float:
         """The last stage's job, in forwards."""
-        if self.recomputes_by_layer:
+        if self.memory.is_by_layer:
             return 1.0 + self.backward_per_forward
         return 1.0 + min(self.backward_per_forward, _backward_per_forward(adapts=self.memory.base is not None))
 
@@ -172,7 +170,6 @@ class Workload:
             s_max=training.s_max,
             control=price_of(training.compensation, optimizer=spec.optimizer.name) if training.s_max else None,
             experts=_placed_experts(spec),
-            recomputes_by_layer=spec.recomputes_by_layer,
         )
 
 
