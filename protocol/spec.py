@@ -371,8 +371,9 @@ class TrainingSpec(_Section, frozen=True):
     keep: Literal["stash", "layers", "recompute"] = "stash"
     """What a microbatch keeps between its forward and its backward. "stash": its activations and weights. "layers": its
     weights, and what each layer read; the backward runs one layer's forward at a time again, the last stage's too, so
-    that the activations of one layer are in memory and not those of a stage. "recompute": its input alone; the backward
-    runs the forward again, with the weights that its step has by then."""
+    that the activations of one layer are in memory and not those of a stage (activation checkpointing: Chen et al.,
+    2016, arXiv 1604.06174). "recompute": its input alone; the backward runs the forward again, with the weights that
+    its step has by then."""
     validation_interval_steps: int = 20
     """0: never validate."""
     validation_microbatches: int = 4

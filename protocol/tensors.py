@@ -68,22 +68,24 @@ def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
 
 
 def adapter_tensors(model: ModelSpec, adapter: AdapterSpec, key: str) -> tuple[Shapes, Shapes]:
-    """List (A and B of each matrix of a layer that the adapter targets, what the lengths of its rows change by, where
-    that is trained): none in embedding and head.
+    """List the tensors that are trained beside a layer; none beside embedding and head.
+
+    Returns: (A [rank, columns] and B [rows, rank] of each matrix that the adapter targets, by name; with "dora" also
+        the magnitude vector [rows] of each, by name).
 
     Raises: ValueError: the model has no such layer.
     """
     matrices, _ = layer_tensors(model, key)
     targets = adapter.targets_in(model)
     found: Shapes = {}
-    lengths: Shapes = {}
+    magnitudes: Shapes = {}
     for name, (rows, columns) in matrices.items():
         if name.removesuffix(".weight").rpartition(".")[2] in targets:
             a, b = adapter_names(name)
             found |= {a: (adapter.rank, columns), b: (rows, adapter.rank)}
             if adapter.kind == "dora":
-                lengths[magnitude_name(name)] = (rows,)
-    return found, lengths
+                magnitudes[magnitude_name(name)] = (rows,)
+    return found, magnitudes
 
 
 def adapter_names(matrix: str) -> tuple[str, str]:
@@ -93,7 +95,7 @@ def adapter_names(matrix: str) -> tuple[str, str]:
 
 
 def magnitude_name(matrix: str) -> str:
-    """What PEFT calls the lengths of the rows of the matrix of that name."""
+    """DoRA's magnitude vector of the matrix of that name, as PEFT calls it."""
     return f"{matrix.removesuffix('.weight')}.lora_magnitude_vector"
 
 

@@ -76,10 +76,11 @@ FIRST_WORK_MAX = 300_000_000
 core: boundaries move only by a standstill, so what it misses by bad luck is kept until a division makes up for that.
 It is proportionally less again for a small swarm."""
 FIRST_HORIZON_S = 3600.0
-"""A first layout beside a base that has to travel is the one that makes most steps by then."""
+"""Seconds. Where members first fetch weights that are not trained, the first layout is the one that makes most steps
+within this time, the fetching included."""
 BASE_TIMES = 3.0
-"""A base takes so many times what the lines could do, since it begins at one peer. (16 homes: 128 s for a third of
-4.8 GB, and 456 s were seen; 384 s for all of it, and 850 s later nobody else had it.)"""
+"""Fetching those weights takes so many times what the lines allow, since at first one peer alone has them. (16 homes:
+128 s for a third of 4.8 GB, and 456 s were seen; 384 s for all of it, and 850 s later nobody else had it.)"""
 
 
 REPLACED_COST = 0.01
@@ -259,7 +260,7 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
     objective = ThroughputObjective(topology, workload)
     if workload.memory.base is not None and workload.memory.base.travels:
         each = plan_each(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=work)
-        searched = min(each, key=lambda found: _first_step_s(objective, found))
+        searched = min(each, key=lambda found: _mean_step_s(objective, found))
     else:
         searched, _ = plan(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=work)
     placement = with_idle_devices(objective, with_second_holders(objective, searched, snapshot))
@@ -268,9 +269,9 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
     return Layout(stages=stages, spares=spares, reason=reason), reason
 
 
-def _first_step_s(objective: ThroughputObjective, placement: Placement) -> float:
-    """The seconds of a step in the mean over `FIRST_HORIZON_S`, of which the base of adapters takes some to travel:
-    into each member, or out of all of them together."""
+def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
+    """Return the mean seconds a step over `FIRST_HORIZON_S`; inf if no step ends by then. Steps begin when every member
+    has fetched the adapters' base: what bounds that is the slowest member's downlink or all uplinks together."""
     topology, base = objective.topology, objective.workload.memory.base
     assert base is not None
     into_s, total_bytes, up_bytes_per_s = 0.0, 0.0, 0.0

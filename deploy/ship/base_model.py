@@ -91,8 +91,11 @@ def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | 
 
 
 def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> dict[str, Tensor]:
-    """What was trained of a layer, as PEFT names it and means it: its lengths of rows are whole, and not what those of
-    the base change by. `base` is needed for them alone."""
+    """Return the adapters of a layer by PEFT's names, float32.
+
+    A magnitude vector of DoRA [rows] is trained as the change of the norms of the base's rows; PEFT stores the norm and
+    the change together, so `base` is needed for those vectors. Raises: LocalError: the base is not here.
+    """
     adapters = state_layout(spec, key).views(param_N)
     if base is None or not adapters:
         return adapters

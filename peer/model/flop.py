@@ -21,8 +21,8 @@ class JobFlop:
     forward: float
     backward: float
     loss: float
-    """At the last stage: both in one. Nothing is run again, since what the forward has kept is still there, but for the
-    layers before the head where a backward runs one at a time again."""
+    """At the last stage: forward and backward in one job. With `keep = "layers"` it runs each layer's forward twice,
+    the head's once; otherwise all of them once, since the forward's activations are still there."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:

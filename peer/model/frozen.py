@@ -237,7 +237,12 @@ class AdaptedLayer(dict[str, Tensor]):
         return y + y * (times_R - 1).to(y.dtype)
 
     def grouped(self, names: Sequence[str], x_PC: Tensor, offset_E: Tensor) -> Tensor:
-        """As `kernels.dispatch.grouped_matmul` with the matrices `names` of experts, which have no adapters."""
+        """Multiply each expert's rows by its frozen matrix: [P, columns] -> [P, rows], differentiable in `x_PC`.
+
+        Args:
+            names: one matrix of each of the E experts, in their order.
+            offset_E: int64 [E + 1], as `kernels.dispatch.grouped_matmul` takes it.
+        """
         matrices = [self._frozen.matrices[name] for name in names]
         product: Tensor = _GroupedProduct.apply(x_PC, offset_E, matrices)  # type: ignore[no-untyped-call]
         return product

@@ -54,8 +54,8 @@ class _Context:
     kept: tuple[WeightSet, Leaves, Tensor] | None
     """The weights that the forward took, the same as autograd leaves, and the output [B, T, D] with its graph. None:
     the backward runs the forward again."""
-    read: "tuple[WeightSet, Leaves, list[Tensor]] | None" = None
-    """The weights, and what each layer read, without a graph."""
+    read: tuple[WeightSet, Leaves, list[Tensor]] | None = None
+    """Of a backward that runs layer by layer: the forward's weights, the same as leaves, and each layer's input."""
 
 
 class StageRuntime(Shard):
@@ -241,9 +241,13 @@ class StageRuntime(Shard):
     def _backward_by_layers(
         self, leaves: Leaves, read: list[Tensor], grad_BTD: Tensor | None, x: Tensor, labels: Labels
     ) -> None:
-        """Leave the gradients of weights in `leaves`, and that of the stage's input in `x`.
+        """Run each layer's forward again and backpropagate through it, from the last layer to the first. Gradients of
+        weights are added to the `.grad` of `leaves`; `x.grad` becomes that of the stage's input, [B, T, D].
 
-        Args: grad_BTD: of the output; None: nothing has come back to it, and nothing comes of it.
+        Args:
+            read: the input of each layer, as `_read_by_layers` returns them.
+            grad_BTD: the gradient of the stage's output; None: there is none, and no gradient is computed.
+            x: the stage's input, activations or tokens; tokens get no gradient.
         """
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):
