@@ -521,10 +521,10 @@ class AdapterSpec(_Section, frozen=True):
     """What is trained beside weights that stay as they are. `[adapter]` in a run file; without it all weights train.
 
     Of the model, the *base*, each matrix W that is a target becomes W' = W + (alpha / rank) B A, and only A and B have
-    gradients and moments. With "dora" each row of W' is scaled to the length that the row of W has, and to how much
-    more or less a vector m says, which is trained, too. The base is what the run would begin with: `initial`, or the
-    seed. Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv 2106.09685; Liu et al.,
-    "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, arXiv 2402.09353, equation 5, whose m is ours plus the length.
+    gradients and moments. With "dora" each row of W' is scaled to the norm of the row of W plus an element of a vector
+    m, the change of DoRA's magnitude vector, which is trained, too. The base is what the run would begin with:
+    `initial`, or the seed. Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv
+    2106.09685; Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, arXiv 2402.09353, equation 5.
     """
 
     kind: Literal["lora", "dora"]

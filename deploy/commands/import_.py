@@ -40,7 +40,7 @@ def import_(
         int,
         typer.Option(min=0, metavar="RANK", help="Train adapters of this rank; the weights stay."),
     ] = 0,
-    dora: Annotated[bool, typer.Option("--dora", help="With --lora: train the lengths of rows, too.")] = False,
+    dora: Annotated[bool, typer.Option("--dora", help="With --lora: train magnitudes of rows, too.")] = False,
     base: Annotated[
         Literal["fp32", "bf16", "int8", "nf4"], typer.Option(help="With --lora: how the weights are stored and sent.")
     ] = "bf16",

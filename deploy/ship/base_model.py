@@ -101,7 +101,9 @@ def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel 
         return adapters
     frozen = FrozenLayer.of(spec, key, base.layer(key), device=torch.device("cpu"), dtype=torch.float32)
     changes = {magnitude_name(name): matrix for name, matrix in frozen.matrices.items()}
-    return {name: changes[name].lengths() + tensor if name in changes else tensor for name, tensor in adapters.items()}
+    return {
+        name: changes[name].row_norms() + tensor if name in changes else tensor for name, tensor in adapters.items()
+    }
 
 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> Tensor:
@@ -118,6 +120,6 @@ def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None
         if a in adapters:
             tensors[name] = tensors[name] + adapter_of(spec).scale * (adapters[b] @ adapters[a])
         if (m := magnitude_name(name)) in adapters:
-            lengths_R = tensors[name].norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-            tensors[name] *= ((matrix.lengths() + adapters[m]) / lengths_R)[:, None]
+            norm_R = tensors[name].norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+            tensors[name] *= ((matrix.row_norms() + adapters[m]) / norm_R)[:, None]
     return layer_layout(spec.model, key).flatten(tensors)

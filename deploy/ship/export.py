@@ -87,8 +87,8 @@ def export(
         try:
             wanted = form or ("hf" if snapshot.spec.adapter is None else "peft")
             if wanted == "peft":
-                lengths_of = base_of(snapshot, base) if adapter_of(snapshot.spec).kind == "dora" else None
-                write = partial(_write_adapters, snapshot, lengths_of, dtype=DTYPES[dtype], on_bytes=on_bytes)
+                norms_of = base_of(snapshot, base) if adapter_of(snapshot.spec).kind == "dora" else None
+                write = partial(_write_adapters, snapshot, norms_of, dtype=DTYPES[dtype], on_bytes=on_bytes)
             else:
                 source = _Source(snapshot, base_of(snapshot, base))
                 write = partial(_write_weights, source, dtype=DTYPES[dtype], shard_bytes=shard_bytes, on_bytes=on_bytes)

@@ -30,7 +30,7 @@ _INT8: Final = codec.FORMATS["int8"]
 _CHUNK: Final = 1 << 22
 """Numbers of an int8 matrix that are made float32 at a time, on their way to what is multiplied in: whole tiles."""
 _LEAST_SQUARE: Final = 1e-24
-"""Of the length of a row that is all zeros."""
+"""Of the norm of a row that is all zeros, squared."""
 
 
 def adapter_of(spec: RunSpec) -> AdapterSpec:
@@ -76,12 +76,12 @@ class FrozenMatrix:
     Args: stored_Y: its bytes, uint8.
     """
 
-    __slots__ = ("_form", "_lengths_R", "_stored_Y", "shape")
+    __slots__ = ("_form", "_norms_R", "_stored_Y", "shape")
 
     def __init__(self, stored_Y: Tensor, shape: tuple[int, ...], form: BaseFormat) -> None:
         self._stored_Y = stored_Y
         self._form = form
-        self._lengths_R: Tensor | None = None
+        self._norms_R: Tensor | None = None
         self.shape = shape
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -104,11 +104,11 @@ class FrozenMatrix:
         code_TY = self._stored_Y[tiles * SCALE_BYTES :].view(tiles, _INT8.tile_bytes)
         return codec.decode(torch.cat([scale_TY[which].flatten(), code_TY[which].flatten()]), numel, _INT8)
 
-    def lengths(self) -> Tensor:
+    def row_norms(self) -> Tensor:
         """float32 [rows], each row's Euclidean norm. It is taken once."""
-        if self._lengths_R is None:
-            self._lengths_R = self.dense(torch.float32).norm(dim=1)
-        return self._lengths_R
+        if self._norms_R is None:
+            self._norms_R = self.dense(torch.float32).norm(dim=1)
+        return self._norms_R
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows with these numbers, [..., columns]."""
@@ -183,17 +183,17 @@ class FrozenLayer:
         return cls(matrices=matrices, vectors=vectors, dtype=dtype)
 
 
-def adapted_lengths(length_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor, *, scale: float) -> Tensor:
-    """The lengths of the rows of W + scale B A, float32 [rows]: |w|^2 + 2 scale w A^T b + scale^2 b A A^T b of each row
+def adapted_row_norms(norm_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor, *, scale: float) -> Tensor:
+    """The norms of the rows of W + scale B A, float32 [rows]: |w|^2 + 2 scale w A^T b + scale^2 b A A^T b of each row
     w of W and b of B, so that the sum itself is not made.
 
     Args:
-        length_R: |w|.
+        norm_R: |w|.
         wa_RK: W A^T.
     """
     wa_RK, a_KC, b_RK = wa_RK.float(), a_KC.float(), b_RK.float()
     between_R, beyond_R = (wa_RK * b_RK).sum(1), (b_RK @ (a_KC @ a_KC.T) * b_RK).sum(1)
-    return (length_R.square() + 2 * scale * between_R + scale**2 * beyond_R).clamp_min(_LEAST_SQUARE).sqrt()
+    return (norm_R.square() + 2 * scale * between_R + scale**2 * beyond_R).clamp_min(_LEAST_SQUARE).sqrt()
 
 
 class AdaptedLayer(dict[str, Tensor]):
@@ -213,25 +213,26 @@ class AdaptedLayer(dict[str, Tensor]):
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """The projection `name` with its adapter and its bias, if there are: [..., columns] -> [..., rows]."""
-        matrix, bias, (a, b) = self._frozen.matrices[name + ".weight"], self.get(name + ".bias"), adapter_names(name)
-        if magnitude_name(name) in self:
-            y = self._with_lengths(matrix, x, self[a], self[b], self[magnitude_name(name)])
+        matrix, (a, b), magnitude = self._frozen.matrices[name + ".weight"], adapter_names(name), magnitude_name(name)
+        if magnitude in self:
+            y = self._with_magnitudes(matrix, x, self[a], self[b], self[magnitude])
         else:
             y = matrix.times(x)
+        bias = self.get(name + ".bias")
         if bias is not None:
             y = y + bias
-        if a not in self or magnitude_name(name) in self:
-            return y
-        return y + functional.linear(functional.linear(x, self[a]), self[b]) * self._scale
+        if a in self and magnitude not in self:
+            y = y + functional.linear(functional.linear(x, self[a]), self[b]) * self._scale
+        return y
 
-    def _with_lengths(self, matrix: FrozenMatrix, x: Tensor, a_KC: Tensor, b_RK: Tensor, m_R: Tensor) -> Tensor:
-        """What W' makes of x, W' = W + scale B A with rows of length ||W|| + m: [..., columns] -> [..., rows]."""
-        # W A^T, which the lengths need, comes with the same product as if A were K more tokens.
+    def _with_magnitudes(self, matrix: FrozenMatrix, x: Tensor, a_KC: Tensor, b_RK: Tensor, m_R: Tensor) -> Tensor:
+        """W' x, W' = W + scale B A with each row scaled to the norm |w| + m: [..., columns] -> [..., rows]."""
+        # W A^T, which the norms need, comes with the same product as if A were K more tokens.
         rows = math.prod(x.shape[:-1])
         both = matrix.times(torch.cat([x.reshape(rows, -1), a_KC.detach()]))
         y = both[:rows].view(*x.shape[:-1], -1) + functional.linear(functional.linear(x, a_KC), b_RK) * self._scale
-        times_R = (matrix.lengths() + m_R) / adapted_lengths(
-            matrix.lengths(), both[rows:].detach().T, a_KC.detach(), b_RK.detach(), scale=self._scale
+        times_R = (matrix.row_norms() + m_R) / adapted_row_norms(
+            matrix.row_norms(), both[rows:].detach().T, a_KC.detach(), b_RK.detach(), scale=self._scale
         )
         # In bfloat16 1.001 is 1.
         return y + y * (times_R - 1).to(y.dtype)
