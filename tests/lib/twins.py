@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -30,3 +31,17 @@ def twin(name: str, *, shrink: Callable[[pytest.MonkeyPatch, ModuleType], None])
         shrink(patch, module)
         yield module
         sys.modules.pop(name, None)
+
+
+def twin_fixture(reference: ModuleType, name: str, *, shrink: Callable[[pytest.MonkeyPatch, ModuleType], None]) -> Any:
+    """A pytest fixture that gives every implementation: `reference`, then the Triton module of that name."""
+
+    @pytest.fixture(scope="module", params=["reference", name.rpartition(".")[2]])
+    def twin_of(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+        if request.param == "reference":
+            yield reference
+            return
+        with twin(name, shrink=shrink) as module:
+            yield module
+
+    return twin_of

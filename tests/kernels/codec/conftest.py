@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -12,11 +11,4 @@ def _shrink(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
     patch.setattr(module, "TILES", 16)
 
 
-@pytest.fixture(scope="module", params=["reference", "triton_codec"])
-def twin(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Every implementation."""
-    if request.param == "reference":
-        yield reference
-        return
-    with twins.twin("shoal.kernels.codec.triton_codec", shrink=_shrink) as module:
-        yield module
+twin = twins.twin_fixture(reference, "shoal.kernels.codec.triton_codec", shrink=_shrink)

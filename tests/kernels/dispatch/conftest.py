@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -13,11 +12,4 @@ def _shrink(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
     patch.setattr(module, "BLOCK_D", 16)
 
 
-@pytest.fixture(scope="module", params=["reference", "triton_dispatch"])
-def twin(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Every implementation."""
-    if request.param == "reference":
-        yield reference
-        return
-    with twins.twin("shoal.kernels.dispatch.triton_dispatch", shrink=_shrink) as module:
-        yield module
+twin = twins.twin_fixture(reference, "shoal.kernels.dispatch.triton_dispatch", shrink=_shrink)
