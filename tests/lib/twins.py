@@ -1,9 +1,13 @@
 """A Triton module as the suite runs it: on the card if there is one, else under Triton's interpreter."""
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,3 +49,16 @@ def twin_fixture(reference: ModuleType, name: str, *, shrink: Callable[[pytest.M
             yield module
 
     return twin_of
+
+
+def said_of_a_card(code: str, cache: Path) -> Any:
+    """Run Python that compiles kernels for a card and prints JSON, in a process in which nothing is interpreted.
+
+    Args: cache: a folder for what Triton compiles.
+    """
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    argv, environment["TRITON_CACHE_DIR"] = [sys.executable, "-c", code], str(cache)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)

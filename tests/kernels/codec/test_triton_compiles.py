@@ -1,13 +1,9 @@
 """What Triton makes of the kernels for a card, without one: exact divisions, and nothing fused."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 from shoal.kernels.codec import FORMATS
+from twins import said_of_a_card
 
 COMPILE = """
 import json, re
@@ -36,13 +32,8 @@ SHARED_BYTES_MAX = 48 * 1024
 """A block's, on any card."""
 
 
-def test_divisions_are_exact_and_nothing_is_fused_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    made = json.loads(done.stdout)
+def test_divisions_are_exact_and_nothing_is_fused_on_a_card(tmp_path: Path) -> None:
+    made = said_of_a_card(COMPILE, tmp_path)
     assert len(made) == 2 * len(FORMATS)
     for name, (found, shared_bytes) in made.items():
         assert shared_bytes <= SHARED_BYTES_MAX, name

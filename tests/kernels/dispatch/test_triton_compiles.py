@@ -1,11 +1,8 @@
 """What Triton makes of the kernels for a card, without one: its compiler and the assembler come with it."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from twins import said_of_a_card
 
 COMPILE = """
 import json, re
@@ -52,15 +49,8 @@ SHARED_BYTES_MAX = 227 * 1024
 """A block's, on an H100."""
 
 
-def test_products_are_the_tensor_cores_and_nothing_is_too_large_for_a_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
+def test_products_are_the_tensor_cores_and_nothing_is_too_large_for_a_card(tmp_path: Path) -> None:
+    made = said_of_a_card(COMPILE, tmp_path)
     assert len(made) == 8
     for key, (operations, shared_bytes, cubin_bytes) in made.items():
         assert cubin_bytes > 0

@@ -1,11 +1,8 @@
 """What Triton makes of the kernel for a card, without one: products that are rounded once, and nothing fused."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from twins import said_of_a_card
 
 COMPILE = """
 import json, re
@@ -29,13 +26,8 @@ print(json.dumps(made))
 """
 
 
-def test_each_product_is_rounded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    made = json.loads(done.stdout)
+def test_each_product_is_rounded_once(tmp_path: Path) -> None:
+    made = said_of_a_card(COMPILE, tmp_path)
     assert len(made) == 2
     for found in made:
         assert any(what.startswith("mul") and what.endswith("f32") for what in found)

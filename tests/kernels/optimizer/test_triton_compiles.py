@@ -1,11 +1,8 @@
 """What Triton makes of the kernel for a card, without one: its compiler and the assembler come with it."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from twins import said_of_a_card
 
 COMPILE = """
 import json, re
@@ -35,15 +32,8 @@ print(json.dumps({
 """
 
 
-def test_each_element_is_moved_once_sixteen_bytes_at_a_time_and_nothing_is_contracted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
+def test_each_element_is_moved_once_sixteen_bytes_at_a_time_and_nothing_is_contracted(tmp_path: Path) -> None:
+    made = said_of_a_card(COMPILE, tmp_path)
     assert len(made) == 12
     for key, (operations, cubin_bytes) in made.items():
         name, narrow, steps = key.split()
