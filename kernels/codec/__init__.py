@@ -10,13 +10,14 @@ Which twin computes is decided by where the tensors are.
 from functools import partial
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from shoal.kernels.codec import reference
-from shoal.kernels.codec.formats import FORMATS, Format
+from shoal.kernels.codec.formats import FORMATS, SCALE_BYTES, TILE, Format, num_tiles
 from shoal.kernels.triton_twins import triton_twins
 
-__all__ = ["FORMATS", "Format", "decode", "encode"]
+__all__ = ["FORMATS", "TILE", "Format", "decode", "decode_tiles", "encode"]
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
@@ -29,6 +30,20 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
     """Do what `reference.decode` does, by the twin for the device of `payload_B`."""
     x_N: Tensor = _twin(payload_B).decode(payload_B, numel, form)
     return x_N
+
+
+def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Tensor) -> Tensor:
+    """Decode some tiles of a tensor alone, one behind the other.
+
+    Args:
+        numel: of the whole tensor.
+        which: their numbers, int64 [T] or a slice.
+    Returns: float32 [64 T]. In the last tile of the tensor what lies beyond its end means nothing.
+    """
+    tiles = num_tiles(numel)
+    scale_TB = payload_B[: tiles * SCALE_BYTES].view(tiles, SCALE_BYTES)[which]
+    code_TB = payload_B[tiles * SCALE_BYTES :].view(tiles, form.tile_bytes)[which]
+    return decode(torch.cat([scale_TB.flatten(), code_TB.flatten()]), len(scale_TB) * TILE, form)
 
 
 _triton = partial(triton_twins, "shoal.kernels.codec.triton_codec")

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shoal.kernels import codec, nf4
-from shoal.kernels.codec.formats import SCALE_BYTES, TILE, num_tiles
 from shoal.kernels.dispatch import grouped_matmul, grouped_matmul_transposed
 from shoal.peer.model.layout import init_layer, layer_layout
 from shoal.protocol.base_format import base_bytes, stored_tensors
@@ -94,15 +93,9 @@ class FrozenMatrix:
         dense_N = torch.empty(numel, dtype=dtype, device=self._stored_Y.device)
         for first in range(0, numel, _CHUNK):
             count = min(_CHUNK, numel - first)
-            dense_N[first : first + count] = self._int8_tiles(slice(first // TILE, num_tiles(first + count)), count)
+            tiles = slice(first // codec.TILE, -(-(first + count) // codec.TILE))
+            dense_N[first : first + count] = codec.decode_tiles(self._stored_Y, numel, _INT8, tiles)[:count]
         return dense_N.view(self.shape)
-
-    def _int8_tiles(self, which: slice | Tensor, numel: int) -> Tensor:
-        """float32 [numel], the beginning of these tiles of the matrix, one behind the other."""
-        tiles = num_tiles(math.prod(self.shape))
-        scale_TY = self._stored_Y[: tiles * SCALE_BYTES].view(tiles, SCALE_BYTES)
-        code_TY = self._stored_Y[tiles * SCALE_BYTES :].view(tiles, _INT8.tile_bytes)
-        return codec.decode(torch.cat([scale_TY[which].flatten(), code_TY[which].flatten()]), numel, _INT8)
 
     def row_norms(self) -> Tensor:
         """float32 [rows], each row's Euclidean norm. It is taken once."""
@@ -115,11 +108,13 @@ class FrozenMatrix:
         if self._form in _PLAIN:
             return functional.embedding(index, self._stored_Y.view(_PLAIN[self._form]).view(self.shape)).to(dtype)
         columns = self.shape[1]
-        if self._form != "int8" or columns % TILE:
+        if self._form != "int8" or columns % codec.TILE:
             return functional.embedding(index, self.dense(dtype))
         # Tiles of these rows alone: an embedding is often the largest matrix there is.
-        tile = index.reshape(-1, 1) * (columns // TILE) + torch.arange(columns // TILE, device=index.device)
-        return self._int8_tiles(tile.flatten(), index.numel() * columns).view(*index.shape, columns).to(dtype)
+        of_row = columns // codec.TILE
+        tiles = (index.reshape(-1, 1) * of_row + torch.arange(of_row, device=index.device)).flatten()
+        found = codec.decode_tiles(self._stored_Y, math.prod(self.shape), _INT8, tiles)
+        return found.view(*index.shape, columns).to(dtype)
 
     def times(self, x: Tensor) -> Tensor:
         """x W^T: [..., columns] -> [..., rows]."""
