@@ -13,7 +13,9 @@ apart that way:
   Later plans foresee with it, and searches compare by it.
 
 By how much promises have erred, from one layout to the next (`forecast_error`), says what a gain is worth that a search
-promises.
+promises. A gain that a search has promised and nobody has seen yet is taken for one that will not come: otherwise each
+search would believe the figures that deceived the last one, and where steps are slow the run would change its layout
+again and again before any of them has been seen.
 
 Both differences are reasons for a search, and so is what nobody has measured: `is_off` says so when seen over foreseen
 falls below `SLOW`, or has changed by `CHANGED` since the last search. It says so once: a search that finds nothing
@@ -34,6 +36,7 @@ from shoal.coordinator.allocate.interface import FORECAST_ERROR
 from shoal.coordinator.cost.forecast_bias import ForecastBias
 from shoal.coordinator.plan_layout import Places, places_of
 from shoal.coordinator.token_rate import TokenRate
+from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX, VERSION_MAX
 from shoal.protocol.messages import Calibrated, Comparison
 from shoal.protocol.plan import Bound, Foreseen, Plan
@@ -85,6 +88,8 @@ class Calibration:
         """The version up to which steps have been learned from."""
         self._promised_tokens_per_s = 0.0
         """How fast the live layout was foreseen to be when it began; 0: nobody said, or there was none before it."""
+        self._promised_gain = 0.0
+        """log(that / what the plan before foresaw of its own layout), where the peers are the same; 0 if it is less."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
         """log(seen tokens/s / tokens/s that its first plan promised), of each layout before the live one."""
 
@@ -148,7 +153,10 @@ class Calibration:
     def forecast_error(self) -> float:
         """The logarithm by which promises of plans err, in the quadratic mean. With the learned factor a promise is
         relative to what was seen of the layout before."""
-        squares = [off**2 for off in (*self._off, self._off_now()) if off is not None]
+        off_now = self._off_now()
+        if off_now is None and self._promised_gain > 0.0:
+            off_now = -self._promised_gain
+        squares = [off**2 for off in (*self._off, off_now) if off is not None]
         return math.sqrt((FORECAST_ERROR**2 + sum(squares)) / (1 + len(squares)))
 
     def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:
@@ -166,6 +174,7 @@ class Calibration:
             # What is foreseen of a run's first layout says little: nothing has been learned yet.
             promised = plan.foreseen if self._layout is not None else None
             self._promised_tokens_per_s = promised.tokens_per_s if promised is not None else 0.0
+            self._promised_gain = self._gain_of(plan)
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
         if plan.foreseen != self._foreseen:
@@ -207,6 +216,14 @@ class Calibration:
         if self._promised_tokens_per_s <= 0.0 or self._seen[1] < OFF_STEPS:
             return None
         return _within(math.log(self._seen[0] / self._promised_tokens_per_s))
+
+    def _gain_of(self, plan: Plan) -> float:
+        """The gain, in the logarithm, that a plan with another layout promises to the peers of the plan before; 0 if it
+        promises none, or has other peers: with them the work changes, and not only its division."""
+        before, after = self._foreseen, plan.foreseen
+        if self._layout is None or before is None or after is None or _peers(self._layout[1]) != _peers(places_of(plan)):
+            return 0.0
+        return max(0.0, _within(math.log(after.tokens_per_s / before.tokens_per_s)))
 
     def _learn(self, log: float, num_steps: int) -> None:
         num_steps = min(num_steps, LEARN_STEPS)
@@ -270,6 +287,12 @@ class Calibration:
             parts.append(f"seen {rate:,.0f} over {num_steps} steps")
         believed = today or foreseen
         return f"{', '.join(parts)}; {_WORDS[believed.bound].format(believed.stage)}"
+
+
+def _peers(places: Places) -> frozenset[PeerID]:
+    """The members and the spares."""
+    stages, spares = places
+    return frozenset(spares).union(*(peers for _, _, peers in stages))
 
 
 def _is_possible(num_stages: int, log: float, steps: int) -> bool:

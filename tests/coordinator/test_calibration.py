@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 
+from shoal.coordinator.allocate.dividing import WORTH_MIN, expected_gain
 from shoal.coordinator.allocate.interface import FORECAST_ERROR
 from shoal.coordinator.calibration import FACTOR_MAX, LEARN_STEPS, OFF_STEPS, SLOW, WARM_UP_STEPS, Calibration
 from shoal.coordinator.token_rate import TokenRate
@@ -178,11 +179,38 @@ def test_forecasts_are_believed_less_once_one_of_them_has_failed(plan, make_plan
         "what was seen with so many stages is nearly what is promised"
     )
     assert run.calibration.forecast_error == pytest.approx(math.sqrt((FORECAST_ERROR**2 + off**2) / 2))
-    run.calibration.obey(run.plan)
+    run.calibration.obey(msgspec.structs.replace(run.plan, foreseen=promised))
     assert run.calibration.tell().off == (pytest.approx(off),)
     heir = Run(plan)
     heir.calibration.take_over(run.calibration.tell())
     assert heir.calibration.forecast_error == run.calibration.forecast_error > FORECAST_ERROR
+
+
+def test_a_promised_gain_counts_as_not_kept_until_it_is_seen(plan, make_plan):
+    run = Run(plan)
+    run.steps(30)
+    stages = make_plan([["a"], ["b", "c"]], coordinator="a").plan.stages
+    divided = msgspec.structs.replace(run.plan, stages=stages, foreseen=Foreseen(1.4 * USUAL, "compute", 1))
+    follower = Calibration()  # of another peer, which has seen plans and no pace
+    for calibration in (run.calibration, follower):
+        calibration.obey(run.plan)
+        calibration.obey(divided)
+    unkept = math.sqrt((FORECAST_ERROR**2 + math.log(1.4) ** 2) / 2)
+    run.steps(WARM_UP_STEPS + OFF_STEPS - 1, step_s=STEP_S / 1.4)
+    assert run.calibration.forecast_error == pytest.approx(unkept), "too few steps to say what the new layout makes"
+    assert expected_gain(0.3, unkept) < WORTH_MIN < expected_gain(0.3, FORECAST_ERROR)
+    assert expected_gain(3.0, unkept) > WORTH_MIN, "a device that falls is a reason all the same"
+    heir = Run(plan)
+    follower.take_over(run.calibration.tell())
+    assert follower.forecast_error == pytest.approx(unkept), "so says who coordinates next"
+    run.steps(2, step_s=STEP_S / 1.4)
+    assert run.calibration.forecast_error < FORECAST_ERROR, "the promise is kept"
+
+    grown = make_plan([["a", "d"], ["b", "c"]], coordinator="a").plan.stages
+    run.calibration.obey(msgspec.structs.replace(divided, stages=grown, foreseen=Foreseen(3 * USUAL, "compute", 1)))
+    assert run.calibration.forecast_error < FORECAST_ERROR, "what a newcomer adds is no promise of a search"
+    heir.calibration.obey(msgspec.structs.replace(divided, foreseen=Foreseen(0.9 * USUAL, "compute", 1)))
+    assert heir.calibration.forecast_error == FORECAST_ERROR, "no gain was promised"
 
 
 def test_each_number_of_stages_is_remembered_as_it_was_seen(plan, make_plan):
