@@ -31,6 +31,7 @@ anew.
 
 import math
 from collections import deque
+from statistics import fmean
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR
 from shoal.coordinator.cost.forecast_bias import ForecastBias
@@ -152,12 +153,14 @@ class Calibration:
     @property
     def forecast_error(self) -> float:
         """The logarithm by which promises of plans err, in the quadratic mean. With the learned factor a promise is
-        relative to what was seen of the layout before."""
+        relative to what was seen of the layout before. Where the live layout has yet to be seen, its gain is taken for
+        one that will not come, unless that would make promises look better than they have been."""
         off_now = self._off_now()
-        if off_now is None and self._promised_gain > 0.0:
-            off_now = -self._promised_gain
-        squares = [off**2 for off in (*self._off, off_now) if off is not None]
-        return math.sqrt((FORECAST_ERROR**2 + sum(squares)) / (1 + len(squares)))
+        squares = [FORECAST_ERROR**2, *(off**2 for off in (*self._off, off_now) if off is not None)]
+        mean = fmean(squares)
+        if off_now is None:
+            mean = max(mean, fmean([*squares, self._promised_gain**2]))
+        return math.sqrt(mean)
 
     def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:
         """What the objective says of a layout with so many stages, times what its word has been worth."""
