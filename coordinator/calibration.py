@@ -224,7 +224,12 @@ class Calibration:
         """The gain, in the logarithm, that a plan with another layout promises to the peers of the plan before; 0 if it
         promises none, or has other peers: with them the work changes, and not only its division."""
         before, after = self._foreseen, plan.foreseen
-        if self._layout is None or before is None or after is None or _peers(self._layout[1]) != _peers(places_of(plan)):
+        if (
+            self._layout is None
+            or before is None
+            or after is None
+            or _peers(self._layout[1]) != _peers(places_of(plan))
+        ):
             return 0.0
         return max(0.0, _within(math.log(after.tokens_per_s / before.tokens_per_s)))
 

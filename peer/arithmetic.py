@@ -21,6 +21,7 @@ from shoal.peer.model.flop import JobFlop
 from shoal.peer.model.frozen import seed_base
 from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
+from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.pipeline.state import LayerState, StageState, step_layer
 from shoal.peer.pipeline.trunk import StageTrunk
@@ -198,7 +199,12 @@ class TorchArithmetic:
         self._spec = spec
         self._corpus = corpus
         self._device, self._dtype, self._steps_on = device, dtype, steps_on or device
-        self._how: dict[str, Any] = {"device": device, "dtype": dtype, "steps_on": steps_on}
+        self._how: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "steps_on": steps_on,
+            "offload": Offload(device),
+        }
 
     @classmethod
     def on(cls, use: ComputeDevice, spec: RunSpec, corpus: Corpus | None) -> "TorchArithmetic":

@@ -728,13 +728,13 @@ class PeerDriver:
 
     def _run_short(self, tenure: Part) -> None:
         """There was no memory for a job, not even with all freed that can be made again. The next plan is to give us
-        less: we claim what surely is too little for this stage, one and a half of its states, where plans count 20
-        bytes a parameter of which 12 are the state, and the base of adapters."""
+        less: we claim too little for this stage, a quarter less than before, and no more than 5/4 of its states, where
+        plans count 16 bytes a parameter or more of which 12 are the state, and the base of adapters."""
         state_bytes = tenure.state_bytes
         if self._base is not None and tenure is self.replica:
             state_bytes += sum(4 * begun_numel(self._spec, key) for key in self.replica.runtime.keys) // 2
         before = self.advert().memory_bytes
-        self._claim_bytes = min(before, 3 * state_bytes // 2)
+        self._claim_bytes = min(3 * before // 4, 5 * state_bytes // 4)
         self._shortages += 1
         if tenure in self._short:
             return

@@ -5,8 +5,8 @@ a microbatch of the next step, whose sum and weights are there, too. The optimiz
 first, and makes the new state layer by layer, each in place of the old one. Checked against real peers by
 `tests/bench/memory.py` (`MEASURED.md`), and tensor by tensor by `tests/peer/pipeline/test_step_memory.py`.
 
-On a GPU the reduced gradient lies in the host's memory. It is counted all the same, since a plan does not know which
-devices share the host's: so much is left over there.
+On a GPU the reduced gradient lies in the machine's memory, and where the card is full so do moments and places
+(`peer/pipeline/offload.py`).
 """
 
 from collections.abc import Callable
@@ -21,10 +21,6 @@ FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
 """fp32 numbers beside the parameter. Muon's second moment is only of what is no hidden matrix."""
-COUNTED_BYTES_PER_PARAMETER = 20.0
-"""Plans count no more than the state, one sum and one more set of weights. A run by default takes 40 bytes, for which
-few cards have room beside their share of a model. A peer that this is too much for says so and is given less
-(`Claims.memory_bytes`)."""
 STEP_TEMPORARIES = 28.0
 """Bytes for each parameter of the one layer that steps: its new state beside the old one, the clipped gradient, the
 change, and what it is divided by."""
@@ -53,6 +49,12 @@ class ResidentTerms:
     @property
     def total(self) -> float:
         return float(sum(astuple(self)))
+
+    @property
+    def least_on_card(self) -> float:
+        """What is left on a card that is full, once the rest lies in the machine's memory (`peer/pipeline/offload.py`):
+        moments, places and the mean are there."""
+        return FP32 + self.weights + self.narrow_weights + self.gradient + self.sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +95,6 @@ class StageMemory:
         return tuple(map(sum, zip(self.base.layer_bytes, self.layer_job_bytes, strict=True)))
 
     @classmethod
-    def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory that plans reckon with. Where all weights train it counts at most
-        `COUNTED_BYTES_PER_PARAMETER` for each, which is less than `foreseen`; with adapters it is `foreseen`."""
-        if spec.adapter is not None:
-            return cls.foreseen(spec, experts_held=experts_held)
-        return cls(
-            layer_held_bytes=held_bytes(spec),
-            resident_bytes_per_parameter=min(COUNTED_BYTES_PER_PARAMETER, resident_terms(spec).total),
-            is_by_layer=spec.recomputes_by_layer,
-        )
-
-    @classmethod
     def foreseen(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
         """What real peers take (`tests/bench/memory.py`)."""
         return cls(
@@ -115,6 +105,16 @@ class StageMemory:
             base=frozen_base(spec),
             is_by_layer=spec.recomputes_by_layer,
         )
+
+    @classmethod
+    def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
+        """What real peers take on a GPU, where the reduced gradient lies in the machine's memory. Args: is_full: of a
+        card without room for the rest, which then lies there, too. So much plans count. A peer that this is too little
+        for, as it computes in the machine's memory or that has no room, says so and is given less
+        (`Claims.memory_bytes`)."""
+        memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
+        on_card = terms.least_on_card if is_full else terms.total - terms.mean
+        return replace(memory, resident_bytes_per_parameter=on_card)
 
     def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":
         """Take each stage for one layer. Args: sums: over the layers of each stage."""

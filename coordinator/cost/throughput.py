@@ -61,6 +61,7 @@ Source: ours; checked against the real drivers in virtual time (MEASURED.md).
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -69,6 +70,7 @@ import numpy as np
 from shoal.coordinator.cost.bottleneck import Bottleneck, bottleneck
 from shoal.coordinator.cost.flow import fill
 from shoal.coordinator.cost.foresight import foreseen_s
+from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, Stage, pace_of
 from shoal.coordinator.cost.path_rates import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
@@ -203,6 +205,16 @@ class ThroughputObjective:
             for shares, stage in zip(self.shares(placement), self._stages(placement), strict=True)
         )
 
+    def needed_bytes(self, placement: Placement, memory: StageMemory) -> tuple[tuple[float, ...], ...] | None:
+        """The bytes that each member of each stage needs, with its microbatches in flight; None: the placement is
+        impossible. Args: memory: what stages take, which may be more than the plan counts."""
+        priced = self._priced(placement)
+        if isinstance(priced, Cost):
+            return None
+        workload, flow = replace(self.workload, memory=memory), priced.flow
+        needed = _needed_bytes(workload, placement, flow.shares, flow.trips_s, priced.pace.step_s)
+        return tuple(tuple(map(float, each)) for each in needed)
+
     # --- stages ---
 
     def _stages(self, placement: Placement) -> list[Stage]:
@@ -331,20 +343,25 @@ class ThroughputObjective:
         self, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
     ) -> tuple[float, int]:
         """(largest needed / present, at which stage)."""
-        w = self.workload
-        most, where = 0.0, 0
-        for k, (members, share) in enumerate(zip(placement.stages, shares, strict=True)):
-            first, last = placement.bounds[k], placement.bounds[k + 1]
-            admitted = (w.s_max + 1.0) * w.microbatches * share
-            flying = np.minimum(
-                WINDOW_GAIN * share * w.microbatches / step_s * trips_s[k] + 1.0, np.maximum(admitted, 1.0)
-            )
-            resident = w.resident_bytes(first, last, members=len(members))
-            needed = resident + flying * sum(w.layer_held_bytes[first:last])
-            ratio = float((needed / self.topology.memory_bytes[list(members)]).max())
-            if ratio > most:
-                most, where = ratio, k
-        return most, where
+        needed = _needed_bytes(self.workload, placement, shares, trips_s, step_s)
+        present = (self.topology.memory_bytes[list(members)] for members in placement.stages)
+        ratios = [float((bytes_ / there).max()) for bytes_, there in zip(needed, present, strict=True)]
+        most = max(range(len(ratios)), key=ratios.__getitem__)
+        return ratios[most], most
+
+
+def _needed_bytes(
+    w: Workload, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
+) -> list[Floats]:
+    """The bytes that each member of each stage needs, with its microbatches in flight."""
+    needed = []
+    for k, (members, share) in enumerate(zip(placement.stages, shares, strict=True)):
+        first, last = placement.bounds[k], placement.bounds[k + 1]
+        admitted = (w.s_max + 1.0) * w.microbatches * share
+        flying = np.minimum(WINDOW_GAIN * share * w.microbatches / step_s * trips_s[k] + 1.0, np.maximum(admitted, 1.0))
+        resident = w.resident_bytes(first, last, members=len(members))
+        needed.append(resident + flying * sum(w.layer_held_bytes[first:last]))
+    return needed
 
 
 def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float]:

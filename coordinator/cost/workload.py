@@ -163,7 +163,7 @@ class Workload:
             layer_parameters=_layer_parameters(spec),
             gradient_bytes_per_parameter=_bytes_per_number(spec.wire.sums[-1]),
             reduced=_reduced(spec),
-            memory=StageMemory.counted(spec, experts_held=_experts_held(spec)),
+            memory=StageMemory.on_card(spec, experts_held=experts_held(spec), is_full=True),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
@@ -190,13 +190,13 @@ def _placed_experts(spec: RunSpec) -> PlacedExperts | None:
         return None
     return PlacedExperts(
         number=model.num_experts,
-        held=_experts_held(spec),
+        held=experts_held(spec),
         replicas=swarm.expert_replicas,
         parameters=(float(expert_elements(model)),) * model.num_layers,
     )
 
 
-def _experts_held(spec: RunSpec) -> int:
+def experts_held(spec: RunSpec) -> int:
     """How many experts of each layer one member holds, in a stage with enough others for `expert_replicas`; 1 in a
     dense model."""
     slots = spec.swarm.expert_slots
@@ -213,7 +213,7 @@ def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
     model = spec.model
     if spec.adapter is not None:  # embedding and head have none
         return tuple(float(state_elements(spec, f"layers.{index}")) for index in range(model.num_layers))
-    counts = [decoder_parameters(model, experts_held=_experts_held(spec))] * model.num_layers
+    counts = [decoder_parameters(model, experts_held=experts_held(spec))] * model.num_layers
     counts[0] += float(sum(num_elements(model, EMBED)))
     counts[-1] += float(sum(num_elements(model, HEAD)))
     return tuple(counts)

@@ -16,7 +16,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from shoal.coordinator.cost.memory import StageMemory, resident_terms
+from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.rows import Column, Rows
 from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec, TrainingSpec
@@ -128,9 +128,8 @@ def usual_models() -> list[Named]:
 
 def cards_table(named: Named, cards: Sequence[Card] = CARDS) -> CardsTable:
     spec = named.spec
-    memory = StageMemory.foreseen(spec, experts_held=spec.model.experts_held)
-    on_card = memory.resident_bytes_per_parameter - resident_terms(spec).mean  # it lies in the machine's memory
-    workload = replace(Workload.of(spec), memory=replace(memory, resident_bytes_per_parameter=on_card))
+    memory = StageMemory.on_card(spec, experts_held=spec.model.experts_held)
+    workload = replace(Workload.of(spec), memory=memory)
     return CardsTable(
         model=named.name,
         parameters=workload.num_parameters,

@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.coordinator.cost.dtfm import DtfmObjective
+from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.cost.workload import Workload, experts_held
 from shoal.deploy.planning.figures import Figures, Goal, Wishes, figures_of, goal_of, lines_of, said_gigabytes
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
 from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
@@ -57,6 +58,12 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     last_layer: int
     """The layer after the last one."""
     devices: tuple[int, ...]
+    needs_gb: float | None = None
+    """What a real peer takes of its card, of the member that has least room left; null where nobody has asked."""
+    least_gb: float | None = None
+    """What is left of that where the card is full, and the rest lies in the machine's memory."""
+    has_gb: float | None = None
+    """What that member has."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +137,52 @@ def _stage_lines(placement: Placement) -> tuple[StageLine, ...]:
     )
 
 
+def _with_memory(stages: tuple[StageLine, ...], request: Request, spec: RunSpec) -> tuple[StageLine, ...]:
+    """`stages` with what real peers take, which is more than a plan counts (`coordinator/cost/memory.py`)."""
+    placement = Placement(
+        stages=tuple(line.devices for line in stages), bounds=(0, *(line.last_layer for line in stages))
+    )
+    objective = ThroughputObjective(request.topology, request.workload)
+    needed, least = (
+        objective.needed_bytes(placement, StageMemory.on_card(spec, experts_held=experts_held(spec), is_full=is_full))
+        for is_full in (False, True)
+    )
+    if needed is None or least is None:
+        return stages
+    present = request.topology.memory_bytes
+    lines = []
+    for line, needs, leasts in zip(stages, needed, least, strict=True):
+        member = max(range(len(needs)), key=lambda member: needs[member] / present[line.devices[member]])
+        has_gb = float(present[line.devices[member]]) / 1e9
+        lines.append(
+            msgspec.structs.replace(line, needs_gb=needs[member] / 1e9, least_gb=leasts[member] / 1e9, has_gb=has_gb)
+        )
+    return tuple(lines)
+
+
+def _short_of_memory(stages: Sequence[StageLine]) -> str:
+    """Say what real peers do where a card has less than they take; empty: all have enough."""
+    short = [line for line in stages if line.needs_gb and line.has_gb and line.needs_gb > line.has_gb]
+    full = [line for line in short if line.least_gb and line.has_gb and line.least_gb <= line.has_gb]
+    told = []
+    if full:
+        told.append(
+            f"Cards of {_stages_said(full)} are too small for all of it: moments, and what corrects staleness, go to "
+            "the machine's memory there, and steps are slower for that."
+        )
+    if less := [line for line in short if line not in full]:
+        told.append(
+            f"A member of {_stages_said(less)} has too little even so: it goes on layer by layer, or is given less."
+        )
+    return "\n".join(told)
+
+
+def _stages_said(lines: Sequence[StageLine]) -> str:
+    """`stages 0, 1 and 4`."""
+    names = [str(line.stage) for line in lines]
+    return f"stage {names[0]}" if len(names) == 1 else f"stages {', '.join(names[:-1])} and {names[-1]}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What the command line says beside the network."""
@@ -191,7 +244,7 @@ def show_plan(what: str, asked: Asked) -> None:
         said = said_of_none(what) if reached is None else said_of_live(reached, tokens_per_s)
         console.print(said, markup=False)
     else:
-        reports = [_show_one(console, what, aim, request, judge, scenario, asked)]
+        reports = [_show_one(console, what, aim, request, judge, scenario, spec, asked)]
     if asked.as_json:
         print_json(reports if asked.compare else reports[0])
 
@@ -203,6 +256,7 @@ def _show_one(
     request: Request,
     judge: Objective,
     scenario: Scenario,
+    spec: RunSpec,
     asked: Asked,
 ) -> PlanReport:
     """Print first the layout by rule, then the searched plan and what it means for everybody."""
@@ -215,13 +269,17 @@ def _show_one(
         raise LocalError(f"no plan for {what}: {proposal.cost.why}")
     same = proposal.placement == first.placement
     console.print(f"searched{', and nothing better was found' if same else ''}: {_in_a_line(proposal)}\n", markup=False)
-    console.print(stages_view(proposal.placement, request.topology))
+    stages = _with_memory(_stage_lines(proposal.placement), request, spec)
+    console.print(stages_view(stages, request.topology))
+    if short := _short_of_memory(stages):
+        console.print(short, markup=False)
+        console.print()
     figures = _figures(proposal.placement, request, scenario, asked)
     console.print(figures_view(figures))
     groups = _show_left_out(console, request, proposal.placement)
     console.print(cost_view(proposal))
     report = report_of(proposal, objective=aim, seed=request.seed, num_devices=request.topology.num_devices)
-    return msgspec.structs.replace(report, figures=figures, left_out=tuple(groups))
+    return msgspec.structs.replace(report, stages=stages, figures=figures, left_out=tuple(groups))
 
 
 def _show_left_out(console: Console, request: Request, placement: Placement) -> list[LeftOut]:
@@ -337,8 +395,8 @@ _COLUMNS = (
 )
 
 
-def stages_view(placement: Placement, topology: Topology) -> RenderableType:
-    return Group(_stages_table(placement, topology), Text())
+def stages_view(stages: Sequence[StageLine], topology: Topology) -> RenderableType:
+    return Group(_stages_table(stages, topology), Text())
 
 
 def figures_view(figures: Figures) -> RenderableType:
@@ -388,19 +446,27 @@ def compared_cells(proposal: Proposal, first_s: float) -> tuple[tuple[str, ...],
     ), ""
 
 
-def _stages_table(placement: Placement, topology: Topology) -> Table:
+def _stages_table(stages: Sequence[StageLine], topology: Topology) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("stage", justify="right")
     table.add_column("layers", justify="right")
     table.add_column("devices", overflow="fold")
+    table.add_column("needs GB", justify="right")
     if any(topology.regions):
         table.add_column("where", overflow="fold")
-    for line in _stage_lines(placement):
-        cells = [str(line.stage), f"{line.first_layer}-{line.last_layer - 1}", _indexes(line.devices)]
+    for line in stages:
+        cells = [str(line.stage), f"{line.first_layer}-{line.last_layer - 1}", _indexes(line.devices), _needs(line)]
         if any(topology.regions):
             cells.append(_who(line.devices, topology))
         table.add_row(*(Text(cell) for cell in cells))
     return table
+
+
+def _needs(line: StageLine) -> str:
+    """`18.4 of 24`."""
+    if line.needs_gb is None or line.has_gb is None:
+        return ""
+    return f"{line.needs_gb:,.3g} of {line.has_gb:,.3g}"
 
 
 def _cost_table(cost: Cost) -> Table:

@@ -17,6 +17,7 @@ from shoal.peer.model.finite import is_finite
 from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import expert_key, expert_keys, layer_layout
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.shard import Shard
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.pipeline.weight_set import WeightSet
@@ -39,9 +40,10 @@ class ExpertShard(Shard):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         steps_on: torch.device | None = None,
+        offload: Offload | None = None,
     ) -> None:
         keys = expert_keys(first_layer, last_layer, expert)
-        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on)
+        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
         self.expert = expert
         self.layers = range(first_layer, last_layer)
         self._open = OpenRuns(self._contributions)

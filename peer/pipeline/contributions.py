@@ -19,7 +19,7 @@ as the stage, and go before the new state comes. Whoever asks for the sum after 
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from weakref import WeakSet
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shoal.peer.model.finite import zero_unless
 from shoal.peer.pipeline.microbatch import Indices, Microbatch, has_index
+from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 from shoal.peer.vectors import Vectors
 
@@ -60,12 +61,14 @@ class Contributions:
 
     Args:
         corrects: a sum is asked for with the places of its gradients.
+        offload: what is kept in the machine's memory; None: nothing.
     """
 
-    def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False) -> None:
+    def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:
         self._size = size
         self._vectors = vectors
         self._corrects = corrects
+        self._offload = offload or Offload(vectors.host)
         self._sums: dict[int, Tensor] = {}  # by step
         self._given: set[int] = set()  # the steps of whose sum somebody else has the very tensor
         self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: who looks at its sum and places now
@@ -165,7 +168,7 @@ class Contributions:
             sum_N, places = self._sums.get(step), self._places.get(step)
             if sum_N is None:
                 return None
-            there = Places(places.sum_N, places.num) if places else None
+            there = replace(places) if places else None
             look = OpenSum(sum_N, self._nums[step], there)
             self._looks.setdefault(step, WeakSet()).add(look)
             return look
@@ -174,12 +177,21 @@ class Contributions:
         # A step ends on the device's thread while the loop's may add to these: iterate over copies.
         with self._working:
             self._first_open = version
+            self._told.append(self._settle_places)  # the weights of before have no other use any more
             for table in (self._nums, self._sums, self._places, self._apart, self._looks):
                 for step in [s for s in list(table) if s < version]:
                     table.pop(step, None)
             self._given = {step for step in self._given if step >= version}
         for microbatch in [m for m in list(self._summed) if m.step < version]:
             self._summed.discard(microbatch)
+
+    def move_out(self) -> None:
+        """What is kept in the machine's memory from now on goes there. Within a job."""
+        with self._working:
+            for step, places in list(self._places.items()):
+                sum_N = None if places.sum_N is None else self._offload.put(places.sum_N)
+                self._places[step] = replace(places, sum_N=sum_N)
+                self._places[step].settle(self._offload.put)
 
     def _add(self, step: int, gradient_N: Tensor, weights: WeightSet | None) -> None:
         """To the step's sum, taken at these weights. While `_working` is held."""
@@ -191,16 +203,23 @@ class Contributions:
             shared_N = self._sums[step]
             self._sums[step] = self._vectors.copied(shared_N) if self._is_on_host(step) else shared_N.clone()
         if is_looked_at and step in self._places:
-            self._places[step] = Places(self._places[step].sum_N.clone(), self._places[step].num)
+            self._places[step] = self._places[step].copy()
         if step in self._sums:
-            self._sums[step] += gradient_N
+            self._sums[step] += gradient_N.to(self._sums[step].device)
         else:
             self._sums[step] = gradient_N.float()
         self._nums[step] = self.num(step) + 1
         if weights is not None and weights.version < step:
-            if step not in self._places:
-                self._places[step] = Places(torch.zeros_like(gradient_N, dtype=torch.float32))
-            self._places[step].add(weights)
+            places = self._places.setdefault(step, Places())
+            if not places.is_at(weights):
+                places.settle(self._offload.put)
+            places.add(weights)
+
+    def _settle_places(self) -> None:
+        for step, places in self._places.items():
+            if self._looks.get(step):
+                places = self._places[step] = places.copy()
+            places.settle(self._offload.put)
 
     def _give(self, step: int, kept: list[_Gradient]) -> Summed | None:
         """The step's sum, with `kept` beside it; None if the step is over. While `_working` is held."""
@@ -211,6 +230,9 @@ class Contributions:
             self._given.add(step)
             return Summed(sum_N=total_N, places=None, num=self.num(step))
         sum_N = self._vectors.zeros(self._size) if total_N is None else self._vectors.copied(total_N)
+        if self._offload.is_on and total_N is not None and not kept and places is None:
+            self._sums[step] = sum_N  # one of the two is enough
+            self._given.add(step)
         for gradient_N, _ in kept:
             sum_N += self._vectors.on_host(gradient_N)
         return Summed(sum_N=sum_N, places=places, num=self.num(step) + len(kept))
@@ -225,8 +247,7 @@ class Contributions:
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):
             return None
-        sum_N = torch.zeros_like(kept[0][0], dtype=torch.float32) if places is None else places.sum_N.clone()
-        there = Places(sum_N, places.num if places else 0)
+        there = Places() if places is None else places.copy()
         for weights in stale:
             there.add(weights)
         return there

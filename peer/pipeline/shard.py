@@ -15,6 +15,7 @@ from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer
 from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
+from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.prediction import COMPENSATIONS
 from shoal.peer.pipeline.state import LayerState, StageState, clipped, initial_state, step_layer_clipped
 from shoal.peer.pipeline.weight_set import WeightSet
@@ -56,6 +57,7 @@ class Shard:
     Args:
         dtype: what jobs multiply in, float32 or bfloat16. State, steps and sums of gradients are float32.
         steps_on: the device that makes the optimizer's steps; None: `device`.
+        offload: what is kept in the machine's memory; None: nothing is yet.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class Shard:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         steps_on: torch.device | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.spec = spec
         self.keys = keys
         self.device = device
         self.dtype = dtype
         self._steps_on = steps_on or device
+        self._offload = offload or Offload(device)
         self.vectors = Vectors(torch.device("cpu"), sums=spec.wire.sums)
         self.state: StageState | None = None
         """None: none has come yet, or a step is being made."""
@@ -82,7 +86,7 @@ class Shard:
         self.num_parameters = sum(sizes)
         self.step_flop = 20.0 * self.num_parameters
         corrects = COMPENSATIONS[spec.training.compensation].corrects
-        self._contributions = Contributions(self.num_parameters, self.vectors, corrects=corrects)
+        self._contributions = Contributions(self.num_parameters, self.vectors, corrects=corrects, offload=self._offload)
         self._weights = Weights(spec, self._spans, self._contributions)
         self._base: dict[str, FrozenLayer] = {}
         """Of a run with adapters, before the first job."""
@@ -111,7 +115,7 @@ class Shard:
         """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self._version, self._step = state.version, None
-        self.state = state
+        self.state = self._offload.state(state)
         self._weights.loaded()
         self._contributions.forget_before(self.version)
 
@@ -158,19 +162,20 @@ class Shard:
         before = self.state
         assert before is not None, "a step before there is a state"
         self._contributions.forget_before(before.version + 1)
+        self._contributions.settle()
         step = _Step(version=before.version, old=dict(before.layers), kept=self._weights.kept_of(before))
         self._step, self.state = step, None
         self._weights.loaded()
         return step
 
     def _step_layer(self, step: _Step, key: str, grad_N: Tensor) -> None:
-        layer = step.old[key]
+        layer = step.old[key].to(self.device)
         gradient = clipped(self.spec, key, grad_N.to(self._steps_on))
         stepped = step_layer_clipped(self.spec, key, layer.to(self._steps_on), gradient, step.version)
-        after = layer if stepped is None else stepped.to(self.device)
+        after = step.old[key] if stepped is None else stepped.to(self.device)
         if stepped is not None and self._step is step:
             self._weights.layer_stepped(key, layer, after, step.version)
-        step.new[key] = after
+        step.new[key] = self._offload.layer(after)
         step.skipped += stepped is None
         step.square += gradient.square
         del step.old[key]
@@ -213,8 +218,18 @@ class Shard:
         self._contributions.settle()
         self._weights.forget_made()
         self.vectors.free()
+        if self._offload.begin():
+            self._move_out()
         if self.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
+
+    def _move_out(self) -> None:
+        """What is kept in the machine's memory from now on goes there."""
+        if self.state is not None:
+            self.state = self._offload.state(self.state)
+        if self._step is not None:
+            self._step.old, self._step.new = map(self._offload.layers, (self._step.old, self._step.new))
+        self._contributions.move_out()
 
     def forget(self, microbatch: Microbatch) -> None:
         """Nobody will ask for it any more."""

@@ -36,6 +36,7 @@ from shoal.peer.model.mixture import ExpertLoads, Mixture
 from shoal.peer.pipeline.boundary import Boundary
 from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.shard import Leaves, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
@@ -75,9 +76,10 @@ class StageRuntime(Shard):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         steps_on: torch.device | None = None,
+        offload: Offload | None = None,
     ) -> None:
         keys = stage_layer_keys(spec.model, first_layer, last_layer)
-        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on)
+        super().__init__(spec, keys, device=device, dtype=dtype, steps_on=steps_on, offload=offload)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)

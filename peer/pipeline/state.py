@@ -37,8 +37,8 @@ class LayerState:
         return (self.param_N, self.moment1_N, self.moment2_N)
 
     def to(self, device: torch.device) -> "LayerState":
-        """On that device; itself if it is there."""
-        if self.param_N.device == device:
+        """On that device, all of it; itself if it is there."""
+        if all(tensor.device == device for tensor in self.tensors):
             return self
         param_N, moment1_N, moment2_N = (tensor.to(device) for tensor in self.tensors)
         return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)

@@ -147,10 +147,11 @@ class Weights:
         if places is None:
             return
         for key, layer in state.layers.items():
-            displacement_N = places.displacement(self._spans[key], layer.param_N, total)
+            displacement_N = places.displacement(key, self._spans[key], layer.param_N, total)
             mean_N = sum_N[self._spans[key]].to(layer.param_N.device) / total
             settings = hyperparameters(self._spec, key, state.version)
-            mean_N = self._compensations[key].corrected(mean_N, displacement_N, layer, settings)
+            here = layer.to(layer.param_N.device)
+            mean_N = self._compensations[key].corrected(mean_N, displacement_N, here, settings)
             sum_N[self._spans[key]] = mean_N * total
 
     def copies(self, state: StageState | None) -> int:
@@ -195,7 +196,8 @@ class Weights:
         for key, layer in state.layers.items():
             settings = hyperparameters(self._spec, key, state.version)
             seen = [None if its is None else self._seen(key, layer, its, known=i == 0) for i, its in enumerate(sums)]
-            params[key] = self._compensations[key].weights(layer, settings, staleness_steps, seen)
+            here = layer.to(layer.param_N.device) if staleness_steps > 0 else layer
+            params[key] = self._compensations[key].weights(here, settings, staleness_steps, seen)
         return self._kept(WeightSet(params, state.version, num_seen))
 
     def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> Seen | None:
@@ -204,12 +206,12 @@ class Weights:
         Args: known: the weights of this step are, and `layer` has them.
         """
         span = self._spans[key]
-        gradient_N = clipped(self._spec, key, its.sum_N[span] / its.num).gradient_N
+        gradient_N = clipped(self._spec, key, its.sum_N[span].to(layer.param_N.device) / its.num).gradient_N
         if gradient_N is None:
             return None
         if not known or its.places is None:
             return Seen(gradient_N)
-        return Seen(gradient_N, its.places.displacement(span, layer.param_N, its.num))
+        return Seen(gradient_N, its.places.displacement(key, span, layer.param_N, its.num))
 
     def _kept(self, weights: WeightSet) -> WeightSet:
         self._alive.add(weights)

@@ -108,6 +108,10 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def held_bytes(self) -> int:
+        """Of the card's memory, by all tensors; 0 on a CPU, which does not say."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
     def ms(self, work: Callable[[], object]) -> float:
         """Of kernels alone: the median by the card's clock, on a CPU the shortest in processor time."""
         return cuda_ms(work, self.repeats) if self.device.type == "cuda" else cpu_ms(work, self.repeats)
@@ -255,6 +259,11 @@ def commit(bench: Bench) -> Iterator[Figure]:
     digest_s = bench.wall_s(state.digest, min(bench.repeats, 3))
     yield Figure("commit", f"{stage.num_parameters:,} parameters: clip, step, digest", whole_s * 1e3, "ms")
     yield Figure("commit", "of that, the digest", digest_s / whole_s, "", asked=0.1, is_most=True)
+    held = bench.held_bytes() / stage.num_parameters
+    stage.make_room()
+    apart_s = bench.wall_s(lambda: stage.step(mean_N), min(bench.repeats, 3))
+    yield Figure("commit", "with moments in the machine's memory", apart_s * 1e3, "ms")
+    yield Figure("commit", "what that frees on the card", held - bench.held_bytes() / stage.num_parameters, "B/param")
 
 
 def step(bench: Bench) -> Iterator[Figure]:

@@ -3,7 +3,6 @@ from typing import Literal
 import msgspec
 import pytest
 
-from shoal.coordinator.cost.memory import COUNTED_BYTES_PER_PARAMETER
 from shoal.coordinator.cost.workload import Workload
 from shoal.peer.model.flop import stage_flop
 from shoal.protocol.layers import stage_layer_keys
@@ -74,7 +73,9 @@ def test_where_a_stage_has_few_members_each_needs_room_for_more_experts(members:
     whole, placed = (Workload.of(RunSpec(model=model, swarm=SwarmSpec(expert_slots=slots))) for slots in (0, 3))
     missing = (8 - held) * 3 * model.dim * model.ffn_dim * 2
     bytes_of_all, bytes_of_some = (w.resident_bytes(1, 3, members=members) for w in (whole, placed))
-    assert bytes_of_all - bytes_of_some == COUNTED_BYTES_PER_PARAMETER * missing
+    workspace_bytes = whole.memory.workspace_bytes - placed.memory.workspace_bytes
+    of_experts = whole.memory.resident_bytes_per_parameter * missing
+    assert bytes_of_all - bytes_of_some == pytest.approx(of_experts + workspace_bytes)
     assert placed.num_parameters == whole.num_parameters == sum(whole.layer_parameters)
 
 

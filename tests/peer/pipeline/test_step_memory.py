@@ -62,8 +62,8 @@ class Census:
 class Alone:
     """One replica that holds the whole model and reduces with nobody."""
 
-    def __init__(self, spec):
-        self.runtime = StageRuntime(spec, 0, LAYERS, corpus=tiny_corpus(), device=CPU)
+    def __init__(self, spec, offload=None):
+        self.runtime = StageRuntime(spec, 0, LAYERS, corpus=tiny_corpus(), device=CPU, offload=offload)
         self.runtime.load(self.runtime.initial_state())
         self.group = SimpleNamespace(me=ME, microbatches=MICROBATCHES, mates=(), departing=(), version=0)
         self.group.are_past = lambda step: True
