@@ -109,8 +109,8 @@ class StageMemory:
     @classmethod
     def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
         """What real peers take on a GPU, where the reduced gradient lies in the machine's memory. Args: is_full: of a
-        card without room for the rest, which then lies there, too. So much plans count. A peer that this is too little
-        for, as it computes in the machine's memory or that has no room, says so and is given less
+        card without room for the rest, which then lies there, too. So much plans count. A peer that has not even
+        that, because it computes in the machine's memory or the rest finds no room there, says so and is given less
         (`Claims.memory_bytes`)."""
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.deploy import cli
-from shoal.deploy.planning.command import Proposal, _indexes, compared_cells
+from shoal.deploy.planning.command import Proposal, StageLine, _indexes, _short_of_memory, compared_cells
 
 GOOD = {
     "title": "Two pairs",
@@ -54,6 +54,7 @@ def test_a_plan_covers_layers_and_devices_once(tmp_path: Path, objective: str) -
     assert report["stages"][-1]["last_layer"] == 4
     devices = [device for stage in report["stages"] for device in stage["devices"]]
     assert sorted(devices + report["spares"]) == [0, 1, 2, 3]
+    assert all(0 < stage["least_gb"] < stage["needs_gb"] < stage["has_gb"] for stage in report["stages"])
     assert 0 < report["cost_s"] < math.inf
     assert report["parts"]
     assert report["took_s"] > 0
@@ -71,6 +72,18 @@ def test_a_person_sees_stages_regions_and_parts(tmp_path: Path) -> None:
     assert "here" in result.stdout
     for word in ("stage", "layers", "at once", "searched", "tokens/s", "tokens a day", "foreseen", "found in"):
         assert word in result.stdout
+
+
+def test_what_a_small_card_does_is_said_for_each_stage() -> None:
+    def stage(number: int, needs_gb: float, least_gb: float) -> StageLine:
+        line = StageLine(stage=number, first_layer=number, last_layer=number + 1, devices=(number,))
+        return msgspec.structs.replace(line, needs_gb=needs_gb, least_gb=least_gb, has_gb=12.0)
+
+    roomy, full, small = stage(0, 10.0, 6.0), stage(1, 20.0, 11.0), stage(2, 30.0, 16.0)
+    assert _short_of_memory([roomy]) == ""
+    assert _short_of_memory([roomy, full]).startswith("Cards of stage 1 are too small for all of it: moments")
+    assert "A member of stage 2 has too little even so" in _short_of_memory([roomy, full, small])
+    assert _short_of_memory([full, stage(3, 20.0, 11.0)]).startswith("Cards of stages 1 and 3 are too small")
 
 
 def test_all_layouts_are_compared(tmp_path: Path) -> None:
