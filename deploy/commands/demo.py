@@ -63,7 +63,7 @@ def demo(
         bool, typer.Option("--tune", help="Fine-tune what was trained, on another text; evaluate before and after.")
     ] = False,
     long: Annotated[
-        bool, typer.Option("--long", help="With --tune: 24 million parameters in place of one, for an hour.")
+        bool, typer.Option("--long", help="With --tune: 24 million parameters in place of one: a hundred minutes.")
     ] = False,
     chaos: Annotated[bool, typer.Option("--chaos", help="Kill, replace and suspend peers while they train.")] = False,
     chaos_seed: Annotated[int, typer.Option(min=0, help="Decides when which fault comes, and whom it meets.")] = 0,
