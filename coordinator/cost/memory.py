@@ -108,13 +108,17 @@ class StageMemory:
 
     @classmethod
     def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
-        """What real peers take on a GPU, where the reduced gradient lies in the machine's memory. Args: is_full: of a
-        card without room for the rest, which then lies there, too. So much plans count. A peer that has not even
-        that, because it computes in the machine's memory or the rest finds no room there, says so and is given less
-        (`Claims.memory_bytes`)."""
+        """What real peers take on a GPU, where the reduced gradient lies in the machine's memory.
+
+        Args: is_full: of a card without room for all of it, whose moments and places then lie there, too, and whose
+            jobs run one layer's forward at a time again. So much plans count. A peer that has not even that, because
+            it computes in the machine's memory or the rest finds no room there, says so and is given less
+            (`Claims.memory_bytes`).
+        """
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean
-        return replace(memory, resident_bytes_per_parameter=on_card)
+        job = job_bytes(spec, experts_held=experts_held, is_full=is_full)
+        return replace(memory, resident_bytes_per_parameter=on_card, layer_job_bytes=job)
 
     def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":
         """Take each stage for one layer. Args: sums: over the layers of each stage."""
@@ -171,16 +175,18 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
     return (tokens * _graph_bytes(spec),) * model.num_layers
 
 
-def job_bytes(spec: RunSpec, *, experts_held: int) -> tuple[float, ...]:
+def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tuple[float, ...]:
     """[L], what the one job that runs takes besides, and the step of a layer that is larger than others.
 
-    With recomputation that is a graph of the whole stage, or of one layer (`workspace_bytes`). At the end it is the
+    With recomputation that is a graph of the whole stage, or of one layer (`workspace_bytes`), as also on a card that
+    `is_full`: then the job has what each layer reads, besides. At the end it is the
     head's gradient and some of its logits, or what its step needs, whichever is more; at the beginning what the
     embedding's step needs.
     """
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
-    job = [tokens * _graph_bytes(spec) if is_whole else 0.0] * model.num_layers
+    of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)
+    job = [of_layer if is_whole else 0.0] * model.num_layers
     ends = float(model.vocab_size * model.dim)
     if spec.adapter is not None:
         # No gradient and no step of the two ends; the head is made dense for its products, if it is stored otherwise.

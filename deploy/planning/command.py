@@ -168,12 +168,10 @@ def _short_of_memory(stages: Sequence[StageLine]) -> str:
     if full:
         told.append(
             f"Cards of {_stages_said(full)} are too small for all of it: moments, and what corrects staleness, go to "
-            "the machine's memory there, and steps are slower for that."
+            "the machine's memory there, and layers run one at a time again. Steps are slower for that."
         )
     if less := [line for line in short if line not in full]:
-        told.append(
-            f"A member of {_stages_said(less)} has too little even so: it goes on layer by layer, or is given less."
-        )
+        told.append(f"A member of {_stages_said(less)} has too little even so, and will be given less.")
     return "\n".join(told)
 
 
