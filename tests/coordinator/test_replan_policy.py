@@ -268,7 +268,7 @@ def test_a_host_begins_alone_where_the_model_fits(make_advert, make_heartbeat):
 def test_a_host_whose_memory_is_too_small_waits_and_says_for_how_much(make_advert, make_heartbeat):
     needed = Workload.of(RunSpec()).resident_bytes(0, RunSpec().model.num_layers, members=1)
     policy = ReplanPolicy(ClusterView("run", RunSpec()), GreedyAllocator())
-    small = {name: make_advert(name, memory_bytes=int(0.6 * needed)) for name in "ab"}
+    small = {name: make_advert(name, memory_bytes=int(0.7 * needed)) for name in "ab"}
     policy.view.hear("a", make_heartbeat("a", advert=small["a"]), 0.0)
     layout, reason = policy.first_plan(0.0)
     assert layout is None

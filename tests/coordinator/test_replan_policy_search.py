@@ -646,7 +646,7 @@ class Quiet:
 
     def __init__(self, make_advert, make_heartbeat, *, noise, seed):
         self.rng = random.Random(seed)
-        self.advert = make_advert("small", memory_bytes=9_000_000)
+        self.advert = make_advert("small", memory_bytes=21_000_000)
         self.make_heartbeat, self.noise = make_heartbeat, noise
         self.peers = [f"p{number}" for number in range(9)]
         self.speeds = {peer: 1e10 * (1.0 + number % 3) for number, peer in enumerate(self.peers)}

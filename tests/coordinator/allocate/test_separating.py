@@ -131,7 +131,7 @@ def test_where_most_are_behind_routers_a_search_begins_at_something_possible():
     rates = np.full((n, n), 2.5e6)
     hidden = np.arange(n) >= public
     rates[hidden[:, None] & hidden[None, :]] = 0.0
-    memory = 0.3 * workload.resident_bytes(0, workload.num_layers, members=1)
+    memory = 0.5 * workload.resident_bytes(0, workload.num_layers, members=1)
     topology = make_topology(np.full((n, n), 0.02), rates, flop_per_s=4e9, memory_bytes=memory)
     for found, cost in (plan(topology, workload), plan_at_once(topology, workload)):
         assert np.isfinite(cost.seconds)
