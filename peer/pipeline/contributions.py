@@ -214,6 +214,8 @@ class Contributions:
             if not places.is_at(weights):
                 places.settle(self._offload.put)
             places.add(weights)
+            if not self._offload.is_on:
+                places.settle()  # it costs little here, and the weights may go
 
     def _settle_places(self) -> None:
         for step, places in self._places.items():
