@@ -98,7 +98,7 @@ def test_a_number_of_stages_is_there_as_soon_as_so_many_peers_are_and_given_up_w
 
 @pytest.mark.sim
 def test_placed_experts_follow_when_a_third_peer_makes_a_third_stage() -> None:
-    result = grown(memory=0.75, devices=3, base=MIXTURE, stages=3)
+    result = grown(memory=0.9, devices=3, base=MIXTURE, stages=3)
     assert result.failures == ()
     (division,) = [event for event in result.events if event.change == "division"]
     assert division.text.startswith("2 stages became 3 at step ")

@@ -21,14 +21,14 @@ END_S = 124.0 + 6.0 * SPEC.swarm.term_s
 
 
 def played(devices: int, *slowings: Slowing) -> SimResult:
-    """Devices that hold three quarters of the model each, 10 ms and 100 MB/s from each other; a step takes 10 s."""
+    """Devices that hold most of the model each, 10 ms and 100 MB/s from each other; a step takes 10 s."""
     workload, n = Workload.of(SPEC), devices
     between = 1.0 - np.eye(n)
     topology = make_topology(
         0.01 * between,
         1e8 * between,
         flop_per_s=4e9,
-        memory_bytes=0.75 * workload.resident_bytes(0, workload.num_layers, members=1),
+        memory_bytes=0.85 * workload.resident_bytes(0, workload.num_layers, members=1),
     )
     limits = RunLimits(seconds=END_S)
     return run_modelled(ModelledRun(topology=topology, spec=SPEC, hindrances=slowings, limits=limits))
