@@ -19,7 +19,7 @@ as the stage, and go before the new state comes. Whoever asks for the sum after 
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from weakref import WeakSet
@@ -168,7 +168,7 @@ class Contributions:
             sum_N, places = self._sums.get(step), self._places.get(step)
             if sum_N is None:
                 return None
-            there = replace(places) if places else None
+            there = Places(places.sum_N, places.num) if places else None
             look = OpenSum(sum_N, self._nums[step], there)
             self._looks.setdefault(step, WeakSet()).add(look)
             return look
@@ -177,7 +177,6 @@ class Contributions:
         # A step ends on the device's thread while the loop's may add to these: iterate over copies.
         with self._working:
             self._first_open = version
-            self._told.append(self._settle_places)  # the weights of before have no other use any more
             for table in (self._nums, self._sums, self._places, self._apart, self._looks):
                 for step in [s for s in list(table) if s < version]:
                     table.pop(step, None)
@@ -189,9 +188,7 @@ class Contributions:
         """What is kept in the machine's memory from now on goes there. Within a job."""
         with self._working:
             for step, places in list(self._places.items()):
-                sum_N = None if places.sum_N is None else self._offload.put(places.sum_N)
-                self._places[step] = replace(places, sum_N=sum_N)
-                self._places[step].settle(self._offload.put)
+                self._places[step] = Places(self._offload.put(places.sum_N), places.num)
 
     def _add(self, step: int, gradient_N: Tensor, weights: WeightSet | None) -> None:
         """To the step's sum, taken at these weights. While `_working` is held."""
@@ -203,25 +200,16 @@ class Contributions:
             shared_N = self._sums[step]
             self._sums[step] = self._vectors.copied(shared_N) if self._is_on_host(step) else shared_N.clone()
         if is_looked_at and step in self._places:
-            self._places[step] = self._places[step].copy()
+            self._places[step] = Places(self._places[step].sum_N.clone(), self._places[step].num)
         if step in self._sums:
             self._sums[step] += gradient_N.to(self._sums[step].device)
         else:
             self._sums[step] = gradient_N.float()
         self._nums[step] = self.num(step) + 1
         if weights is not None and weights.version < step:
-            places = self._places.setdefault(step, Places())
-            if not places.is_at(weights):
-                places.settle(self._offload.put)
-            places.add(weights)
-            if not self._offload.is_on:
-                places.settle()  # it costs little here, and the weights may go
-
-    def _settle_places(self) -> None:
-        for step, places in self._places.items():
-            if self._looks.get(step):
-                places = self._places[step] = places.copy()
-            places.settle(self._offload.put)
+            if step not in self._places:
+                self._places[step] = Places(self._offload.put(torch.zeros_like(gradient_N, dtype=torch.float32)))
+            self._places[step].add(weights)
 
     def _give(self, step: int, kept: list[_Gradient]) -> Summed | None:
         """The step's sum, with `kept` beside it; None if the step is over. While `_working` is held."""
@@ -249,7 +237,8 @@ class Contributions:
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):
             return None
-        there = Places() if places is None else places.copy()
+        sum_N = torch.zeros_like(kept[0][0], dtype=torch.float32) if places is None else places.sum_N.clone()
+        there = Places(sum_N, places.num if places else 0)
         for weights in stale:
             there.add(weights)
         return there

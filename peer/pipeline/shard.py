@@ -162,7 +162,6 @@ class Shard:
         before = self.state
         assert before is not None, "a step before there is a state"
         self._contributions.forget_before(before.version + 1)
-        self._contributions.settle()
         step = _Step(version=before.version, old=dict(before.layers), kept=self._weights.kept_of(before))
         self._step, self.state = step, None
         self._weights.loaded()

@@ -147,7 +147,7 @@ class Weights:
         if places is None:
             return
         for key, layer in state.layers.items():
-            displacement_N = places.displacement(key, self._spans[key], layer.param_N, total)
+            displacement_N = places.displacement(self._spans[key], layer.param_N, total)
             mean_N = sum_N[self._spans[key]].to(layer.param_N.device) / total
             settings = hyperparameters(self._spec, key, state.version)
             here = layer.to(layer.param_N.device)
@@ -211,7 +211,7 @@ class Weights:
             return None
         if not known or its.places is None:
             return Seen(gradient_N)
-        return Seen(gradient_N, its.places.displacement(key, span, layer.param_N, its.num))
+        return Seen(gradient_N, its.places.displacement(span, layer.param_N, its.num))
 
     def _kept(self, weights: WeightSet) -> WeightSet:
         self._alive.add(weights)

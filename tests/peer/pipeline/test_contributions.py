@@ -6,7 +6,7 @@ import torch
 
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.pipeline.weight_set import Places, WeightSet
+from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.peer.vectors import VECTORS
 
 SIZE = 4
@@ -89,39 +89,18 @@ def stale(contributions, step, index, value):
     contributions.settle()
 
 
-def where(places):
-    """The sum of the weights that gradients were taken at."""
-    return -places.displacement("layer", slice(0, SIZE), torch.zeros(SIZE), 1)[0]
-
-
 def test_what_somebody_looks_at_stays_as_it_is_and_is_copied_for_nobody_else():
     contributions = Contributions(SIZE, VECTORS)
     stale(contributions, 1, 0, 1.0)
     look = contributions.seen(1)
     stale(contributions, 1, 1, 2.0)
-    assert (look.sum_N[0], where(look.places), look.num, look.places.num) == (1.0, 1.0, 1, 1)
+    assert (look.sum_N[0], look.places.sum_N[0], look.num, look.places.num) == (1.0, 1.0, 1, 1)
     look = contributions.seen(1)
-    sum_N = look.sum_N
-    assert (sum_N[0], where(look.places)) == (3.0, 3.0)
-    places_N = look.places.sum_N
+    sum_N, places_N = look.sum_N, look.places.sum_N
+    assert (sum_N[0], places_N[0]) == (3.0, 3.0)
     del look
     stale(contributions, 1, 2, 4.0)
-    assert (sum_N[0], places_N[0]) == (7.0, 7.0), "they were added where they were: nobody looked any more"
-    assert where(contributions.seen(1).places) == 7.0
-
-
-def test_places_are_the_sum_of_the_weights_of_each_gradient():
-    rng = torch.Generator().manual_seed(0)
-    sets = [WeightSet({"a": torch.randn(3, generator=rng), "b": torch.randn(2, generator=rng)}, 0) for _ in range(3)]
-    places, plain_N = Places(), torch.zeros(5)
-    for which in (0, 0, 1, 1, 1, 2, 0):
-        places.add(sets[which])
-        plain_N += torch.cat(tuple(sets[which].params.values()))
-        here_N, settled = torch.randn(2, generator=rng), places.copy()
-        settled.settle()
-        wanted_N = (places.num * here_N - plain_N[3:]) / 8
-        for each in (places, settled):
-            torch.testing.assert_close(each.displacement("b", slice(3, 5), here_N, 8), wanted_N)
+    assert (sum_N[0], places_N[0]) == (7.0, 7.0), "it was added where it was: nobody looked any more"
 
 
 def test_of_two_who_look_neither_sees_what_comes_later():

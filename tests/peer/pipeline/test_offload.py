@@ -63,9 +63,12 @@ def test_steps_have_the_same_bits(s_max, compensation):
         assert not machine.has(layer.param_N)
 
 
-@pytest.mark.parametrize("compensation", ["none", "eager", "dc"])
-def test_the_device_holds_no_more_than_is_foreseen(monkeypatch, fresh, compensation):
-    spec, machine = spec_of(s_max=1, compensation=compensation), Machine()
+@pytest.mark.parametrize(
+    ("compensation", "keep"),
+    [("none", "stash"), ("eager", "stash"), ("dc", "stash"), ("none", "recompute"), ("dc", "recompute")],
+)
+def test_the_device_holds_no_more_than_is_foreseen(monkeypatch, fresh, compensation, keep):
+    spec, machine = spec_of(s_max=1, compensation=compensation, keep=keep), Machine()
     machine.begin()
 
     class OnDevice(Census):

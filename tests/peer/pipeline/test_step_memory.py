@@ -27,11 +27,11 @@ LAYERS, MICROBATCHES = 6, 4
 ME = "me"
 
 
-def spec_of(*, s_max: int, compensation: str) -> RunSpec:
+def spec_of(*, s_max: int, compensation: str, keep: str = "stash") -> RunSpec:
     """Layers of 50,000 parameters, beside which activations of 32 tokens are nothing."""
     builtins = msgspec.to_builtins(tiny_spec(steps=100, peers=1, stages=1, microbatches=MICROBATCHES))
     builtins["model"] |= {"dim": 64, "ffn_dim": 192, "num_layers": LAYERS, "context": 16}
-    builtins["training"] |= {"s_max": s_max, "compensation": compensation, "microbatch_size": 1}
+    builtins["training"] |= {"s_max": s_max, "compensation": compensation, "microbatch_size": 1, "keep": keep}
     builtins["training"] |= {"synchronous_steps": 0, "compute": "fp32"}
     return msgspec.convert(builtins, RunSpec)
 
