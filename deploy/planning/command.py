@@ -59,11 +59,12 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     """The layer after the last one."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
-    """What a real peer takes of its card, of the member that has least room left; null where nobody has asked."""
+    """The GB that a peer takes of its card if all of it lies there, for the member that has least room; null: not
+    computed, as in a comparison."""
     least_gb: float | None = None
-    """What is left of that where the card is full, and the rest lies in the machine's memory."""
+    """The GB that it takes once its card is full, and moments lie in the machine's memory."""
     has_gb: float | None = None
-    """What that member has."""
+    """The GB that this member's card has."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,11 +138,10 @@ def _stage_lines(placement: Placement) -> tuple[StageLine, ...]:
     )
 
 
-def _with_memory(stages: tuple[StageLine, ...], request: Request, spec: RunSpec) -> tuple[StageLine, ...]:
-    """`stages` with what real peers take, which is more than a plan counts (`coordinator/cost/memory.py`)."""
-    placement = Placement(
-        stages=tuple(line.devices for line in stages), bounds=(0, *(line.last_layer for line in stages))
-    )
+def _stage_lines_with_memory(placement: Placement, request: Request, spec: RunSpec) -> tuple[StageLine, ...]:
+    """The stages with the memory that a peer takes on its card, by arithmetic (`coordinator/cost/memory.py`): with all
+    of it there, and on a card that is full."""
+    stages = _stage_lines(placement)
     objective = ThroughputObjective(request.topology, request.workload)
     needed, least = (
         objective.needed_bytes(placement, StageMemory.on_card(spec, experts_held=experts_held(spec), is_full=is_full))
@@ -267,7 +267,7 @@ def _show_one(
         raise LocalError(f"no plan for {what}: {proposal.cost.why}")
     same = proposal.placement == first.placement
     console.print(f"searched{', and nothing better was found' if same else ''}: {_in_a_line(proposal)}\n", markup=False)
-    stages = _with_memory(_stage_lines(proposal.placement), request, spec)
+    stages = _stage_lines_with_memory(proposal.placement, request, spec)
     console.print(stages_view(stages, request.topology))
     if short := _short_of_memory(stages):
         console.print(short, markup=False)
