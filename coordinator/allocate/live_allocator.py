@@ -76,8 +76,8 @@ FIRST_WORK_MAX = 300_000_000
 core: boundaries move only by a standstill, so what it misses by bad luck is kept until a division makes up for that.
 It is proportionally less again for a small swarm."""
 FIRST_HORIZON_S = 3600.0
-"""Seconds. Where members first fetch weights that are not trained, the first layout is the one that makes most steps
-within this time, the fetching included."""
+"""A run whose members must fetch frozen weights before they train begins with the layout that makes most steps in so
+many seconds, the fetching included."""
 BASE_TIMES = 3.0
 """Fetching those weights takes so many times what the lines allow, since at first one peer alone has them. (16 homes:
 128 s for a third of 4.8 GB, and 456 s were seen; 384 s for all of it, and 850 s later nobody else had it.)"""

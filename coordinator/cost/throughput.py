@@ -206,8 +206,11 @@ class ThroughputObjective:
         )
 
     def needed_bytes(self, placement: Placement, memory: StageMemory) -> tuple[tuple[float, ...], ...] | None:
-        """The bytes that each member of each stage needs, with its microbatches in flight; None: the placement is
-        impossible. Args: memory: what stages take, which may be more than the plan counts."""
+        """Compute the memory that each member needs, its microbatches in flight included.
+
+        Args: memory: what stages take; it may be more than `workload.memory`, by which a placement is possible or not.
+        Returns: bytes, by stage and then by member; None: the placement is impossible.
+        """
         priced = self._priced(placement)
         if isinstance(priced, Cost):
             return None
@@ -353,7 +356,7 @@ class ThroughputObjective:
 def _needed_bytes(
     w: Workload, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
 ) -> list[Floats]:
-    """The bytes that each member of each stage needs, with its microbatches in flight."""
+    """Compute the bytes that the members of each stage need, one array [members] a stage."""
     needed = []
     for k, (members, share) in enumerate(zip(placement.stages, shares, strict=True)):
         first, last = placement.bounds[k], placement.bounds[k + 1]

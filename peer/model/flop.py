@@ -16,13 +16,13 @@ ADAPTED_BACKWARD_PER_FORWARD: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFlop:
-    """Of one microbatch's jobs at a stage, or of their parts where experts are elsewhere."""
+    """Floating-point operations of one microbatch's jobs at a stage, or of their parts where experts are elsewhere."""
 
     forward: float
     backward: float
     loss: float
-    """At the last stage: forward and backward in one job. With `keep = "layers"` it runs each layer's forward twice,
-    the head's once; otherwise all of them once, since the forward's activations are still there."""
+    """The last stage's one job for a microbatch, which is forward, loss and backward. With `keep = "layers"` the
+    forward of each layer runs twice, that of the head once; otherwise no forward runs a second time."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:

@@ -37,11 +37,12 @@ class Offload:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the machine's memory is another one than the device's."""
+        """Whether the device has memory of its own, so that moving tensors to the machine's memory frees some of it."""
         return self._device.type in _APART
 
     def begin(self) -> bool:
-        """Keep things there from now on. Returns: whether that is new; False: it is so already, or gains nothing."""
+        """Keep moments and places in the machine's memory from now on. Returns: whether this has changed anything;
+        False: they are kept there already, or the device has no memory of its own."""
         if self.is_on or not self.is_possible:
             return False
         logger.warning(
@@ -52,14 +53,14 @@ class Offload:
         return True
 
     def put(self, tensor: Tensor) -> Tensor:
-        """The tensor in the machine's memory if things are kept there; else itself."""
+        """Return a copy in the machine's memory, pinned for CUDA, once `begin` was called; the tensor itself before."""
         if not self.is_on or tensor.device.type == "cpu":
             return tensor
         there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
         return there.copy_(tensor)
 
     def layer(self, layer: LayerState) -> LayerState:
-        """The layer with its moments where they are kept; itself if nothing moves."""
+        """Return the layer with its moments `put`; its parameters stay on the device. Itself if nothing moves."""
         moment1_N, moment2_N = self.put(layer.moment1_N), self.put(layer.moment2_N)
         if moment1_N is layer.moment1_N and moment2_N is layer.moment2_N:
             return layer
@@ -69,7 +70,7 @@ class Offload:
         return {key: self.layer(layer) for key, layer in layers.items()}
 
     def state(self, state: StageState) -> StageState:
-        """The state with its moments where they are kept; itself if things are not kept there."""
+        """Return the state with the moments of all layers `put`; itself before `begin`."""
         if not self.is_on:
             return state
         return StageState(version=state.version, layers=self.layers(state.layers), gradient_norm=state.gradient_norm)

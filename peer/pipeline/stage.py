@@ -243,8 +243,11 @@ class StageRuntime(Shard):
     def _backward_by_layers(
         self, leaves: Leaves, read: list[Tensor], grad_BTD: Tensor | None, x: Tensor, labels: Labels
     ) -> None:
-        """Run each layer's forward again and backpropagate through it, from the last layer to the first. Gradients of
-        weights are added to the `.grad` of `leaves`; `x.grad` becomes that of the stage's input, [B, T, D].
+        """Backpropagate with the graph of one layer in memory at a time: from the last layer to the first, run its
+        forward again, then its backward.
+
+        The gradients of the weights are added to `.grad` of each leaf; `x.grad` becomes the gradient of the stage's
+        input, [B, T, D].
 
         Args:
             read: the input of each layer, as `_read_by_layers` returns them.

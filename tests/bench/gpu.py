@@ -109,7 +109,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def held_bytes(self) -> int:
-        """Of the card's memory, by all tensors; 0 on a CPU, which does not say."""
+        """Count the bytes that tensors hold on the card; 0 on a CPU, for which torch does not count them."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def ms(self, work: Callable[[], object]) -> float:

@@ -21,7 +21,7 @@ END_S = 124.0 + 6.0 * SPEC.swarm.term_s
 
 
 def played(devices: int, *slowings: Slowing) -> SimResult:
-    """Devices that hold most of the model each, 10 ms and 100 MB/s from each other; a step takes 10 s."""
+    """Devices that hold four of the six layers each, 10 ms and 100 MB/s from each other; a step takes 10 s."""
     workload, n = Workload.of(SPEC), devices
     between = 1.0 - np.eye(n)
     topology = make_topology(
