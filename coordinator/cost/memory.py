@@ -95,6 +95,16 @@ class StageMemory:
         return tuple(map(sum, zip(self.base.layer_bytes, self.layer_job_bytes, strict=True)))
 
     @classmethod
+    def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
+        """Return the memory that plans reckon with: what must lie on a card. A peer that has not even that, because it
+        computes in the machine's memory or the rest finds no room there, says so and is given less
+        (`Claims.memory_bytes`). With adapters it is all that a peer takes: of a full card only the activations would
+        become less, and plans do not know how much longer its jobs take then."""
+        if spec.adapter is not None:
+            return cls.foreseen(spec, experts_held=experts_held)
+        return cls.on_card(spec, experts_held=experts_held, is_full=True)
+
+    @classmethod
     def foreseen(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
         """What real peers take (`tests/bench/memory.py`)."""
         return cls(
@@ -111,9 +121,7 @@ class StageMemory:
         """What real peers take on a GPU, where the reduced gradient lies in the machine's memory.
 
         Args: is_full: of a card without room for all of it, whose moments and places then lie there, too, and whose
-            jobs run one layer's forward at a time again. So much plans count. A peer that has not even that, because
-            it computes in the machine's memory or the rest finds no room there, says so and is given less
-            (`Claims.memory_bytes`).
+            jobs run one layer's forward at a time again.
         """
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean

@@ -163,7 +163,7 @@ class Workload:
             layer_parameters=_layer_parameters(spec),
             gradient_bytes_per_parameter=_bytes_per_number(spec.wire.sums[-1]),
             reduced=_reduced(spec),
-            memory=StageMemory.on_card(spec, experts_held=experts_held(spec), is_full=True),
+            memory=StageMemory.counted(spec, experts_held=experts_held(spec)),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
