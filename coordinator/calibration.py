@@ -12,6 +12,11 @@ apart that way:
   number of stages, smoothed over `LEARN_STEPS`, and says something of the other numbers (`cost/forecast_bias.py`).
   Later plans foresee with it, and searches compare by it.
 
+Plans are made for the time after the run's first steps, of which nothing runs ahead (`RunSpec.synchronous_steps`). What
+is seen of these is counted as what it would be with what runs ahead, by the objective's figures for both. (Lost: taking
+it as it is. Pipelines with many stages lose most in synchronous steps, so a search in the first minute divided into
+few, and a later one back.)
+
 By how much promises have erred, from one layout to the next (`forecast_error`), says what a gain is worth that a search
 promises. A gain that a search has promised and nobody has seen yet is taken for one that will not come: otherwise each
 search would believe the figures that deceived the last one, and where steps are slow the run would change its layout
@@ -67,9 +72,15 @@ _WORDS: dict[Bound, str] = {
 
 
 class Calibration:
-    """The comparison of the live layout, and what was learned from all that this peer knows of."""
+    """The comparison of the live layout, and what was learned from all that this peer knows of.
 
-    def __init__(self) -> None:
+    Args: synchronous_steps: the run's first steps of which nothing runs ahead, where something does of later ones.
+    """
+
+    def __init__(self, *, synchronous_steps: int = 0) -> None:
+        self._synchronous_steps = synchronous_steps
+        self._synchronous_share = 1.0
+        """The tokens/s of synchronous steps over those of others, by the objective and of the live layout."""
         self._layout: tuple[int, Places] | None = None
         """(era, places) of the live plan."""
         self._foreseen: Foreseen | None = None
@@ -77,8 +88,11 @@ class Calibration:
         """Today's figure as the objective says it, without the factor."""
         self._steady_from: int | None = None
         self._seen = 0.0, 0
+        """(tokens/s, over how many steps)."""
+        self._shown_tokens_per_s = 0.0
+        """The same as it is, also in synchronous steps."""
         self._newest = 0.0
-        """What `TokenRate.newest` says."""
+        """What `TokenRate.newest` says. Both are what they would be if something ran ahead."""
         self._noted = 0.0
         """Seen over foreseen when the last search began, or when it could first be told; 0: neither has been."""
         self._learned: dict[int, tuple[float, int]] = {}
@@ -180,12 +194,23 @@ class Calibration:
             self._promised_gain = self._gain_of(plan)
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
+            self._shown_tokens_per_s = 0.0
         if plan.foreseen != self._foreseen:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
 
-    def foresee(self, today: Foreseen | None) -> None:
-        """Note what the objective says of the live layout with the figures of today."""
+    def is_synchronous(self, version: int) -> bool:
+        """Whether the step that comes after `version` is one of those of which nothing runs ahead."""
+        return version < self._synchronous_steps
+
+    def foresee(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:
+        """Note what the objective says of the live layout with the figures of today.
+
+        Args: synchronous: the same for steps of which nothing runs ahead; None: those are over.
+        """
         self._today = today
+        self._synchronous_share = 1.0
+        if today is not None and synchronous is not None:
+            self._synchronous_share = min(1.0, synchronous.tokens_per_s / today.tokens_per_s)
 
     def look(self, pace: TokenRate, now_s: float, *, version: int, is_whole: bool) -> None:
         """Compare what there is by now, and learn from it.
@@ -198,8 +223,13 @@ class Calibration:
             return
         if self._steady_from is None:
             self._steady_from = self._learned_to = version + WARM_UP_STEPS
-        self._seen = pace.seen(self._layout[0], self._steady_from, now_s)
-        self._newest = pace.newest(now_s) if self._seen[1] else 0.0
+        if self._steady_from < self._synchronous_steps <= version:
+            self._steady_from = self._synchronous_steps + 1  # what was seen before is of other steps
+            self._learned_to = max(self._learned_to, self._steady_from)
+        share = self._synchronous_share if self.is_synchronous(version) else 1.0
+        rate, num_steps = pace.seen(self._layout[0], self._steady_from, now_s)
+        self._seen, self._shown_tokens_per_s = (rate / share, num_steps), rate
+        self._newest = pace.newest(now_s) / share if num_steps else 0.0
         if self.ratio >= SLOW and self._seen[1] >= OFF_STEPS and not self._noted:
             self._noted = self.ratio
         if self._seen[1] and self._today is not None and version > self._learned_to:
@@ -279,7 +309,7 @@ class Calibration:
         return Comparison(
             foreseen_tokens_per_s=foreseen.tokens_per_s,
             sentence=self._sentence(foreseen, today),
-            seen_tokens_per_s=self._seen[0],
+            seen_tokens_per_s=self._shown_tokens_per_s,
             steps=self._seen[1],
             today_tokens_per_s=today.tokens_per_s if today is not None else 0.0,
             bound=believed.bound,
@@ -287,10 +317,13 @@ class Calibration:
         )
 
     def _sentence(self, foreseen: Foreseen, today: Foreseen | None) -> str:
-        rate, num_steps = self._seen
+        rate, num_steps = self._shown_tokens_per_s, self._seen[1]
         parts = [f"foreseen {foreseen.tokens_per_s:,.0f} tokens/s"]
         if today is not None and _apart(today.tokens_per_s, foreseen.tokens_per_s) >= UNLIKE:
             parts.append(f"{today.tokens_per_s:,.0f} with what is measured now")
+        if self._synchronous_share < 1.0:
+            slow = self._synchronous_share * (today or foreseen).tokens_per_s
+            parts.append(f"{slow:,.0f} in the first {self._synchronous_steps} steps, ahead of which nothing runs")
         if num_steps:
             parts.append(f"seen {rate:,.0f} over {num_steps} steps")
         believed = today or foreseen

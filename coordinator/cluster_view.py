@@ -74,7 +74,7 @@ class ClusterView:
         )
         self.begun_s: float | None = None
         """When the run's first plan was made, by this peer's clock and as far as it knows."""
-        self.calibration = Calibration()
+        self.calibration = Calibration(synchronous_steps=spec.synchronous_steps if training.s_max else 0)
         self._foresee_at_s = -math.inf
         self._sums: tuple[int, WireFormat | None] = (0, None)
         """(sequence of a plan, the format in which its reductions had better travel by the figures of late)."""
@@ -361,13 +361,17 @@ class ClusterView:
         flop = workload.microbatches * workload.job_flop(0, workload.num_layers)
         return flop / flop_per_s if flop_per_s > 0 else 0.0
 
-    def foresee(self, stages: Sequence[Stage], now_s: float, sums: WireFormat | None = None) -> Foreseen | None:
+    def foresee(
+        self, stages: Sequence[Stage], now_s: float, sums: WireFormat | None = None, *, synchronous: bool = False
+    ) -> Foreseen | None:
         """How fast these stages should be, by the objective alone; None: it cannot say, or would take too long.
 
-        Args: sums: the format of reductions; None: the thinnest that the run allows.
+        Args:
+            sums: the format of reductions; None: the thinnest that the run allows.
+            synchronous: in steps of which nothing runs ahead.
         """
         snapshot = self._snapshot_of(stages, now_s)
-        return None if snapshot is None else foresee(snapshot, stages, sums)
+        return None if snapshot is None else foresee(snapshot, stages, sums, synchronous=synchronous)
 
     def choose_sums(
         self, stages: Sequence[Stage], now_s: float, *, kept: WireFormat | None = None
@@ -401,7 +405,11 @@ class ClusterView:
         if now_s >= self._foresee_at_s:
             apart = max(1.0, len(live.members) / FORESEE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
-            self.calibration.foresee(self.foresee(live.stages, now_s, live.sums))
+            is_synchronous = self.calibration.is_synchronous(self.version_max)
+            self.calibration.foresee(
+                self.foresee(live.stages, now_s, live.sums),
+                synchronous=self.foresee(live.stages, now_s, live.sums, synchronous=True) if is_synchronous else None,
+            )
             self._sums = live.sequence, self.choose_sums(live.stages, now_s, kept=live.sums)
         holders = (peer for stage in live.stages for peer in stage.peers)
         is_whole = all(self.roster.has_state(peer, live) for peer in holders)

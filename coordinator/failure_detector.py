@@ -150,6 +150,9 @@ class FailureDetector:
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
+        if roster.is_dead(peer):  # a member has reported it since: it was given its time to come back, once
+            del self._inquiries[peer]
+            return []
         if inquiry.refused_s is None:
             inquiry.refused_s = now_s
             inquiry.ping_at_s = now_s + AGAIN_HEARTBEATS * self._heartbeat_s
@@ -177,7 +180,7 @@ class FailureDetector:
         for peer in plan.members:
             if peer == self._me:
                 continue
-            if peer in awaited:
+            if peer in awaited and not roster.is_dead(peer):
                 self._suspect(peer, now_s)
             elif roster.is_gone(peer, now_s):
                 self._end_unless_refused(peer)

@@ -82,9 +82,9 @@ class ReplanPolicy:
         """The time at which the live layout was first seen to be finished: every stage had committed its last version,
         and every layer of that version had a holder. None: it is not finished."""
         self._too_few_s = math.inf
+        """The last sign of those with whom a stage was lost, where too few peers are left for so many stages."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members without whom the run would go back, and for whom it waits."""
-        """When it was first seen that a stage is lost and that too few peers are left for so many stages."""
         self._places: Places | None = None
         self._placed_s = 0.0
         """When the live plan's places were new to us."""
@@ -192,7 +192,7 @@ class ReplanPolicy:
             return None, waits_for  # a plan without who is silent would count it out, and its state with it
         layout, reason = self._repaired(peers, live, disks, now_s, sequence=sequence)
         too_few = layout is None and bool(lost)  # `min_peers` is about how a run begins
-        self._too_few_s = min(now_s, self._too_few_s) if too_few else math.inf
+        self._too_few_s = min(self._last_sign_s(live, lost, now_s), self._too_few_s) if too_few else math.inf
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now everybody has said what it saved when the last holder said good-bye.
             layout = self._divided_anew(peers, disks, now_s, sequence=sequence)
@@ -286,6 +286,12 @@ class ReplanPolicy:
         except NoLayout as flaw:
             return None, f"no new plan: {flaw}"
         return layout, layout.reason
+
+    def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
+        """When somebody who is or was of these groups was last heard of: what it had others keep is older than that."""
+        roster = self.view.roster
+        peers = {member.peer for group in lost for member in live.group_members(group)}
+        return max((roster.sign_s(peer) for peer in peers if peer in roster.presences), default=now_s)
 
     def _divided_anew(
         self, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int

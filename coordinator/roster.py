@@ -200,6 +200,10 @@ class Roster:
             self.presences[peer].left = True
             self.presences[peer].dead = dead
 
+    def is_dead(self, peer: PeerID) -> bool:
+        """Whether `peer` was found to be gone for good, and has not been heard since."""
+        return peer in self.presences and self.presences[peer].dead
+
     def may_return(self, peer: PeerID, group: int, era: int, now_s: float) -> bool:
         """Whether `peer` is silent, was not found dead, and held the state of `group` when it was heard last."""
         seen = self.presences.get(peer)

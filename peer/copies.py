@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from shoal.peer.archive import Archive
@@ -24,6 +25,9 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_LOOK_S = 0.25
+_FIRST_STEP_S = 60.0
+"""The longest time for which copies wait for the first step of a layout."""
 WRITERS = 2
 """Members of a group that write a snapshot each, and see to a copy outside each: one of them may die over it."""
 
@@ -79,17 +83,25 @@ class Copies:
 
     async def _preserve(self, group: int, state: StageState, copies: list[int]) -> None:
         plan = self._plan()
+        await self.save(group, state)
         if plan is not None and state.version == plan.ends_at and moves_on(plan, group):
-            await self.save(group, state)  # who comes next fetches it, waits for it, and has copies made of it too
-            return
+            return  # who comes next fetches it, waits for it, and has copies made of it too
+        await self._first_step_after(state.version)
         # Each copy that is under way holds a state in memory, and the next would hold up the one before.
         under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
         self._given[group] = under_way
         if not under_way:
             await self._server.pin(state)
-        await self.save(group, state)
-        if not under_way:
             self._given[group] += await self._offer(group, state, copies)
+
+    async def _first_step_after(self, version: int) -> None:
+        """Wait for the first step of a layout, if it begins with `version`: everybody waits for that step, and a copy
+        would share its lines with it. What the layout begins with is on the disks of those who held it before."""
+        for _ in range(math.ceil(_FIRST_STEP_S / _LOOK_S)):
+            plan = self._plan()
+            if plan is None or not plan.fresh or plan.restore_version < version:
+                return
+            await asyncio.sleep(_LOOK_S)
 
     async def save(self, group: int, state: StageState) -> bool:
         """Write `state` to our disk, if it is not there. Returns: whether it is."""
@@ -193,12 +205,15 @@ def moves_on(plan: Plan, group: int) -> bool:
 
 def keepers(plan: Plan, group: int) -> list[PeerID]:
     """Who keeps copies of what `group` holds, in the order in which to ask: spares, then the stages after it, once
-    around; an expert's, its own stage's members too, if they do not hold it.
+    around, but its neighbours last, whose activations and gradients would wait behind copies for the same peer; of an
+    expert its own stage's members too, if they do not hold it.
 
     The same peers every time, as long as the plan stays: then old copies give way to new ones.
     """
     num_stages = len(plan.stages)
     members = {member.peer for member in plan.group_members(group)}
     stage = group if group < num_stages else plan.experts[group - num_stages].stage
-    later = [plan.stages[(stage + i) % num_stages].peers for i in range(1, num_stages + 1)]
+    around = [(stage + i) % num_stages for i in range(1, num_stages)]
+    order = [*sorted(around, key=lambda other: abs(other - stage) == 1), stage]
+    later = [plan.stages[other].peers for other in order]
     return [peer for peer in (*plan.spares, *(peer for peers in later for peer in peers)) if peer not in members]

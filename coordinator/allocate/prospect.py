@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shoal.coordinator.allocate.dividing import placement_of
 from shoal.coordinator.allocate.interface import Snapshot
@@ -16,18 +17,23 @@ KEPT = 0.95
 """A live layout keeps its wider format as long as its tokens/s are at least this share of those with the thinnest."""
 
 
-def foresee(snapshot: Snapshot, stages: Sequence[Stage], sums: WireFormat | None = None) -> Foreseen | None:
+def foresee(
+    snapshot: Snapshot, stages: Sequence[Stage], sums: WireFormat | None = None, *, synchronous: bool = False
+) -> Foreseen | None:
     """How fast the stages should be by the throughput objective; None: it cannot say.
 
     Args:
         snapshot: with workload and network. Peers that are not in it are left out of the stages.
         sums: the format of reductions; None: the workload's.
+        synchronous: in steps of which nothing runs ahead.
     """
     assert snapshot.workload is not None
     placement = placement_of(stages, snapshot.peers)
     if not all(placement.stages):
         return None
     workload = snapshot.workload if sums is None else snapshot.workload.with_sums(sums)
+    if synchronous:
+        workload = replace(workload, s_max=0, control=None)
     objective = ThroughputObjective(topology_of(snapshot), workload)
     cost, bound = objective.cost(placement), objective.bottleneck(placement)
     if bound is None or not math.isfinite(cost.seconds):

@@ -76,6 +76,7 @@ class ModelledVectors(Vectors):
 
     def __init__(self, *, chunk_bytes: int, sums: Sequence[WireFormat] = ("fp32",)) -> None:
         super().__init__(NOWHERE, chunk_bytes=chunk_bytes, sums=sums)
+        self.background_chunk = self.chunk
 
     def empty(self, size: int) -> Tensor:
         return cast(Tensor, cast(Any, Extent(size)))

@@ -16,6 +16,9 @@ STALL_S_FIRST = 60.0
 STALL_S_DEATH = 1.5
 """After a mate has died, for the first time: what it had contributed it may not have told any more. This costs a call,
 since stage 0 does not run again what is not back there yet."""
+STALL_S_BEGINNING = 3.0
+"""The same where an era begins, or where we begin in it. What mates contribute rests with them for a second before they
+tell of it (`telling.py`), and until then the way through all stages counts for nothing here."""
 STALL_S_PIPELINE = 10.0
 """Of stage 0, which would run all that is on its way again."""
 _STEPS_REMEMBERED = 8
@@ -50,6 +53,8 @@ class Losses:
     _grown_at_s: float = 0.0
     _may_lack: bool = False
     """Something has died since the last step, or may have before we came, of which nobody has told us."""
+    _has_died: bool = False
+    """A mate has, since the last step."""
     _num_asked: int = 0
     """In vain, since then."""
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))
@@ -61,7 +66,7 @@ class Losses:
 
     def mate_died(self) -> None:
         """Whatever we know of it."""
-        self._may_lack = True
+        self._may_lack = self._has_died = True
         self._look_again()
 
     def died(self, peer: PeerID, step: int, contributed: Indices) -> None:
@@ -82,6 +87,7 @@ class Losses:
         self._version_since_s = self._grown_at_s = now_s
         # At the beginning of an era, too, another stage's lead may be one that has just been restarted.
         self._may_lack, self._num_asked = not by_a_step and (not self.is_first or version > self.begins_at), 0
+        self._has_died = False
         self._look_again()
         for table in (self._claims, self._lost):
             for step in [s for s in table if s < version]:
@@ -115,7 +121,7 @@ class Losses:
 
     def _after_a_death_s(self) -> float:
         if not self.is_first and self._num_asked == 0:
-            return STALL_S_DEATH
+            return STALL_S_DEATH if self._has_died else STALL_S_BEGINNING
         if not self._steps_s:
             return min(STALL_S_MIN * 2.0 ** (self._num_asked - (not self.is_first)), STALL_S_FIRST)
         # Steps that take minutes may do so because of just such losses.

@@ -42,6 +42,16 @@ _RETRY_MATE_S = 0.5
 """A mate that has not got a range yet is asked again after so long at the earliest."""
 
 
+_OTHERS_TIMES_MAX = 8
+"""What mates and carriers get for us is left to them while a holder may need to send each of them a range, by what it
+needed for one of ours, and no longer than so many times that. Sooner the same bytes would leave it twice, and where a
+layer is a few ranges its uplink is what everybody waits for."""
+_OTHERS_S_MIN = 0.5
+_OTHERS_S_FIRST = 2.0
+"""The same where nothing has come from that holder."""
+_LOOK_S = 0.1
+
+
 @dataclass(frozen=True, slots=True)
 class _Range:
     """Elements [start, stop) of one tensor (0 parameters, 1 and 2 moments) of one layer."""
@@ -100,6 +110,8 @@ class StateFetcher:
         """Whether a carrier has brought anything."""
         self._asked: dict[PeerID, int] = {}
         """Mate -> the value of `_num_asked` when it was last asked: the least recently asked mate is next."""
+        self._took_s: dict[PeerID, float] = {}
+        """Holder -> the longest time that a range of ours has taken from there."""
         self._num_asked = 0
         """Requests to mates so far."""
         self._known: dict[str, int] = {}
@@ -240,9 +252,11 @@ class StateFetcher:
         """Fetch the ranges in `left` from holders, mates and carriers at once, and remove each from `left` as it
         arrives. Return when `left` is empty, or when every holder has failed.
 
-        A holder that has nothing else to send is also asked for ranges that were asked of a mate or a carrier, so that
-        a slow one holds nobody up.
+        A holder that has nothing else to send is also asked, after a while, for ranges that mates or carriers were to
+        bring, so that a slow one holds nobody up.
         """
+        loop = asyncio.get_running_loop()
+        begun_s, under_way = loop.time(), Counter[PeerID]()
         todo, lent = list(left), dict[_Range, None]()
         """Ranges that nobody is asked for, and those that only mates and carriers are asked for."""
         nothing_left = asyncio.Event()
@@ -257,15 +271,26 @@ class StateFetcher:
 
         async def work(peer: PeerID) -> None:
             may_renew = True
-            while (wanted := self._next_of(peer, todo) or self._next_lent(peer, lent)) is not None:
+            while True:
+                wanted = self._next_own(peer, todo)
+                if wanted is None:
+                    wanted = self._last_of_mates(peer, todo) or self._next_lent(peer, lent)
+                    if wanted is None:
+                        return
+                    if under_way[peer] or loop.time() < begun_s + self._leaves_to_others_s(peer):
+                        await asyncio.sleep(_LOOK_S)
+                        continue
                 if wanted in lent:
                     del lent[wanted]
                 else:
                     todo.remove(wanted)
-                began_s = asyncio.get_running_loop().time()
+                began_s = loop.time()
+                under_way[peer] += 1
                 try:
                     await get(peer, wanted)
-                    self._compare(peer, wanted, asyncio.get_running_loop().time() - began_s)
+                    took_s = loop.time() - began_s
+                    self._took_s[peer] = max(took_s, self._took_s.get(peer, 0.0))
+                    self._compare(peer, wanted, took_s)
                     may_renew = True
                 except (Unreachable, Refused, RemoteError) as error:
                     if wanted in left:
@@ -274,6 +299,8 @@ class StateFetcher:
                         self._lose(peer, error)
                         return
                     may_renew = False
+                finally:
+                    under_way[peer] -= 1
 
         async def borrow(peer: PeerID, wanted: _Range, holder: PeerID | None = None) -> bool:
             """Returns: False: it was refused."""
@@ -366,15 +393,18 @@ class StateFetcher:
                 self._known[key] = stop
                 self._came(_Range(key, 0, start, stop))
 
-    def _next_of(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """What to get from a holder: our own ranges, then what mates will come to last."""
-        theirs = None
-        for wanted in todo:
-            if holder in self._sources[wanted.key]:
-                if wanted.owner is None:
-                    return wanted
-                theirs = wanted
-        return theirs
+    def _next_own(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
+        """What to get from a holder: our own ranges."""
+        return next((each for each in todo if each.owner is None and holder in self._sources[each.key]), None)
+
+    def _last_of_mates(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
+        """What a holder has of what mates will come to last."""
+        return next((each for each in reversed(todo) if holder in self._sources[each.key]), None)
+
+    def _leaves_to_others_s(self, holder: PeerID) -> float:
+        """How long after the beginning nothing is asked of a holder that mates or carriers are to bring."""
+        took_s, times = self._took_s.get(holder), min(2 + len(self._mates), _OTHERS_TIMES_MAX)
+        return _OTHERS_S_FIRST if took_s is None else max(_OTHERS_S_MIN, times * took_s)
 
     def _next_lent(self, holder: PeerID, lent: Mapping[_Range, None]) -> _Range | None:
         """What a holder has of what mates and carriers were asked for, the longest time ago first."""

@@ -5,7 +5,7 @@ holder has us keep. Both ask for it, and the first that comes is good for both.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -31,6 +31,8 @@ class _Expected:
     first: int
     """The element of the tensor with which `into_N` begins."""
     event: asyncio.Event
+    parts: set[int] = field(default_factory=set)
+    """Where the parts begin that have come, if it comes in parts."""
 
     def left(self, start: int) -> int:
         """How many elements there are from `start` on."""
@@ -60,7 +62,9 @@ class ChunkInbox:
     ) -> asyncio.Event:
         """The event is set when elements [start, start + chunk) have been filled in; call `forget` in any case.
 
-        Args: into_N: the tensor, or of a tensor that is not wanted as a whole what begins with element `first`.
+        Args:
+            start: a multiple of the chunk. It comes as a whole or in parts (`Vectors.background_chunk`).
+            into_N: the tensor, or of a tensor that is not wanted as a whole what begins with element `first`.
         """
         event = asyncio.Event()
         key = (peer, stored_era, version, layer, tensor, start)
@@ -77,14 +81,21 @@ class ChunkInbox:
             del self._expected[key]
 
     async def _on_chunk(self, source: PeerID, meta: StateChunk, payload: Payload) -> None:
-        key = (source, meta.stored_era, meta.version, meta.layer, meta.tensor, meta.start)
+        chunk, part = self._vectors.chunk, self._vectors.background_chunk
+        begin = meta.start - meta.start % chunk
+        key = (source, meta.stored_era, meta.version, meta.layer, meta.tensor, begin)
         expected = tuple(self._expected.get(key, ()))
         if not expected:
             return  # late, or never asked for
         is_gradient = meta.tensor == GRADIENT
         values_C = self._vectors.mean_of(payload) if is_gradient else self._vectors.values_of(payload)
-        if any(values_C.numel() != min(self._vectors.chunk, each.left(meta.start)) for each in expected):
-            raise RemoteError(source, f"sent {values_C.numel()} numbers at {meta.start} of {meta.layer}")
+        count = values_C.numel()
+        for each in expected:
+            size = min(chunk, each.left(begin))
+            is_whole = meta.start == begin and count == size
+            is_part = (meta.start - begin) % part == 0 and 0 < count == min(part, begin + size - meta.start)
+            if not is_whole and not is_part:
+                raise RemoteError(source, f"sent {count} numbers at {meta.start} of {meta.layer}")
 
         def take() -> None:
             for each in expected:
@@ -93,4 +104,7 @@ class ChunkInbox:
 
         await self._compute.run_on_host(take)
         for each in expected:
-            each.event.set()
+            size = min(chunk, each.left(begin))
+            each.parts.update(range(meta.start, meta.start + count, part))
+            if len(each.parts) == -(-size // part):
+                each.event.set()

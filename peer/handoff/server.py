@@ -485,22 +485,28 @@ class StateServer:
         *,
         first: int = 0,
     ) -> None:
-        """Args: values_N: the tensor, or what of it begins with element `first`. Raises: Refused: the network does not
-        let us."""
-        meta = StateChunk(
-            stored_era=message.stored_era,
-            version=message.version,
-            layer=message.layer,
-            tensor=message.tensor,
-            start=start,
-        )
-        part_C = values_N[start - first : min(start + self._vectors.chunk, message.stop) - first]
+        """Send a chunk, in parts if nobody waits for it.
+
+        Args: values_N: the tensor, or what of it begins with element `first`.
+        Raises: Refused: the network does not let us.
+        """
+        stop = min(start + self._vectors.chunk, message.stop)
+        part = self._vectors.background_chunk if priority is Priority.BULK else self._vectors.chunk
         make = self._gradient_payload_of if message.tensor == GRADIENT else self._payload_of
-        payload = await self._compute.run_on_host(functools.partial(make, part_C))
-        try:
-            await self._endpoint.send(source, meta, payload, priority=priority, again=meta)
-        except Unreachable as error:
-            raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
+        for at in range(start, stop, part):
+            meta = StateChunk(
+                stored_era=message.stored_era,
+                version=message.version,
+                layer=message.layer,
+                tensor=message.tensor,
+                start=at,
+            )
+            part_C = values_N[at - first : min(at + part, stop) - first]
+            payload = await self._compute.run_on_host(functools.partial(make, part_C))
+            try:
+                await self._endpoint.send(source, meta, payload, priority=priority, again=meta)
+            except Unreachable as error:
+                raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
 
     def _gradient_payload_of(self, values_C: Tensor) -> Payload:
         return self._vectors.mean_payload(self._vectors.on_host(values_C))

@@ -56,7 +56,9 @@ class Window:
     """`size` microbatches may be in flight.
 
     Args:
-        num_stages: the window starts at `num_stages + 1`: one in each stage and one on the way.
+        num_stages: the window starts at `2 (num_stages + 1)`: one in each stage, and one on each of the ways between
+            them and back. Between homes the ways take as long as the jobs; where they do not, the window shrinks with
+            the first measurements.
         gain: window over the measured product of rate and round trip, > 1. With equal stages whose jobs take +-30 %
             of the mean, 1.25 keeps the slowest one busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
         memory: how many recent microbatches the largest rate and the mean round trip are taken over; the limit
@@ -79,7 +81,7 @@ class Window:
     _round_trips_s: deque[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.size = self.num_stages + 1
+        self.size = 2 * (self.num_stages + 1)
         self._rates = deque(maxlen=self.memory)
         self._round_trips_s = deque(maxlen=self.memory)
 
@@ -166,7 +168,8 @@ class CommitTimes:
 
 @dataclass(kw_only=True, slots=True)
 class Control:
-    """Chooses anew at each version. Before there is something to choose by, nothing is held back.
+    """Chooses anew at each version. Nothing runs ahead of the first step, which has the pipeline to itself: until it is
+    made the swarm stands still. Nothing is held back after that, before there is something to choose by.
 
     Args:
         s_max: as `choose` has it.
@@ -220,10 +223,17 @@ class Control:
         """How many steps ahead of the version a microbatch may be that begins now. Infinite: nothing is chosen yet."""
         in_force = self.in_force
         if in_force is None:
-            return math.inf
+            return self.steps_ahead
         most_ahead, gain = in_force
         fits = gain >= window.gain or window.in_flight < window.size_at(gain)
         return most_ahead if fits else 0
+
+    @property
+    def steps_ahead(self) -> float:
+        """The same, however many are in flight."""
+        if self.in_force is not None:
+            return self.in_force[0]
+        return math.inf if self._own else 0
 
     @property
     def in_force(self) -> tuple[int, float] | None:

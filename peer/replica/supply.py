@@ -467,8 +467,7 @@ class Supply:
         """How many microbatches of each open step may be granted to a member of that share. One that has become slow
         gets no more of a step than it makes while the others make the rest of that step."""
         control = self.demand.control
-        in_force = control.in_force if control is not None else None
-        last = self.book.version + in_force[0] if in_force is not None else math.inf
+        last = self.book.version + (control.steps_ahead if control is not None else math.inf)
         held: dict[int, Counter[PeerID]] = {step: Counter(dict.fromkeys(everyone, 0)) for step in self.book.left}
         for microbatch, granted in self._out.items():
             if microbatch.step in held and granted.peer in everyone:

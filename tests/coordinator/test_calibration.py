@@ -25,6 +25,7 @@ class Run:
         self.version, self.now_s = 0, 0.0
         self.plan = msgspec.structs.replace(plan, foreseen=Foreseen(foreseen, "compute", 1))
         self.today = Foreseen(foreseen if today is None else today, "compute", 1)
+        self.synchronous: Foreseen | None = None
         self.calibration.obey(self.plan)
 
     def steps(self, num_steps: int, *, step_s: float = STEP_S, is_whole: bool = True) -> list[bool]:
@@ -34,7 +35,8 @@ class Run:
             self.now_s += step_s
             self.pace.committed(self.plan.era, self.version, TOKENS, self.now_s)
             self.version += 1
-            self.calibration.foresee(self.today)
+            is_synchronous = self.calibration.is_synchronous(self.version)
+            self.calibration.foresee(self.today, synchronous=self.synchronous if is_synchronous else None)
             self.calibration.look(self.pace, self.now_s, version=self.version, is_whole=is_whole)
             reasons.append(self.calibration.is_off)
             if reasons[-1]:
@@ -284,3 +286,36 @@ def test_a_run_that_is_far_slower_than_todays_figures_say_is_unexplained_until_t
     run.today = Foreseen(USUAL / 4.0, "compute", 1)
     run.steps(8, step_s=4.0 * STEP_S)
     assert not run.calibration.is_unexplained, "a device was measured, and is slower now"
+
+
+@pytest.fixture
+def beginning(plan):
+    """A run whose first 40 steps are synchronous, and foreseen to take twice as long as the others."""
+    run = Run(plan)
+    run.calibration = Calibration(synchronous_steps=40)
+    run.calibration.obey(run.plan)
+    run.synchronous = Foreseen(USUAL / 2, "round trip", 0)
+    return run
+
+
+def test_synchronous_steps_that_are_as_slow_as_foreseen_are_no_reason_for_a_search(beginning):
+    assert not any(beginning.steps(39, step_s=2 * STEP_S))
+    assert beginning.calibration.ratio == pytest.approx(1.0)
+    assert beginning.calibration.factor == pytest.approx(1.0)
+    told = beginning.calibration.comparison()
+    assert told.seen_tokens_per_s == pytest.approx(USUAL / 2), "people are told what there is"
+    assert "50 in the first 40 steps, ahead of which nothing runs" in told.sentence
+    beginning.steps(1, step_s=2 * STEP_S)
+    assert not any(beginning.steps(60)), "nor are those after them, which are as quick as foreseen"
+    assert beginning.calibration.factor == pytest.approx(1.0)
+    assert "the first 40 steps" not in beginning.calibration.comparison().sentence
+
+
+def test_synchronous_steps_that_are_slower_than_that_are_a_reason(beginning):
+    reasons = beginning.steps(40, step_s=4 * STEP_S)
+    assert reasons.count(True) == 1
+
+
+def test_after_them_a_run_that_does_not_become_quicker_is_searched_for(beginning):
+    beginning.steps(40, step_s=2 * STEP_S)
+    assert beginning.steps(60, step_s=2 * STEP_S).count(True) == 1

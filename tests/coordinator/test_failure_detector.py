@@ -126,7 +126,16 @@ def test_who_is_out_and_waited_for_is_asked_until_it_refuses_us(suspects, roster
             suspects.refused("f", roster, plan, irreplaceable=True, took_s=0.04, now_s=now_s + 0.04)
         now_s += 1 / 16
     assert roster.presences["f"].dead
-    assert "f" not in asked(suspects.look(roster, plan, now_s)), "and nobody waits any more"
+    assert "f" not in asked(suspects.look(roster, plan, now_s, awaited={"f"})), "and nobody waits any more"
+
+
+def test_who_is_dead_and_reported_once_more_gets_no_other_time_to_come_back(suspects, roster, plan):
+    """Who plans may wait for it until the next plan is made, and its neighbours still miss it."""
+    roster.lose("f", dead=True)
+    suspects.report("e", ["f"], plan, BEGIN_S)
+    suspects.report("d", ["f"], plan, BEGIN_S)
+    refuse(suspects, roster, plan, until_s=BEGIN_S + 0.5)
+    assert suspects.is_settled(roster, plan, BEGIN_S + TOGETHER_HEARTBEATS + 0.1)
 
 
 def test_an_answer_between_two_refusals_clears_it(suspects, roster, plan):

@@ -50,6 +50,13 @@ def begin(policy, live, now_s=0.0):
     policy.begin_term(live.plan, now_s, continuing=False, silent=None)
 
 
+def begin_with_two_left(policy, live, *, died_s):
+    """Of six peers a and c are left: the others were heard for the last time at `died_s`, and are known to be dead."""
+    begin(policy, live, died_s)
+    for peer in "bdef":
+        policy.view.roster.lose(peer, dead=True)
+
+
 def test_nothing_is_said_while_everybody_has_what_he_should(policy, make_live, hear):
     live = make_live(fresh=False)
     begin(policy, live)
@@ -156,7 +163,7 @@ def test_what_is_safe_is_on_two_disks_of_members_that_are_alive(policy, make_liv
 
 def test_too_few_peers_is_said_and_waited_for(policy, make_live, hear):
     live = make_live(fresh=False)
-    begin(policy, live)
+    begin_with_two_left(policy, live, died_s=30.0)
     hear("ac", now_s=30.0, holdings=kept(50, 0, 1, 2))
     draft, reason = policy.next_plan(live.plan, 30.0, sequence=2)
     assert draft is None
@@ -173,7 +180,7 @@ def two_left(make_live, make_heartbeat, request):
     `min_peers` peers, two or all six."""
     few = msgspec.structs.replace(SPEC, swarm=msgspec.structs.replace(SPEC.swarm, min_peers=request.param))
     policy, live = ReplanPolicy(ClusterView("run", few), GreedyAllocator()), make_live(fresh=False)
-    begin(policy, live)
+    begin_with_two_left(policy, live, died_s=30.0)
 
     def next_plan(copies, now_s):
         for peer, stages in copies.items():
@@ -191,6 +198,13 @@ def test_a_run_with_fewer_peers_than_stages_goes_back_with_fewer_stages(two_left
     assert (draft.beginning.version, draft.beginning.from_era) == (50, 0)
     assert [stage.layers for stage in draft.stages] == [(0, 6)], "one stage holds both, as it fits"
     assert reason == "stage 1 has no holder left: back to version 50, 2 peers on 1 stage"
+
+
+def test_it_does_so_at_once_where_the_last_holder_was_heard_long_before(two_left):
+    """As where a home was asked again for some seconds before its refusals counted."""
+    draft, reason = two_left({"a": (0, 1), "c": (1, 2)}, 30.0 + TOLD_HEARTBEATS)
+    assert reason == "stage 1 has no holder left: back to version 50, 2 peers on 1 stage"
+    assert draft.beginning.version == 50
 
 
 def test_a_run_that_goes_back_with_fewer_stages_waits_for_a_disk_first(two_left):

@@ -48,8 +48,11 @@ def plan_of(stages: list[list[PeerID]], spares: list[PeerID]) -> Plan:
     )
 
 
-def test_spares_are_asked_first_then_the_stages_behind_once_around() -> None:
+def test_spares_are_asked_first_then_the_stages_behind_once_around_and_neighbours_last() -> None:
     a, b, c, d, e = (PeerID(name) for name in "abcde")
+    plan = plan_of([[a], [b], [c], [d]], [e])
+    assert keepers(plan, 0) == [e, c, d, b]
+    assert keepers(plan, 1) == [e, d, c, a]
     plan = plan_of([[a], [b, c], [d]], [e])
     assert keepers(plan, 1) == [e, d, a]
     assert keepers(plan, 2) == [e, a, b, c]
@@ -108,7 +111,7 @@ def play(
             for other in peers.values():
                 await one.sim.transport.introduce(other.name, other.sim.transport.addresses())
         a, b, c, d = (peers[n].name for n in "abcd")
-        plans.append(plan_of([[a, b], [c], [d]], []))
+        plans.append(plan_of([[a, b], [d], [c]], []))  # c is asked first: d is a neighbour
         keys = stage_layer_keys(spec.model, 0, 1)
         for name in "ab":
             peers[name].state = replace(initial_state(spec, keys, torch.device("cpu")), version=VERSION)
@@ -245,6 +248,24 @@ def test_no_copy_begins_while_the_one_before_is_under_way(tiny_spec: RunSpec) ->
         a.state = replace(a.state, version=3 * VERSION)
         await preserve(a, rank=0, num_ready=2, among=peers)
         assert 3 * VERSION in versions(peers["c"])
+
+    play(tiny_spec, scene)
+
+
+def test_what_a_layout_begins_with_is_copied_after_its_first_step(tiny_spec: RunSpec) -> None:
+    """It is on a disk at once."""
+
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        a = peers["a"]
+        assert a.state is not None
+        plans.append(msgspec.structs.replace(plans[-1], fresh=True, restore_version=VERSION))
+        a.copies.preserve(0, a.state, rank=0, num_ready=2)
+        await asyncio.sleep(5.0)
+        assert (versions(a), versions(peers["c"])) == ([VERSION], [])
+        plans.append(msgspec.structs.replace(plans[-1], fresh=False))
+        await a.tasks.wait()
+        await peers["c"].tasks.wait()
+        assert versions(peers["c"]) == [VERSION]
 
     play(tiny_spec, scene)
 

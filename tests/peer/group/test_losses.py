@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from shoal.peer.group.losses import (
+    STALL_S_BEGINNING,
     STALL_S_DEATH,
     STALL_S_FIRST,
     STALL_S_MIN,
@@ -62,10 +63,12 @@ def test_stage_0_is_in_no_hurry_to_run_again_what_is_on_its_way() -> None:
 def test_who_comes_to_a_run_that_is_under_way_does_not_know_what_died_before() -> None:
     losses, now_s = after_steps()
     losses.stepped(7, by_a_step=False, now_s=now_s)
+    assert losses.suspect_at_s == now_s + STALL_S_BEGINNING
+    losses.mate_died()
     assert losses.suspect_at_s == now_s + STALL_S_DEATH
 
 
-@pytest.mark.parametrize(("is_first", "patience_s"), [(True, STALL_S_FIRST), (False, STALL_S_DEATH)])
+@pytest.mark.parametrize(("is_first", "patience_s"), [(True, STALL_S_FIRST), (False, STALL_S_BEGINNING)])
 def test_at_the_beginning_of_an_era_only_stage_0_runs_nothing_again(is_first: bool, patience_s: float) -> None:
     """Another stage's lead may be one that has been restarted since, and what it had contributed died with it."""
     losses, now_s = after_steps(is_first=is_first)

@@ -33,6 +33,8 @@ MATES_BYTES_PER_S = 1e7
 CPU = torch.device("cpu")
 VECTORS = Vectors(CPU, chunk_bytes=4096)
 """Small pieces, so that a layer has many ranges."""
+LARGE_PIECES = Vectors(CPU)
+"""Each tensor is one range."""
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Node:
     server: StateServer
     stored: dict[str, LayerState]
     fetches: list[Relay]
+    vectors: Vectors
 
     async def fetch(
         self,
@@ -53,7 +56,8 @@ class Node:
         **how: Any,
     ) -> StageState:
         """From those of `nodes` that have it, together with the others. Args: mates: more that fetch it."""
-        relay = Relay(ERA, VERSION, [n.peer.peer_id for n in (*nodes, *mates) if n is not self], vectors=VECTORS)
+        others = [n.peer.peer_id for n in (*nodes, *mates) if n is not self]
+        relay = Relay(ERA, VERSION, others, vectors=self.vectors)
         self.server.pass_on(relay)
         self.fetches.append(relay)
         fetcher = StateFetcher(
@@ -63,7 +67,7 @@ class Node:
             inbox=self.inbox,
             compute=self.peer.compute,
             device=CPU,
-            vectors=VECTORS,
+            vectors=self.vectors,
         )
         holders = [node.peer.peer_id for node in nodes]
         state = await fetcher.fetch(holders, version=VERSION, stored_era=ERA, relay=relay, **how)
@@ -71,14 +75,14 @@ class Node:
         return state
 
 
-def node(world: World, name: str, place: int, *, up_bytes_per_s: float) -> Node:
+def node(world: World, name: str, place: int, *, up_bytes_per_s: float, vectors: Vectors) -> Node:
     peer = world.add_peer(name, place=place, device_flop_per_s=1e12, up_bytes_per_s=up_bytes_per_s)
     endpoint = Endpoint(peer.identity, peer.transport, run="run", gate=OpenGate())
 
     async def stored(era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
         return {k: v for k, v in made.stored.items() if k in keys} if (era, version) == (ERA, VERSION) else {}
 
-    inbox = ChunkInbox(endpoint, compute=peer.compute, vectors=VECTORS)
+    inbox = ChunkInbox(endpoint, compute=peer.compute, vectors=vectors)
     server = StateServer(
         endpoint=endpoint,
         compute=peer.compute,
@@ -87,17 +91,20 @@ def node(world: World, name: str, place: int, *, up_bytes_per_s: float) -> Node:
         stored=stored,
         knows=lambda _: True,
         inbox=inbox,
-        vectors=VECTORS,
+        vectors=vectors,
     )
-    made = Node(peer, endpoint, inbox, server, {}, [])
+    made = Node(peer, endpoint, inbox, server, {}, [], vectors)
     return made
 
 
-def play(scene: Callable[[World, Node, list[Node]], Coroutine[Any, Any, None]]) -> None:
+def play(scene: Callable[[World, Node, list[Node]], Coroutine[Any, Any, None]], *, vectors: Vectors = VECTORS) -> None:
     async def main() -> None:
         world = World(0, uniform(0.001, MATES_BYTES_PER_S))
-        holder = node(world, "holder", HOLDER, up_bytes_per_s=HOLDER_BYTES_PER_S)
-        mates = [node(world, f"mate {n}", HOLDER + 1 + n, up_bytes_per_s=MATES_BYTES_PER_S) for n in range(FETCHERS)]
+        holder = node(world, "holder", HOLDER, up_bytes_per_s=HOLDER_BYTES_PER_S, vectors=vectors)
+        mates = [
+            node(world, f"mate {n}", HOLDER + 1 + n, up_bytes_per_s=MATES_BYTES_PER_S, vectors=vectors)
+            for n in range(FETCHERS)
+        ]
         for one in (holder, *mates):
             for other in (holder, *mates):
                 await one.peer.transport.introduce(other.peer.peer_id, other.peer.transport.addresses())
@@ -138,6 +145,23 @@ def test_the_state_leaves_its_lone_holder_about_once(
         assert took_s < 1.5 * bytes_of(state) / HOLDER_BYTES_PER_S
 
     play(scene)
+
+
+@pytest.mark.parametrize("num_mates", [2, FETCHERS])
+def test_so_does_one_of_a_few_ranges(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState, num_mates: int
+) -> None:
+    """Whoever has asked for all of its own leaves the rest to its mates for a while."""
+
+    async def scene(world: World, holder: Node, mates: list[Node]) -> None:
+        holder.stored = {key: state.layers[key] for key in keys[:1]}
+        fetching = mates[:num_mates]
+        fetched = await asyncio.gather(*(mate.fetch(tiny_spec, keys[:1], [holder, *fetching]) for mate in fetching))
+        assert {one.layers[keys[0]].digest() for one in fetched} == {state.layers[keys[0]].digest()}
+        num_bytes = sum(4 * tensor.numel() for tensor in state.layers[keys[0]].tensors)
+        assert left_holder(world) < 1.1 * num_bytes + 10_000
+
+    play(scene, vectors=LARGE_PIECES)
 
 
 def test_who_has_a_layer_on_its_own_disk_takes_it_from_there(

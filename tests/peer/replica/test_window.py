@@ -30,8 +30,8 @@ def window(size: int = 2) -> Window:
     return made
 
 
-def test_it_starts_with_one_in_each_stage_and_one_on_the_way() -> None:
-    assert Window(num_stages=5).size == 6
+def test_it_starts_with_one_in_each_stage_and_on_each_way() -> None:
+    assert Window(num_stages=5).size == 12
 
 
 def test_there_is_room_until_it_is_full_and_again_when_one_is_back() -> None:
@@ -301,5 +301,5 @@ def test_all_of_it_is_in_flight_and_no_more() -> None:
         pipeline.run(0.1)
         for core in pipeline.cores.values():
             if core.window:
-                assert core.window.in_flight <= max(core.window.size, 4)
+                assert core.window.in_flight <= max(core.window.size, 8)
     assert pipeline.finished > 15
