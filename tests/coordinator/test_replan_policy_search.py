@@ -10,7 +10,7 @@ from shoal.coordinator import replan_policy
 from shoal.coordinator.allocate.dividing import Change, lacking_bytes
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
-from shoal.coordinator.calibration import OFF_STEPS, WARM_UP_STEPS
+from shoal.coordinator.calibration import OFF_STEPS, WARM_UP_STEPS, Calibration
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
@@ -234,6 +234,7 @@ def test_a_search_waits_until_it_is_known_how_slow_a_link_has_become(policy, hea
 
 def test_a_layout_that_is_slower_than_foreseen_is_searched_for_once_more(policy, allocator, hear, live):
     """No figure of a device or a link has changed. An heir knows that the search was made."""
+    policy.view.calibration = Calibration()  # no step is synchronous
     step_s, tokens = 9.0, SPEC.tokens_per_step
     plan = msgspec.structs.replace(live.plan, foreseen=Foreseen(2.0 * tokens / step_s, "compute", 0))
     live = msgspec.structs.replace(live, plan=plan)
