@@ -56,9 +56,8 @@ class Window:
     """`size` microbatches may be in flight.
 
     Args:
-        num_stages: the window starts at `2 (num_stages + 1)`: one in each stage, and one on each of the ways between
-            them and back. Between homes the ways take as long as the jobs; where they do not, the window shrinks with
-            the first measurements.
+        num_stages: the window starts at `num_stages + 1`: one in each stage and one on the way. It grows by one with
+            each that comes back, until so many are back: the ways between homes take as long as the jobs.
         gain: window over the measured product of rate and round trip, > 1. With equal stages whose jobs take +-30 %
             of the mean, 1.25 keeps the slowest one busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
         memory: how many recent microbatches the largest rate and the mean round trip are taken over; the limit
@@ -81,7 +80,7 @@ class Window:
     _round_trips_s: deque[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.size = 2 * (self.num_stages + 1)
+        self.size = self.num_stages + 1
         self._rates = deque(maxlen=self.memory)
         self._round_trips_s = deque(maxlen=self.memory)
 
@@ -119,7 +118,9 @@ class Window:
             self.rate_per_s = max(self._rates)
         self._round_trips_s.append(max(0.0, now_s - sent.at_s - waited_s))
         self.round_trip_s = sum(self._round_trips_s) / len(self._round_trips_s)
-        if len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
+        if len(self._round_trips_s) <= self.num_stages + 1:
+            self.size += 1
+        elif len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
             self.size = self.size_at(self.gain)
 
     def forget(self, key: object) -> None:
@@ -168,8 +169,7 @@ class CommitTimes:
 
 @dataclass(kw_only=True, slots=True)
 class Control:
-    """Chooses anew at each version. Nothing runs ahead of the first step, which has the pipeline to itself: until it is
-    made the swarm stands still. Nothing is held back after that, before there is something to choose by.
+    """Chooses anew at each version. Before there is something to choose by, nothing is held back that is granted.
 
     Args:
         s_max: as `choose` has it.
@@ -223,17 +223,16 @@ class Control:
         """How many steps ahead of the version a microbatch may be that begins now. Infinite: nothing is chosen yet."""
         in_force = self.in_force
         if in_force is None:
-            return self.steps_ahead
+            return math.inf
         most_ahead, gain = in_force
         fits = gain >= window.gain or window.in_flight < window.size_at(gain)
         return most_ahead if fits else 0
 
     @property
-    def steps_ahead(self) -> float:
-        """The same, however many are in flight."""
-        if self.in_force is not None:
-            return self.in_force[0]
-        return math.inf if self._own else 0
+    def steps_ahead(self) -> int:
+        """How many steps ahead of the version a step may be of which something is granted before all of the step before
+        it is. None without a choice: until the first step of a layout is made, everybody waits for it."""
+        return self.in_force[0] if self.in_force is not None else 0
 
     @property
     def in_force(self) -> tuple[int, float] | None:

@@ -25,10 +25,11 @@ def fill(window: Window, count: int) -> None:
         window.sent(object(), now_s=100.0)
 
 
-def test_the_first_step_has_the_pipeline_to_itself_and_then_nothing_is_held_back_until_a_step_is_measured() -> None:
+def test_before_a_step_is_measured_nothing_is_held_back_once_all_of_the_step_before_is_granted() -> None:
     control, window = Control(s_max=1, price=Price(5.0)), Window(num_stages=3)
     fill(window, 100)
-    assert control.most_ahead(window) == 0
+    assert control.steps_ahead == 0
+    assert control.most_ahead(window) >= 1
     control.reached(1, window, commit_s=1.0)
     assert control.choice is None
     assert control.most_ahead(window) >= 1

@@ -30,8 +30,14 @@ def window(size: int = 2) -> Window:
     return made
 
 
-def test_it_starts_with_one_in_each_stage_and_on_each_way() -> None:
-    assert Window(num_stages=5).size == 12
+def test_it_starts_with_one_in_each_stage_and_one_on_the_way_and_grows_with_the_first_that_come_back() -> None:
+    made = Window(num_stages=5)
+    assert made.size == 6
+    for at in range(6):
+        made.sent(at, now_s=0.1 * at)
+    for at in range(6):
+        made.returned(at, now_s=2.0 + 0.1 * at, waited_s=0.0)
+    assert made.size == 12
 
 
 def test_there_is_room_until_it_is_full_and_again_when_one_is_back() -> None:
