@@ -50,6 +50,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """How many different ones there were."""
     gflops: dict[str, float] = {}
     """By host: how fast its device would be if it always worked, within its share; what the simulation was given."""
+    machine_busy: float = 0.0
+    """The part of this machine's processor time that was used from the first step on, whoever used it; real peers are
+    only as quick as they should be where something is left."""
     problems: tuple[str, ...] = ()
     """What should not have happened: processes that ended by themselves, no first step."""
     wall_s: float = 0.0
@@ -137,6 +140,7 @@ def table(sides: Sides) -> str:
     row("layouts", lambda f: f.layouts)
     for line in sorted({*(real.up_mb if real else ()), *(virtual.up_mb if virtual else ())}):
         row(f"up {line}", lambda f, line=line: f.up_mb.get(line), " MB", compares=True)
+    row("machine busy", lambda f: 100.0 * f.machine_busy if f.world == "real" else None, " %")
     row("took", lambda f: f.wall_s, " s")
     lines = [f"{sides.scenario}: {sides.title}"]
     lines += [f"  {what:<16}{a:>12}{b:>12}{ratio:>10}".rstrip() for what, a, b, ratio in rows]

@@ -79,6 +79,7 @@ class RealSwarm:
     book: StepBook = field(init=False)
     swarm: Children = field(init=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    used: "_Used | None" = None
     _missing: dict[PeerID, float] = field(default_factory=dict)
     _seen: set[PeerID] = field(default_factory=set)
     _ending: bool = False
@@ -223,6 +224,20 @@ class RealSwarm:
         self.changed.set()
 
 
+class _Used:
+    """Processor time of this machine since this was made."""
+
+    def __init__(self) -> None:
+        self._begun = psutil.cpu_times()
+
+    def share(self) -> float:
+        """The part of all that there was, in [0, 1]."""
+        now, begun = psutil.cpu_times(), self._begun
+        all_s = sum(now) - sum(begun)
+        idle_s = now.idle + now.iowait - begun.idle - begun.iowait
+        return 1.0 - idle_s / all_s if all_s > 0.0 else 0.0
+
+
 def _signal_all(peer: Peer, number: signal.Signals) -> None:
     """To the peer's process and its network daemon."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -246,6 +261,7 @@ async def play(scenario: Scenario, *, keep: Path | None = None) -> Figures:
             try:
                 await _until_first_step(real)
                 counted = await _sent(real)
+                real.used = _Used()
                 await _through_events(real)
             except NoSwarm as error:
                 real.problems.append(str(error))
@@ -363,5 +379,6 @@ def _figures(real: RealSwarm, sent: dict[str, int]) -> Figures:
         gflops={
             name: float(np.quantile(peer.speeds, _AT_WORK)) / 1e9 for name, peer in real.peers.items() if peer.speeds
         },
+        machine_busy=real.used.share() if real.used is not None else 0.0,
         problems=tuple(real.problems),
     )

@@ -16,8 +16,8 @@ KILLS = {2: "1.0", 4: "0.1", 7: "2.2"}
 @pytest.mark.parametrize("wire", [("int8", None), ("hadamard4", None), ("hadamard3", "hadamard4")])
 def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(make_swarm, tiny_spec, wire):
     """Eight microbatches a step: then a gradient that is divided by their number has the same codes. What is left is
-    the order of sums, which now and then makes another code of a number: 0.0002 to 0.0036 with six seeds on two kinds of
-    processors."""
+    the order of sums, which now and then makes another code of a number: 0.0002 to 0.0036 with six seeds on two kinds
+    of processors."""
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 8, "validation_interval_steps": 0, "s_max": 0}
     builtins["wire"] = {"activations": wire[0], "activation_gradients": wire[1]}
