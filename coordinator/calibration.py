@@ -56,6 +56,9 @@ OFF_STEPS = 4
 """Fewer steps are no reason for a search."""
 SLOW = 0.75
 CHANGED = 1.25
+UNSEEN_ERROR = 0.3
+"""How far promises are taken to err, at the least, while the last one has yet to be seen: the figures are then of a few
+seconds, and another division has to promise 63 % more."""
 UNLIKE = 1.25
 """Today's figure is told beside the plan's if they are further apart."""
 LAYOUTS_KEPT = 8
@@ -168,12 +171,15 @@ class Calibration:
     def forecast_error(self) -> float:
         """The logarithm by which promises of plans err, in the quadratic mean. With the learned factor a promise is
         relative to what was seen of the layout before. Where the live layout has yet to be seen, its gain is taken for
-        one that will not come, unless that would make promises look better than they have been."""
+        one that will not come, unless that would make promises look better than they have been; and what is promised
+        then has to be much (`UNSEEN_ERROR`)."""
         off_now = self._off_now()
         squares = [FORECAST_ERROR**2, *(off**2 for off in (*self._off, off_now) if off is not None)]
         mean = fmean(squares)
         if off_now is None:
             mean = max(mean, fmean([*squares, self._promised_gain**2]))
+            if self._promised_gain:
+                mean = max(mean, UNSEEN_ERROR**2)
         return math.sqrt(mean)
 
     def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:

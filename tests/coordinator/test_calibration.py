@@ -7,7 +7,15 @@ import pytest
 
 from shoal.coordinator.allocate.dividing import WORTH_MIN, expected_gain
 from shoal.coordinator.allocate.interface import FORECAST_ERROR
-from shoal.coordinator.calibration import FACTOR_MAX, LEARN_STEPS, OFF_STEPS, SLOW, WARM_UP_STEPS, Calibration
+from shoal.coordinator.calibration import (
+    FACTOR_MAX,
+    LEARN_STEPS,
+    OFF_STEPS,
+    SLOW,
+    UNSEEN_ERROR,
+    WARM_UP_STEPS,
+    Calibration,
+)
 from shoal.coordinator.token_rate import TokenRate
 from shoal.protocol.messages import Calibrated
 from shoal.protocol.plan import Foreseen
@@ -197,10 +205,10 @@ def test_a_promised_gain_counts_as_not_kept_until_it_is_seen(plan, make_plan):
     for calibration in (run.calibration, follower):
         calibration.obey(run.plan)
         calibration.obey(divided)
-    unkept = math.sqrt((FORECAST_ERROR**2 + math.log(1.4) ** 2) / 2)
+    unkept = UNSEEN_ERROR
     run.steps(WARM_UP_STEPS + OFF_STEPS - 1, step_s=STEP_S / 1.4)
     assert run.calibration.forecast_error == pytest.approx(unkept), "too few steps to say what the new layout makes"
-    assert expected_gain(0.3, unkept) < WORTH_MIN < expected_gain(0.3, FORECAST_ERROR)
+    assert expected_gain(0.5, unkept) < WORTH_MIN < expected_gain(0.5, FORECAST_ERROR)
     assert expected_gain(3.0, unkept) > WORTH_MIN, "a device that falls is a reason all the same"
     heir = Run(plan)
     follower.take_over(run.calibration.tell())
@@ -213,6 +221,14 @@ def test_a_promised_gain_counts_as_not_kept_until_it_is_seen(plan, make_plan):
     assert run.calibration.forecast_error < FORECAST_ERROR, "what a newcomer adds is no promise of a search"
     heir.calibration.obey(msgspec.structs.replace(divided, foreseen=Foreseen(0.9 * USUAL, "compute", 1)))
     assert heir.calibration.forecast_error == FORECAST_ERROR, "no gain was promised"
+
+
+def test_a_large_gain_that_is_promised_and_not_seen_counts_as_much_as_it_is(plan, make_plan):
+    run = Run(plan)
+    run.steps(30)
+    stages = make_plan([["a"], ["b", "c"]], coordinator="a").plan.stages
+    run.calibration.obey(msgspec.structs.replace(run.plan, stages=stages, foreseen=Foreseen(3 * USUAL, "compute", 1)))
+    assert run.calibration.forecast_error == pytest.approx(math.sqrt((FORECAST_ERROR**2 + math.log(3) ** 2) / 2))
 
 
 def test_each_number_of_stages_is_remembered_as_it_was_seen(plan, make_plan):
