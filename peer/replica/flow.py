@@ -118,8 +118,8 @@ class Window:
             self.rate_per_s = max(self._rates)
         self._round_trips_s.append(max(0.0, now_s - sent.at_s - waited_s))
         self.round_trip_s = sum(self._round_trips_s) / len(self._round_trips_s)
-        if len(self._round_trips_s) <= self.num_stages + 1:
-            self.size += 1
+        if self._delivered <= self.num_stages + 1:
+            self.size = min(self.size_max, self.size + 1)
         elif len(self._round_trips_s) >= self.size or len(self._round_trips_s) == self.memory:
             self.size = self.size_at(self.gain)
 

@@ -40,6 +40,14 @@ def test_it_starts_with_one_in_each_stage_and_one_on_the_way_and_grows_with_the_
     assert made.size == 12
 
 
+def test_it_grows_so_much_and_no_more_where_there_are_more_stages_than_it_remembers_microbatches() -> None:
+    made = Window(num_stages=40, memory=32)
+    for at in range(200):
+        made.sent(at, now_s=float(at))
+        made.returned(at, now_s=at + 0.9, waited_s=0.0)
+    assert made.size == 2, "one at a time is all that goes through it"
+
+
 def test_there_is_room_until_it_is_full_and_again_when_one_is_back() -> None:
     made = window(2)
     made.sent("a", now_s=0.0)
