@@ -39,8 +39,8 @@ class Losses:
     """Of stage 0: what it lacks is mostly on its way, and it would run all of that again."""
     begins_at: int = 0
     """The version with which the era begins. Stage 0's lead grants all of that step itself, and knows what died."""
-    _claims: dict[int, dict[PeerID, Indices]] = field(default_factory=dict)
-    _lost: dict[int, Indices] = field(default_factory=dict)
+    _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
+    _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
     """When to ask for all that is missing, should nothing come until then.
 
@@ -48,16 +48,16 @@ class Losses:
     and then ever later, if something may be lacking. Asking once is not enough: stage 0 does not run again what is on
     its way back, and the dead may have sent it.
     """
-    _patience_s: float = STALL_S_FIRST
-    _version_since_s: float = 0.0
-    _grown_at_s: float = 0.0
-    _may_lack: bool = False
+    _patience_s: float = field(init=False, default=STALL_S_FIRST)
+    _version_since_s: float = field(init=False, default=0.0)
+    _grown_at_s: float = field(init=False, default=0.0)
+    _may_lack: bool = field(init=False, default=False)
     """Something has died since the last step, or may have before we came, of which nobody has told us."""
-    _has_died: bool = False
+    _has_died: bool = field(init=False, default=False)
     """A mate has, since the last step."""
-    _num_asked: int = 0
+    _num_asked: int = field(init=False, default=0)
     """In vain, since then."""
-    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))
+    _steps_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
         """By its own word, or because we have granted it: the word may not come any more."""
