@@ -68,6 +68,7 @@ class Copies:
         self._clock = clock
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
+        self._is_closed = False
         self._saving: dict[int, asyncio.Lock] = {}
         """By group: who leaves may want written what is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}
@@ -86,7 +87,8 @@ class Copies:
         await self.save(group, state)
         if plan is not None and state.version == plan.ends_at and moves_on(plan, group):
             return  # who comes next fetches it, waits for it, and has copies made of it too
-        await self._first_step_after(state.version)
+        if not await self._is_due_after(state.version):
+            return
         # Each copy that is under way holds a state in memory, and the next would hold up the one before.
         under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
         self._given[group] = under_way
@@ -94,14 +96,24 @@ class Copies:
             await self._server.pin(state)
             self._given[group] += await self._offer(group, state, copies)
 
-    async def _first_step_after(self, version: int) -> None:
+    async def _is_due_after(self, version: int) -> bool:
         """Wait for the first step of a layout, if it begins with `version`: everybody waits for that step, and a copy
-        would share its lines with it. What the layout begins with is on the disks of those who held it before."""
+        would share its lines with it. What the layout begins with is on the disks of those who held it before.
+
+        Returns: whether to have copies made then; not if this peer leaves or ends meanwhile.
+        """
         for _ in range(math.ceil(_FIRST_STEP_S / _LOOK_S)):
             plan = self._plan()
             if plan is None or not plan.fresh or plan.restore_version < version:
-                return
+                break
+            if self._is_closed or self._is_leaving():
+                return False
             await asyncio.sleep(_LOOK_S)
+        return True
+
+    def close(self) -> None:
+        """Copies that wait for a step are not made any more; those that are under way end by themselves."""
+        self._is_closed = True
 
     async def save(self, group: int, state: StageState) -> bool:
         """Write `state` to our disk, if it is not there. Returns: whether it is."""

@@ -345,6 +345,7 @@ class PeerDriver:
         self.inference.close()
         await self._inference_tasks.cancel()
         await self._base_tasks.cancel()
+        self._copies.close()
         await self._tasks.wait()
         await self._neighbours.close()
 

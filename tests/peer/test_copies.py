@@ -270,6 +270,26 @@ def test_what_a_layout_begins_with_is_copied_after_its_first_step(tiny_spec: Run
     play(tiny_spec, scene)
 
 
+@pytest.mark.parametrize("what", ["it leaves", "it ends"])
+def test_who_goes_before_that_step_waits_for_it_no_longer(tiny_spec: RunSpec, what: str) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        a = peers["a"]
+        assert a.state is not None
+        plans.append(msgspec.structs.replace(plans[-1], fresh=True, restore_version=VERSION))
+        a.copies.preserve(0, a.state, rank=0, num_ready=2)
+        await asyncio.sleep(1.0)
+        if what == "it leaves":
+            a.is_leaving = True
+        else:
+            a.copies.close()
+        began_s = a.sim.clock.now_s()
+        await a.tasks.wait()
+        assert a.sim.clock.now_s() < began_s + 0.5
+        assert (versions(a), versions(peers["c"])) == ([VERSION], [])
+
+    play(tiny_spec, scene)
+
+
 def test_the_third_member_writes_nothing(tiny_spec: RunSpec) -> None:
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
         await preserve(peers["a"], rank=2, num_ready=3, among=peers)
