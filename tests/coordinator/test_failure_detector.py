@@ -75,11 +75,11 @@ def test_two_refusals_in_a_row_and_it_is_out(suspects, roster, plan, make_heartb
     assert roster.is_gone("f", now_s + 0.16)
 
 
-def refuse(suspects, roster, plan, *, until_s):
+def refuse(suspects, roster, plan, *, until_s, awaited=()):
     """Every ping to f is refused after 40 ms. Returns: when each was sent."""
     sent, now_s = [], BEGIN_S
     while now_s < until_s:
-        if "f" in asked(suspects.look(roster, plan, now_s)):
+        if "f" in asked(suspects.look(roster, plan, now_s, awaited=awaited)):
             sent.append(now_s - BEGIN_S)
             suspects.refused("f", roster, plan, irreplaceable=True, took_s=0.04, now_s=now_s + 0.04)
         now_s += 1 / 16
@@ -126,16 +126,23 @@ def test_who_is_out_and_waited_for_is_asked_until_it_refuses_us(suspects, roster
             suspects.refused("f", roster, plan, irreplaceable=True, took_s=0.04, now_s=now_s + 0.04)
         now_s += 1 / 16
     assert roster.presences["f"].dead
-    assert "f" not in asked(suspects.look(roster, plan, now_s, awaited={"f"})), "and nobody waits any more"
+    assert "f" not in asked(suspects.look(roster, plan, now_s)), "and nobody waits any more"
 
 
-def test_who_is_dead_and_reported_once_more_gets_no_other_time_to_come_back(suspects, roster, plan):
-    """Who plans may wait for it until the next plan is made, and its neighbours still miss it."""
+def test_who_is_known_to_be_dead_is_asked_no_more_though_the_policy_still_waits_for_it(suspects, roster, plan):
+    """The policy drops it from those that it waits for with its next plan, and no plan is made while a member has time
+    to come back."""
+    roster.lose("f", dead=True)
+    assert refuse(suspects, roster, plan, until_s=BEGIN_S + 1.0, awaited={"f"}) == []
+    assert suspects.is_settled(roster, plan, BEGIN_S + 1.0)
+
+
+def test_a_report_of_who_is_known_to_be_dead_gives_it_no_other_time_to_come_back(suspects, roster, plan):
     roster.lose("f", dead=True)
     suspects.report("e", ["f"], plan, BEGIN_S)
-    suspects.report("d", ["f"], plan, BEGIN_S)
-    refuse(suspects, roster, plan, until_s=BEGIN_S + 0.5)
-    assert suspects.is_settled(roster, plan, BEGIN_S + TOGETHER_HEARTBEATS + 0.1)
+    for now_s in (BEGIN_S + 0.1, BEGIN_S + 0.3):
+        suspects.refused("f", roster, plan, irreplaceable=True, took_s=0.04, now_s=now_s)
+    assert suspects.is_settled(roster, plan, BEGIN_S + TOGETHER_HEARTBEATS + 0.3)
 
 
 def test_an_answer_between_two_refusals_clears_it(suspects, roster, plan):

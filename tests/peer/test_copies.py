@@ -252,14 +252,21 @@ def test_no_copy_begins_while_the_one_before_is_under_way(tiny_spec: RunSpec) ->
     play(tiny_spec, scene)
 
 
+async def begin_layout(peers: dict[str, Peer], plans: list[Plan]) -> Peer:
+    """A layout begins whose first step nobody has made. Returns: a, which has had a second to preserve its state."""
+    a = peers["a"]
+    assert a.state is not None
+    plans.append(msgspec.structs.replace(plans[-1], fresh=True, restore_version=VERSION))
+    a.copies.preserve(0, a.state, rank=0, num_ready=2)
+    await asyncio.sleep(1.0)
+    return a
+
+
 def test_what_a_layout_begins_with_is_copied_after_its_first_step(tiny_spec: RunSpec) -> None:
     """It is on a disk at once."""
 
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
-        a = peers["a"]
-        assert a.state is not None
-        plans.append(msgspec.structs.replace(plans[-1], fresh=True, restore_version=VERSION))
-        a.copies.preserve(0, a.state, rank=0, num_ready=2)
+        a = await begin_layout(peers, plans)
         await asyncio.sleep(5.0)
         assert (versions(a), versions(peers["c"])) == ([VERSION], [])
         plans.append(msgspec.structs.replace(plans[-1], fresh=False))
@@ -273,11 +280,7 @@ def test_what_a_layout_begins_with_is_copied_after_its_first_step(tiny_spec: Run
 @pytest.mark.parametrize("what", ["it leaves", "it ends"])
 def test_who_goes_before_that_step_waits_for_it_no_longer(tiny_spec: RunSpec, what: str) -> None:
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
-        a = peers["a"]
-        assert a.state is not None
-        plans.append(msgspec.structs.replace(plans[-1], fresh=True, restore_version=VERSION))
-        a.copies.preserve(0, a.state, rank=0, num_ready=2)
-        await asyncio.sleep(1.0)
+        a = await begin_layout(peers, plans)
         if what == "it leaves":
             a.is_leaving = True
         else:

@@ -101,6 +101,7 @@ def test_who_has_no_memory_hands_its_microbatches_to_its_mate_and_asks_for_less(
         assert driver.advert().memory_bytes == 15 * runtime.num_parameters < 0.75 * before
         await asyncio.sleep(0.5)
         tried = refusing.calls
+        assert min(other.replica.version for other in swarm.drivers.values()) < STEPS, "the run is over"
         stages = [[other for other in names if other != name] for names in STAGES]
         swarm.obey(stages, fresh=False, spares=(name,))
         await swarm.until_step(STEPS)

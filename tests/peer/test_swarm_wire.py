@@ -13,11 +13,16 @@ KILLS = {2: "1.0", 4: "0.1", 7: "2.2"}
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("wire", [("int8", None), ("hadamard4", None), ("hadamard3", "hadamard4")])
-def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(make_swarm, tiny_spec, wire):
+@pytest.mark.parametrize(
+    ("wire", "apart_max", "times"),
+    [(("int8", None), 2e-3, 1.5), (("hadamard4", None), 4e-3, 10.0), (("hadamard3", "hadamard4"), 6e-3, 10.0)],
+)
+def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(
+    make_swarm, tiny_spec, wire, apart_max, times
+):
     """Eight microbatches a step: then a gradient that is divided by their number has the same codes. What is left is
-    the order of sums, which now and then makes another code of a number: 0.0002 to 0.0036 with six seeds on two kinds
-    of processors."""
+    the order of sums, which now and then makes another code of a number. With six seeds on one machine the losses are at
+    most 0.0004, 0.0022 and 0.0036 apart, and the cuts themselves change them by 0.0006, 0.043 and 0.15."""
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 8, "validation_interval_steps": 0, "s_max": 0}
     builtins["wire"] = {"activations": wire[0], "activation_gradients": wire[1]}
@@ -27,8 +32,8 @@ def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(
     single = [step.loss for step in train(spec, corpus, steps=STEPS, between=cuts(spec))]
     plain = [step.loss for step in train(spec, corpus, steps=STEPS)]
     apart = max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True))
-    assert apart < 6e-3
-    assert max(abs(a - b) for a, b in zip(plain, single, strict=True)) > apart, "the cuts make a difference"
+    assert apart < apart_max
+    assert max(abs(a - b) for a, b in zip(plain, single, strict=True)) > times * apart, "the cuts make a difference"
     for stage in range(3):
         commits = [swarm.commits[stage][step] for step in range(STEPS)]
         assert {(c.microbatches, c.given_up, c.duplicates, c.dissenting) for c in commits} == {(8, 0, 0, 0)}

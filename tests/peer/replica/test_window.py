@@ -315,5 +315,5 @@ def test_all_of_it_is_in_flight_and_no_more() -> None:
         pipeline.run(0.1)
         for core in pipeline.cores.values():
             if core.window:
-                assert core.window.in_flight <= max(core.window.size, 8)
+                assert core.window.in_flight <= max(core.window.size, 2 * (3 + 1))
     assert pipeline.finished > 15
