@@ -21,8 +21,8 @@ def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(
     make_swarm, tiny_spec, wire, apart_max, times
 ):
     """Eight microbatches a step: then a gradient that is divided by their number has the same codes. What is left is
-    the order of sums, which now and then makes another code of a number. With six seeds on one machine the losses are at
-    most 0.0004, 0.0022 and 0.0036 apart, and the cuts themselves change them by 0.0006, 0.043 and 0.15."""
+    the order of sums, which now and then makes another code of a number. With six seeds on one machine the losses are
+    at most 0.0004, 0.0022 and 0.0036 apart, and the cuts themselves change them by 0.0006, 0.043 and 0.15."""
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 8, "validation_interval_steps": 0, "s_max": 0}
     builtins["wire"] = {"activations": wire[0], "activation_gradients": wire[1]}

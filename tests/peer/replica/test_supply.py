@@ -239,6 +239,17 @@ def test_who_has_had_its_share_does_not_go_on_with_a_step_that_may_not_begin_yet
     assert granted(after(made, ClaimArrived(B, 9, call=1), TimerFired())) == {1: [0, 1, 2]}
 
 
+def test_before_anything_is_measured_all_of_a_step_is_granted_before_the_next():
+    made = supply(pipeline=Pipeline(control=Control(s_max=1, price=FREE)), M=9, s_max=1)
+    claims = [ClaimArrived(peer, 9, call=call) for call, peer in enumerate((A, B, C), start=1)]
+    assert granted(after(made, claims[0], TimerFired())) == {1: [0, 1, 2]}
+    assert granted(after(made, claims[1], TimerFired())) == {2: [3, 4, 5]}
+    commands = after(made, claims[2], TimerFired())
+    last = next(command for command in commands if isinstance(command, Answer))
+    assert last.message.items[:3] == ((0, 6), (0, 7), (0, 8))
+    assert {step for step, _ in last.message.items[3:]} == {1}, "whoever takes the last ones goes on with the next step"
+
+
 def test_what_a_member_had_of_another_leader_counts_as_its_share():
     made = supply(Group(lead=B), M=9)
     after(made, MemberSaid(C, 0, bitmap_of(indices(0)), bitmap_of(indices(1, 2))))
