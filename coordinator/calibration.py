@@ -12,10 +12,10 @@ apart that way:
   number of stages, smoothed over `LEARN_STEPS`, and says something of the other numbers (`cost/forecast_bias.py`).
   Later plans foresee with it, and searches compare by it.
 
-Plans are made for the time after the run's first steps, of which nothing runs ahead (`RunSpec.synchronous_steps`). What
-is seen of these is counted as what it would be with what runs ahead, by the objective's figures for both. (Lost: taking
-it as it is. Pipelines with many stages lose most in synchronous steps, so a search in the first minute divided into
-few, and a later one back.)
+The first steps of a run are synchronous (`RunSpec.synchronous_steps`), and plans are made for the time after them. The
+objective foresees the live layout both ways, and what is seen of a synchronous step is divided by the ratio of the two
+before it is compared. (Lost: comparing it as it is. A pipeline with many stages loses most where nothing runs ahead,
+and searches in the first minute divided it into fewer.)
 
 By how much promises have erred, from one layout to the next (`forecast_error`), says what a gain is worth that a search
 promises. A gain that a search has promised and nobody has seen yet is taken for one that will not come: otherwise each
@@ -57,8 +57,8 @@ OFF_STEPS = 4
 SLOW = 0.75
 CHANGED = 1.25
 UNSEEN_ERROR = 0.3
-"""How far promises are taken to err, at the least, while the last one has yet to be seen: the figures are then of a few
-seconds, and another division has to promise 63 % more."""
+"""The least `forecast_error` from the moment when a search's layout goes live until its pace has been seen. Figures of
+devices and links are a few seconds old at that time. With this error a further change has to promise 63 % more."""
 UNLIKE = 1.25
 """Today's figure is told beside the plan's if they are further apart."""
 LAYOUTS_KEPT = 8
@@ -77,7 +77,7 @@ _WORDS: dict[Bound, str] = {
 class Calibration:
     """The comparison of the live layout, and what was learned from all that this peer knows of.
 
-    Args: synchronous_steps: the run's first steps of which nothing runs ahead, where something does of later ones.
+    Args: synchronous_steps: how many of the run's first steps are synchronous; 0 where all are, or none is.
     """
 
     def __init__(self, *, synchronous_steps: int = 0) -> None:
@@ -91,11 +91,11 @@ class Calibration:
         """Today's figure as the objective says it, without the factor."""
         self._steady_from: int | None = None
         self._seen = 0.0, 0
-        """(tokens/s, over how many steps)."""
+        """What `TokenRate.seen` says: (tokens/s, over how many steps)."""
         self._shown_tokens_per_s = 0.0
-        """The same as it is, also in synchronous steps."""
+        """What people are told: the tokens/s that were committed, in synchronous steps too."""
         self._newest = 0.0
-        """What `TokenRate.newest` says. Both are what they would be if something ran ahead."""
+        """What `TokenRate.newest` says. In synchronous steps this and `_seen` are divided by `_synchronous_share`."""
         self._noted = 0.0
         """Seen over foreseen when the last search began, or when it could first be told; 0: neither has been."""
         self._learned: dict[int, tuple[float, int]] = {}
@@ -171,8 +171,8 @@ class Calibration:
     def forecast_error(self) -> float:
         """The logarithm by which promises of plans err, in the quadratic mean. With the learned factor a promise is
         relative to what was seen of the layout before. Where the live layout has yet to be seen, its gain is taken for
-        one that will not come, unless that would make promises look better than they have been; and what is promised
-        then has to be much (`UNSEEN_ERROR`)."""
+        one that will not come, unless that would make promises look better than they have been, and the error is no
+        less than `UNSEEN_ERROR`."""
         off_now = self._off_now()
         squares = [FORECAST_ERROR**2, *(off**2 for off in (*self._off, off_now) if off is not None)]
         mean = fmean(squares)
@@ -205,13 +205,13 @@ class Calibration:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
 
     def is_synchronous(self, version: int) -> bool:
-        """Whether the step that comes after `version` is one of those of which nothing runs ahead."""
+        """Whether the step that makes `version` + 1 is synchronous, and later ones are not."""
         return version < self._synchronous_steps
 
     def foresee(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:
         """Note what the objective says of the live layout with the figures of today.
 
-        Args: synchronous: the same for steps of which nothing runs ahead; None: those are over.
+        Args: synchronous: the same for synchronous steps; None: those are over.
         """
         self._today = today
         self._synchronous_share = 1.0

@@ -368,7 +368,7 @@ class ClusterView:
 
         Args:
             sums: the format of reductions; None: the thinnest that the run allows.
-            synchronous: in steps of which nothing runs ahead.
+            synchronous: without anything that runs ahead (s_max = 0).
         """
         snapshot = self._snapshot_of(stages, now_s)
         return None if snapshot is None else foresee(snapshot, stages, sums, synchronous=synchronous)

@@ -87,7 +87,7 @@ class Copies:
         await self.save(group, state)
         if plan is not None and state.version == plan.ends_at and moves_on(plan, group):
             return  # who comes next fetches it, waits for it, and has copies made of it too
-        if not await self._is_due_after(state.version):
+        if not await self._after_first_step(state.version):
             return
         # Each copy that is under way holds a state in memory, and the next would hold up the one before.
         under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
@@ -96,7 +96,7 @@ class Copies:
             await self._server.pin(state)
             self._given[group] += await self._offer(group, state, copies)
 
-    async def _is_due_after(self, version: int) -> bool:
+    async def _after_first_step(self, version: int) -> bool:
         """Wait for the first step of a layout, if it begins with `version`: everybody waits for that step, and a copy
         would share its lines with it. What the layout begins with is on the disks of those who held it before.
 

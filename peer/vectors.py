@@ -43,8 +43,9 @@ class Vectors:
         self.chunk = chunk_bytes // 4
         """Elements."""
         self.background_chunk = max(1, self.chunk // _BACKGROUND_PARTS)
-        """Elements of what travels beside training, a part of a chunk: an activation for the same peer waits for what
-        has begun, and 1 MiB is 1.7 s of 5 Mbit/s. Each frame costs its ends a third of a millisecond."""
+        """Elements of a frame for which nobody waits, a quarter of a chunk. A frame that has begun holds up an
+        activation for the same peer, and 1 MiB takes 1.7 s at 5 Mbit/s. Smaller ones would cost more: each frame takes
+        a third of a millisecond of both ends (`../protocol/live/MEASURED.md`)."""
 
     def empty(self, size: int) -> Tensor:
         """float32 [size], of any values."""

@@ -25,7 +25,7 @@ def foresee(
     Args:
         snapshot: with workload and network. Peers that are not in it are left out of the stages.
         sums: the format of reductions; None: the workload's.
-        synchronous: in steps of which nothing runs ahead.
+        synchronous: without anything that runs ahead (s_max = 0).
     """
     assert snapshot.workload is not None
     placement = placement_of(stages, snapshot.peers)

@@ -17,8 +17,8 @@ STALL_S_DEATH = 1.5
 """After a mate has died, for the first time: what it had contributed it may not have told any more. This costs a call,
 since stage 0 does not run again what is not back there yet."""
 STALL_S_BEGINNING = 3.0
-"""The same where an era begins, or where we begin in it. What mates contribute rests with them for a second before they
-tell of it (`telling.py`), and until then the way through all stages counts for nothing here."""
+"""The same where an era begins, or where we begin in it. The first microbatches have yet to come through all stages,
+and mates tell of what they contribute up to a second later (`telling.py`)."""
 STALL_S_PIPELINE = 10.0
 """Of stage 0, which would run all that is on its way again."""
 _STEPS_REMEMBERED = 8
@@ -54,7 +54,7 @@ class Losses:
     _may_lack: bool = field(init=False, default=False)
     """Something has died since the last step, or may have before we came, of which nobody has told us."""
     _has_died: bool = field(init=False, default=False)
-    """A mate has, since the last step."""
+    """A mate has died since the last step."""
     _num_asked: int = field(init=False, default=0)
     """In vain, since then."""
     _steps_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))

@@ -43,13 +43,14 @@ _RETRY_MATE_S = 0.5
 
 
 _OTHERS_TIMES_MAX = 8
-"""What mates and carriers get for us is left to them while a holder may need to send each of them a range, by what it
-needed for one of ours, and no longer than so many times that. Sooner the same bytes would leave it twice, and where a
-layer is a few ranges its uplink is what everybody waits for."""
+"""A holder needs some time to send each of those who fetch together a range. For so long, counted from what our slowest
+range took, but for no more than 8 ranges, we leave to mates and carriers what they are to bring. If we asked the holder
+sooner, the same bytes would leave it twice; where a layer is a few ranges everybody waits for its uplink."""
 _OTHERS_S_MIN = 0.5
 _OTHERS_S_FIRST = 2.0
-"""The same where nothing has come from that holder."""
+"""The same where nothing has come from that holder yet."""
 _LOOK_S = 0.1
+"""How often a request that is held back so looks again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class StateFetcher:
         self._asked: dict[PeerID, int] = {}
         """Mate -> the value of `_num_asked` when it was last asked: the least recently asked mate is next."""
         self._took_s: dict[PeerID, float] = {}
-        """Holder -> the longest time that a range of ours has taken from there."""
+        """By holder: the seconds that the slowest of the ranges took which it has sent us."""
         self._num_asked = 0
         """Requests to mates so far."""
         self._known: dict[str, int] = {}
@@ -398,11 +399,11 @@ class StateFetcher:
         return next((each for each in todo if each.owner is None and holder in self._sources[each.key]), None)
 
     def _last_of_mates(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """What a holder has of what mates will come to last."""
+        """Of what a holder has, the range that mates will come to last; all of ours must have been asked for."""
         return next((each for each in reversed(todo) if holder in self._sources[each.key]), None)
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """How long after the beginning nothing is asked of a holder that mates or carriers are to bring."""
+        """For how many seconds of a fetch a holder is not asked for ranges that mates or carriers are to bring."""
         took_s, times = self._took_s.get(holder), min(2 + len(self._mates), _OTHERS_TIMES_MAX)
         return _OTHERS_S_FIRST if took_s is None else max(_OTHERS_S_MIN, times * took_s)
 

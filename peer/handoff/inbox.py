@@ -5,6 +5,7 @@ holder has us keep. Both ask for it, and the first that comes is good for both.
 """
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -32,11 +33,11 @@ class _Expected:
     """The element of the tensor with which `into_N` begins."""
     event: asyncio.Event
     parts: set[int] = field(default_factory=set)
-    """Where the parts begin that have come, if it comes in parts."""
+    """The first element of each part that has come (`Vectors.background_chunk`); all of them, if it came as a whole."""
 
-    def left(self, start: int) -> int:
-        """How many elements there are from `start` on."""
-        return self.into_N.numel() - (start - self.first)
+    def size(self, start: int, chunk: int) -> int:
+        """How many elements the chunk has that begins at `start`."""
+        return min(chunk, self.into_N.numel() - (start - self.first))
 
 
 class ChunkInbox:
@@ -91,7 +92,7 @@ class ChunkInbox:
         values_C = self._vectors.mean_of(payload) if is_gradient else self._vectors.values_of(payload)
         count = values_C.numel()
         for each in expected:
-            size = min(chunk, each.left(begin))
+            size = each.size(begin, chunk)
             is_whole = meta.start == begin and count == size
             is_part = (meta.start - begin) % part == 0 and 0 < count == min(part, begin + size - meta.start)
             if not is_whole and not is_part:
@@ -104,7 +105,6 @@ class ChunkInbox:
 
         await self._compute.run_on_host(take)
         for each in expected:
-            size = min(chunk, each.left(begin))
             each.parts.update(range(meta.start, meta.start + count, part))
-            if len(each.parts) == -(-size // part):
+            if len(each.parts) == math.ceil(each.size(begin, chunk) / part):
                 each.event.set()

@@ -56,8 +56,9 @@ class Window:
     """`size` microbatches may be in flight.
 
     Args:
-        num_stages: the window starts at `num_stages + 1`: one in each stage and one on the way. It grows by one with
-            each that comes back, until so many are back: the ways between homes take as long as the jobs.
+        num_stages: K. The window starts at K + 1: one microbatch in each stage and one on the way. Each of the first
+            K + 1 that come back adds one, as in TCP's slow start (RFC 5681), since between homes the ways take as long
+            as the jobs; after that it is what is measured.
         gain: window over the measured product of rate and round trip, > 1. With equal stages whose jobs take +-30 %
             of the mean, 1.25 keeps the slowest one busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
         memory: how many recent microbatches the largest rate and the mean round trip are taken over; the limit
@@ -230,8 +231,9 @@ class Control:
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps ahead of the version a step may be of which something is granted before all of the step before
-        it is. None without a choice: until the first step of a layout is made, everybody waits for it."""
+        """A member whose share of a step is used up may be granted microbatches of so many later steps, while others
+        have yet to take what is left of this one. 0 before there is a choice: for the first step of a layout everybody
+        waits."""
         return self.in_force[0] if self.in_force is not None else 0
 
     @property
