@@ -32,10 +32,10 @@ from shoal.protocol.plan import Plan
 PING_HEARTBEATS = 0.25
 AGAIN_HEARTBEATS = 0.06
 """The second try follows a refusal after so long."""
-RETURN_S = 5.0
-"""A member that alone holds a group's state is asked again for so long before its refusals count. A peer's network
-daemon that died is back after 0.5 to 0.9 s on an idle machine and after more than 1.5 s on a busy one, however often
-members say that they live; going back to a snapshot costs everybody more than this.
+RETURN_S = 3.0
+"""A member that alone holds a group's state is asked again for so long before its refusals count: twice as long as a
+peer's network daemon that died takes to come back on a busy machine (0.5 to 0.9 s on an idle one), however often
+members say that they live. Going back to a snapshot costs everybody more than this.
 """
 UNANSWERED_PATIENCE = 0.5
 """Our own pings must go unanswered for this share of a member's timeout before two reports count: it may be busy."""

@@ -9,7 +9,7 @@ from shoal.peer.archive import Archive
 from shoal.peer.base_layers import BaseLayers
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.server import StateServer
+from shoal.peer.handoff.server import FIRST_STEP_S, StateServer
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.tasks import Tasks
 from shoal.peer.vectors import VECTORS, Vectors
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _LOOK_S = 0.25
-_FIRST_STEP_S = 60.0
-"""The longest time for which copies wait for the first step of a layout."""
 WRITERS = 2
 """Members of a group that write a snapshot each, and see to a copy outside each: one of them may die over it."""
 
@@ -102,14 +100,20 @@ class Copies:
 
         Returns: whether to have copies made then; not if this peer leaves or ends meanwhile.
         """
-        for _ in range(math.ceil(_FIRST_STEP_S / _LOOK_S)):
+        for _ in range(math.ceil(FIRST_STEP_S / _LOOK_S)):
             plan = self._plan()
             if plan is None or not plan.fresh or plan.restore_version < version:
                 break
-            if self._is_closed or self._is_leaving():
+            if not self.give_way():
                 return False
             await asyncio.sleep(_LOOK_S)
         return True
+
+    def give_way(self) -> bool:
+        """Whether everybody waits for the first step of a layout, and so copies leave after it; not once this peer
+        leaves or ends, which would wait for them."""
+        plan = self._plan()
+        return plan is not None and plan.fresh and not self._is_closed and not self._is_leaving()
 
     def close(self) -> None:
         """Copies that wait for a step are not made any more; those that are under way end by themselves."""

@@ -200,6 +200,7 @@ class PeerDriver:
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
             witnessed=self._witnessed,
             is_busy=lambda: not self._meter.is_quiet,
+            gives_way=lambda: self._copies.give_way(),
             inbox=self._inbox,
         )
         self._ahead = FetchingAhead(

@@ -30,6 +30,9 @@ async def _nothing(era: int, version: int, members: Collection[PeerID]) -> Mappi
 
 
 _RETRY_S = 1.0
+_RETRY_FIRST_S = 0.1
+"""Whoever hears of a layout before those who hold its layers, as the coordinator does, is told by them that they offer
+nothing yet."""
 _RETRY_MATES_S = 0.25
 """They may be signing what they hold, which takes a round trip."""
 
@@ -149,6 +152,7 @@ class Joining:
         known = {key: ahead[key] for key in missing if key in ahead}
         if missing:
             logger.info("of %d layers that come to us %d are here already", len(missing), len(known))
+        wait_s = _RETRY_FIRST_S
         while True:
             holders = self._to_ask(plan)
             try:
@@ -160,7 +164,8 @@ class Joining:
                 if newest.era == plan.era and not newest.fresh:
                     await self._from_mates()
                     return
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2.0 * wait_s, _RETRY_S)
                 continue
             layers = {key: carried[key] if key in carried else fetched[key] for key in keys}
             await self._take_over(StageState(version=version, layers=layers))

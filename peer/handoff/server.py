@@ -54,6 +54,9 @@ _YIELD_TIMES = 4.0
 """What is fetched ahead waits for a quiet moment, at most so many times as long as the chunk before took to leave."""
 _YIELD_S_MIN = 0.05
 _LOOK_S = 0.005
+FIRST_STEP_S = 60.0
+"""The longest time for which copies wait for the first step of a layout."""
+_FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
 """(stored era, `TRAINED` or `INITIAL`, version)."""
@@ -122,6 +125,7 @@ class StateServer:
             fetch; None: the sender is none. Raises Refused: nothing yet.
         knows: whether a plan of late has a place for a peer. Nobody else is given anything.
         is_busy: whether anything is being sent, to whomever.
+        gives_way: whether everybody waits for the first step of a layout; copies leave after it.
         inbox: where chunks arrive that are passed on; None: nothing is got here for others.
     """
 
@@ -136,6 +140,7 @@ class StateServer:
         knows: Callable[[PeerID], bool],
         witnessed: Callable[[PeerID, Collection[str], int], Awaitable[Witnessed | None]] = _no_newcomer,
         is_busy: Callable[[], bool] = lambda: False,
+        gives_way: Callable[[], bool] = lambda: False,
         is_stepping: Callable[[Collection[str]], bool] = lambda keys: False,
         inbox: ChunkInbox | None = None,
         vectors: Vectors = VECTORS,
@@ -151,6 +156,7 @@ class StateServer:
         self._stored = stored
         self._pins: dict[_Key, _Pin] = {}
         self._is_busy = is_busy
+        self._gives_way = gives_way
         self._is_stepping = is_stepping
         self._ahead: dict[PeerID, tuple[int, str, LayerState]] = {}
         """Who fetches ahead -> version, key and state of the layer that it fetches now."""
@@ -501,12 +507,21 @@ class StateServer:
                 tensor=message.tensor,
                 start=at,
             )
+            if priority is Priority.BULK:
+                await self._give_way()
             part_C = values_N[at - first : min(at + part, stop) - first]
             payload = await self._compute.run_on_host(functools.partial(make, part_C))
             try:
                 await self._endpoint.send(source, meta, payload, priority=priority, again=meta)
             except Unreachable as error:
                 raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
+
+    async def _give_way(self) -> None:
+        """Wait for the first step of a layout, for which the others fetch what they will hold, from us maybe."""
+        for _ in range(math.ceil(FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
+            if not self._gives_way():
+                break
+            await asyncio.sleep(_FIRST_STEP_LOOK_S)
 
     def _gradient_payload_of(self, values_C: Tensor) -> Payload:
         return self._vectors.mean_payload(self._vectors.on_host(values_C))

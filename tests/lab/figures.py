@@ -50,6 +50,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """How many different ones there were."""
     gflops: dict[str, float] = {}
     """By host: how fast its device would be if it always worked, within its share; what the simulation was given."""
+    probed: dict[str, float] = {}
+    """By host: GFLOP/s, as its probe said; the first plan is made with them."""
+    share_used: dict[str, float] = {}
+    """By host: how much it had of the device's time that it may have; near 1: it is as fast as its share lets it."""
     machine_busy: float = 0.0
     """The part of this machine's processor time that was used from the first step on, whoever used it; real peers are
     only as quick as they should be where something is left."""
@@ -151,5 +155,8 @@ def table(sides: Sides) -> str:
         if figures.gflops:
             said = ", ".join(f"{name} {speed:.3g}" for name, speed in figures.gflops.items())
             lines.append(f"  {figures.world} GFLOP/s at work: {said}")
+        if figures.share_used:
+            said = ", ".join(f"{name} {100.0 * used:.0f} %" for name, used in figures.share_used.items())
+            lines.append(f"  {figures.world} share used: {said}")
         lines += [f"  {figures.world}: {what}" for what in (*figures.false_deaths, *figures.problems)]
     return "\n".join(lines)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import psutil
 
 from figures import Figures, Step, paces, shown_layout
@@ -34,8 +33,6 @@ _DEATH_S = 3.0
 _BUSY_MIN = 0.02
 """A device that works less than this says little of its speed, and one that holds no layers nothing: what its processor
 does is the network's and the program's."""
-_AT_WORK = 0.9
-"""A peer that waits still spends processor seconds on its heartbeats: its speed is that of its busiest times."""
 
 
 class NoSwarm(Exception):
@@ -58,7 +55,23 @@ class Peer:
     """Whether it should be in the swarm: nothing was done to it that keeps it away."""
     ends: bool = False
     """Whether its end was ordered."""
-    speeds: list[float] = field(default_factory=list)
+    work: list[tuple[float, float]] = field(default_factory=list)
+    """(FLOP/s, seconds of its device a second) while it held layers. Under a limit the latter are all of the process's
+    processor seconds, those of its messages too, of which it gets no more than its share."""
+
+    probed: float | None = None
+    """GFLOP/s that its probe measured."""
+
+    @property
+    def gflops(self) -> float:
+        """What its device does in a second if it always works, within its share."""
+        flop_per_s, busy = (sum(figures) for figures in zip(*self.work, strict=True))
+        return flop_per_s / busy * self.host.compute_share / 1e9
+
+    @property
+    def share_used(self) -> float:
+        """How much it had of what it may have, in [0, 1]."""
+        return sum(busy for _, busy in self.work) / len(self.work) / self.host.compute_share
 
 
 @dataclass(slots=True, eq=False)
@@ -179,9 +192,8 @@ class RealSwarm:
             case Contribution():
                 if report.microbatches_total and peer.works_s is None:
                     peer.works_s = now_s
-                if report.synced and report.busy > _BUSY_MIN and report.flop_per_s > 0.0:
-                    # Under a limit "busy" counts all processor seconds, of which the peer gets no more than its share.
-                    peer.speeds.append(report.flop_per_s / report.busy * peer.host.compute_share)
+                if self.steps and report.synced and report.busy > _BUSY_MIN and report.flop_per_s > 0.0:
+                    peer.work.append((report.flop_per_s, report.busy))
             case Status():
                 self._see(report.status, now_s)
         self.tell_steps(now_s)
@@ -196,9 +208,12 @@ class RealSwarm:
         if before is not None and (status.term, status.plan_sequence) < (before.term, before.plan_sequence):
             return
         self.status = status
-        here = {entry.peer for entry in status.peers}
+        speeds = {entry.peer: entry.flop_per_s / 1e9 for entry in status.peers}
+        here = set(speeds)
         self._seen |= here
         for peer in self.peers.values():
+            if peer.probed is None and peer.peer is not None:
+                peer.probed = speeds.get(peer.peer) or None
             if peer.peer is not None and not peer.expected:
                 self._seen.discard(peer.peer)  # who was counted out while it was away has yet to come back
             if peer.peer is None or peer.peer not in self._seen or peer.peer in here or not peer.expected:
@@ -376,9 +391,9 @@ def _figures(real: RealSwarm, sent: dict[str, int]) -> Figures:
         up_mb={line: count / 1e6 for line, count in sent.items()},
         layout=real.layouts[-1] if real.layouts else "",
         layouts=len(real.layouts),
-        gflops={
-            name: float(np.quantile(peer.speeds, _AT_WORK)) / 1e9 for name, peer in real.peers.items() if peer.speeds
-        },
+        gflops={name: peer.gflops for name, peer in real.peers.items() if peer.work},
+        probed={name: peer.probed for name, peer in real.peers.items() if peer.probed is not None},
+        share_used={name: peer.share_used for name, peer in real.peers.items() if peer.work},
         machine_busy=real.used.share() if real.used is not None else 0.0,
         problems=tuple(real.problems),
     )

@@ -37,9 +37,11 @@ def play_real(scenario: Scenario, logs: Path | None) -> Figures:
 
 
 def play(scenario: Scenario, *, in_life: bool, simulated: bool, logs: Path | None = None) -> Sides:
-    """Simulated devices get the speeds of the real ones, where the scenario says none."""
+    """Simulated devices get the speeds of the real ones, at work and by their probes, where the scenario says none."""
     lived = play_real(scenario, logs) if in_life else None
-    foreseen = virtual.play(scenario, lived.gflops if lived else None) if simulated else None
+    foreseen = None
+    if simulated:
+        foreseen = virtual.play(scenario, lived.gflops, lived.probed) if lived else virtual.play(scenario)
     return Sides(scenario=scenario.name, title=scenario.file.title, real=lived, virtual=foreseen)
 
 

@@ -244,13 +244,17 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def _spec(name: str, file: ScenarioFile) -> RunSpec:
-    """The run, which never ends, validates only if the file says so, and begins when everybody has come."""
+    """The run, which never ends, validates only if the file says so, and begins when everybody has come.
+
+    Its synchronous first steps are few, so that what is measured is what a run does for all of its time but the first
+    minutes.
+    """
     here = sum(host.joins_s == 0.0 for host in file.hosts)
     tables = {
         "name": f"lab-{name}",
         "model": file.model,
         "data": {"source": "python-library"} | file.data,
-        "training": {"steps": _ENDLESS, "validation_interval_steps": 0} | file.training,
+        "training": {"steps": _ENDLESS, "validation_interval_steps": 0, "synchronous_steps": 8} | file.training,
         "swarm": {"min_peers": here} | file.swarm,
         "optimizer": {"warmup_steps": 10} | file.optimizer,
         "wire": file.wire,

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from figures import Step
@@ -64,7 +65,7 @@ def test_who_was_counted_out_while_it_was_away_is_not_when_it_comes_back(tmp_pat
     lab.steps.append(Step(0, 0.0))
 
     def seen(at_s, *peers):
-        entries = [SimpleNamespace(peer=name, name=name, stage=None) for name in peers]
+        entries = [SimpleNamespace(peer=name, name=name, stage=None, flop_per_s=2e9) for name in peers]
         lab._see(SimpleNamespace(term=1, plan_sequence=1, peers=entries, stages=[]), at_s)
 
     seen(1.0, "peer b")
@@ -79,3 +80,12 @@ def test_who_was_counted_out_while_it_was_away_is_not_when_it_comes_back(tmp_pat
     assert lab.false_deaths == []
     seen(15.0)
     assert lab.false_deaths == ["b was counted out at 11 s"]
+    assert peer.probed == 2.0
+
+
+def test_a_device_is_as_fast_as_all_that_it_did_by_all_that_it_used(tmp_path):
+    host = swarm(tmp_path).scenario.hosts[0]
+    host = msgspec.structs.replace(host, compute_share=0.5)
+    peer = Peer(host=host, child=None, work=[(4e9, 0.5), (1e9, 0.25), (1e9, 0.0)])
+    assert peer.gflops == pytest.approx(6.0 / 0.75 * 0.5)
+    assert peer.share_used == pytest.approx(0.25 / 0.5)

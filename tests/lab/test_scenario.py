@@ -8,6 +8,7 @@ import pytest
 
 from carried import CarriedTransport
 from figures import Figures, Sides, Step, kept, paces, rate, table
+from limited import LimitedCompute
 from random_events import QUIET_S, with_random_events
 from scenario import WORDS, find_scenario, load_scenario, shipped
 from shoal.protocol.errors import LocalError
@@ -206,6 +207,31 @@ def test_what_a_third_host_carries_takes_both_ways_and_its_uplink():
         ((source, meta, payload, at_s),) = got
         assert (source, meta, len(payload)) == (ids["a"], b"meta", 1_000_000)
         assert at_s - sent_s == pytest.approx(2.1, abs=0.05), "a second on each uplink"
+
+    run(scenario())
+
+
+def test_a_device_that_is_lent_for_a_quarter_of_the_time_makes_up_for_waiting_and_no_more():
+    async def scenario():
+        world = World(1, uniform(0.05))
+        peer = world.add_peer("a", device_flop_per_s=1e9)
+        device = LimitedCompute(peer.compute, 0.25)
+
+        async def job():
+            return await device.run("forward", lambda: None, flop=1e9)
+
+        first = await job()
+        assert first.ended_s - first.started_s == pytest.approx(4.0), "as long as its share takes to earn it"
+        assert world.now_s() == pytest.approx(1.0), "and done as soon as a whole device has done it"
+        await asyncio.sleep(100.0)
+        begun_s = world.now_s()
+        for _ in range(3):
+            await job()
+        assert world.now_s() - begun_s == pytest.approx(3.0), "10 s of waiting are made up for"
+        begun_s = world.now_s()
+        for _ in range(50):
+            await job()
+        assert world.now_s() - begun_s == pytest.approx(200.0, abs=4.0)
 
     run(scenario())
 

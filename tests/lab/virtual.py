@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from carried import CarriedTransport
 from figures import Figures, Step, paces, shown_layout
+from limited import LimitedCompute
 from scenario import Event, Scenario
 from shoal.deploy.simulate.logbook import SimLedger
 from shoal.deploy.simulate.modelled_swarm import ModelledSwarm, Ports, Seat, name_of, peer_ids
@@ -65,6 +66,8 @@ class _Virtual:
     scenario: Scenario
     topology: Topology
     world: World
+    probe_times: list[float]
+    """By device: how often faster its probe finds it than it is at work."""
     steps: list[Step] = field(default_factory=list)
     first: asyncio.Event = field(default_factory=asyncio.Event)
     layouts: list[str] = field(default_factory=list)
@@ -97,7 +100,11 @@ class _Virtual:
             for (here, there), carrier in carriers_of(self.scenario).items()
             if here == seat.device
         }
-        return CarriedTransport(seat.peer.transport, carriers), seat.peer.compute, None
+        share = self.scenario.hosts[seat.device].compute_share
+        device = seat.peer.compute
+        device.device_flop_per_s /= share  # the topology's is within the share
+        limited = LimitedCompute(device, share, probe_times=self.probe_times[seat.device])
+        return CarriedTransport(seat.peer.transport, carriers), limited, None
 
     def launch(self, device: int) -> None:
         self.started_s[device] = asyncio.get_running_loop().time()
@@ -201,21 +208,28 @@ class _Virtual:
         return self.scenario.hosts[self._devices[peer]].name
 
 
-def play(scenario: Scenario, gflops: Mapping[str, float] | None = None) -> Figures:
-    """Args: gflops: the speed of each host's device at work; what the scenario says goes before it. A device of which
-    neither says anything is like the others."""
+def play(
+    scenario: Scenario, gflops: Mapping[str, float] | None = None, probed: Mapping[str, float] | None = None
+) -> Figures:
+    """Args:
+    gflops: the speed of each host's device at work; what the scenario says goes before it. A device of which neither
+        says anything is like the others.
+    probed: what the probe of each host found, GFLOP/s; as at work where nothing is said.
+    """
     began_s = time.monotonic()
     known = gflops or {}
     usual = statistics.median(known.values()) if known else GFLOPS
     speeds = {host.name: host.gflops or known.get(host.name, usual) for host in scenario.hosts}
-    figures = run_in_virtual_time(_play(scenario, speeds))
+    found = {name: (probed or {}).get(name, speed) for name, speed in speeds.items()}
+    figures = run_in_virtual_time(_play(scenario, speeds, found))
     return msgspec.structs.replace(figures, wall_s=time.monotonic() - began_s)
 
 
-async def _play(scenario: Scenario, gflops: dict[str, float]) -> Figures:
+async def _play(scenario: Scenario, gflops: dict[str, float], probed: dict[str, float]) -> Figures:
     file, loop = scenario.file, asyncio.get_running_loop()
     topology = topology_of(scenario, gflops)
-    virtual = _Virtual(scenario, topology, World(file.seed, MatrixNetwork(topology), acquainted=True))
+    world = World(file.seed, MatrixNetwork(topology), acquainted=True)
+    virtual = _Virtual(scenario, topology, world, [probed[name] / speed for name, speed in gflops.items()])
     for device, host in enumerate(scenario.hosts):
         if host.joins_s:
             loop.call_at(host.joins_s, virtual.launch, device)

@@ -81,6 +81,7 @@ class Peer:
             current=lambda _: self.state,
             stored=self.archive.read,
             knows=lambda peer: True,
+            gives_way=lambda: self.copies.give_way(),
         )
         self.errors: list[BaseException] = []
         self.tasks = Tasks(self.errors.append)
@@ -272,6 +273,30 @@ def test_what_a_layout_begins_with_is_copied_after_its_first_step(tiny_spec: Run
         plans.append(msgspec.structs.replace(plans[-1], fresh=False))
         await a.tasks.wait()
         await peers["c"].tasks.wait()
+        assert versions(peers["c"]) == [VERSION]
+
+    play(tiny_spec, scene)
+
+
+@pytest.mark.parametrize("ends", ["a step is made", "its holder leaves"])
+def test_a_copy_that_is_under_way_when_a_layout_begins_goes_on_after_its_first_step(
+    tiny_spec: RunSpec, ends: str
+) -> None:
+    """Or once its holder leaves, which waits for what it gives."""
+
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        a = peers["a"]
+        assert a.state is not None
+        a.copies.preserve(0, a.state, rank=0, num_ready=2)
+        await a.tasks.wait()  # c has been asked to keep one, and asks for it
+        plans.append(msgspec.structs.replace(plans[-1], fresh=True, restore_version=2 * VERSION))
+        await asyncio.sleep(5.0)
+        assert versions(peers["c"]) == []
+        if ends == "a step is made":
+            plans.append(msgspec.structs.replace(plans[-1], fresh=False))
+        else:
+            a.is_leaving = True
+        await asyncio.sleep(0.6)
         assert versions(peers["c"]) == [VERSION]
 
     play(tiny_spec, scene)

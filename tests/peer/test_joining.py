@@ -1,6 +1,7 @@
 """Where a replica's first state comes from: decided by the plan and by what this peer has begun before."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -49,6 +50,8 @@ class Scene:
     wanted: list[tuple[str, ...]] = field(default_factory=list)
     group_version: int = 0
     fetched: list[tuple[tuple[PeerID, ...], int, int]] = field(default_factory=list)
+    asked_s: list[float] = field(default_factory=list)
+    """When it asked for each of them."""
     taken: list[int] = field(default_factory=list)
     replayed_from: list[PeerID] = field(default_factory=list)
     """Whom it asked for what its mates have committed meanwhile."""
@@ -72,6 +75,7 @@ class Scene:
         ) -> StageState:
             assert (is_witnessed is not None) == (version < 0), "only what a group trains has been signed"
             self.wanted.append(fetcher._keys)
+            self.asked_s.append(asyncio.get_running_loop().time())
             self.fetched.append((tuple(holders), version, stored_era))
             if len(self.fetched) <= self.silent_for:
                 raise Unreachable(ME, "nobody is there")
@@ -169,6 +173,13 @@ def test_snapshots_that_are_not_there_yet_are_waited_for(scene: Scene) -> None:
     scene.silent_for = 3
     assert scene.join(plan(fresh=True, restore_version=40)) == [40]
     assert len(scene.fetched) == 4
+
+
+def test_whoever_hears_of_a_layout_before_its_holders_asks_again_soon_and_then_more_rarely(scene: Scene) -> None:
+    scene.silent_for = 6
+    scene.join(plan(fresh=True, restore_version=40))
+    waited_s = [after_s - before_s for before_s, after_s in itertools.pairwise(scene.asked_s)]
+    assert waited_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0])
 
 
 def test_in_an_era_under_way_the_state_is_the_mates(scene: Scene) -> None:
