@@ -101,19 +101,23 @@ class Copies:
         Returns: whether to have copies made then; not if this peer leaves or ends meanwhile.
         """
         for _ in range(math.ceil(FIRST_STEP_S / _LOOK_S)):
-            plan = self._plan()
-            if plan is None or not plan.fresh or plan.restore_version < version:
+            if not self.give_way(version):
                 break
-            if not self.give_way():
-                return False
             await asyncio.sleep(_LOOK_S)
-        return True
+        return not (self._begins_with(version) and self._goes)
 
-    def give_way(self) -> bool:
-        """Whether everybody waits for the first step of a layout, and so copies leave after it; not once this peer
-        leaves or ends, which would wait for them."""
+    def give_way(self, version: int) -> bool:
+        """Whether everybody waits for the first step of a layout that begins with `version` or a later one. Not once
+        this peer leaves or ends, which would wait for its copies."""
+        return self._begins_with(version) and not self._goes
+
+    def _begins_with(self, version: int) -> bool:
         plan = self._plan()
-        return plan is not None and plan.fresh and not self._is_closed and not self._is_leaving()
+        return plan is not None and plan.fresh and version <= plan.restore_version
+
+    @property
+    def _goes(self) -> bool:
+        return self._is_closed or self._is_leaving()
 
     def close(self) -> None:
         """Copies that wait for a step are not made any more; those that are under way end by themselves."""

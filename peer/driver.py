@@ -200,7 +200,7 @@ class PeerDriver:
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
             witnessed=self._witnessed,
             is_busy=lambda: not self._meter.is_quiet,
-            gives_way=lambda: self._copies.give_way(),
+            gives_way=lambda version: self._copies.give_way(version),
             inbox=self._inbox,
         )
         self._ahead = FetchingAhead(

@@ -125,7 +125,8 @@ class StateServer:
             fetch; None: the sender is none. Raises Refused: nothing yet.
         knows: whether a plan of late has a place for a peer. Nobody else is given anything.
         is_busy: whether anything is being sent, to whomever.
-        gives_way: whether everybody waits for the first step of a layout; copies leave after it.
+        gives_way: whether everybody waits for the first step of a layout, so that copies of this version, no newer
+            than what the layout begins with, leave after it.
         inbox: where chunks arrive that are passed on; None: nothing is got here for others.
     """
 
@@ -140,7 +141,7 @@ class StateServer:
         knows: Callable[[PeerID], bool],
         witnessed: Callable[[PeerID, Collection[str], int], Awaitable[Witnessed | None]] = _no_newcomer,
         is_busy: Callable[[], bool] = lambda: False,
-        gives_way: Callable[[], bool] = lambda: False,
+        gives_way: Callable[[int], bool] = lambda version: False,
         is_stepping: Callable[[Collection[str]], bool] = lambda keys: False,
         inbox: ChunkInbox | None = None,
         vectors: Vectors = VECTORS,
@@ -381,8 +382,7 @@ class StateServer:
         starts = self._starts(source, message, values_N)
         pin.asked_for(self._clock.now_s())
         for start in starts:
-            is_copy = message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
-            priority = Priority.BULK if is_copy else Priority.STATE
+            priority = Priority.BULK if self._is_copy(source, message) else Priority.STATE
             await self._send_chunk(source, message, values_N, start, priority)
         left = pin.left.pop(source, 0) - (message.stop - message.start)
         if left > 0:
@@ -507,8 +507,8 @@ class StateServer:
                 tensor=message.tensor,
                 start=at,
             )
-            if priority is Priority.BULK:
-                await self._give_way()
+            if self._is_copy(source, message):
+                await self._give_way(message.version)
             part_C = values_N[at - first : min(at + part, stop) - first]
             payload = await self._compute.run_on_host(functools.partial(make, part_C))
             try:
@@ -516,10 +516,13 @@ class StateServer:
             except Unreachable as error:
                 raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
 
-    async def _give_way(self) -> None:
+    def _is_copy(self, source: PeerID, message: StateChunkRequest) -> bool:
+        return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
+
+    async def _give_way(self, version: int) -> None:
         """Wait for the first step of a layout, for which the others fetch what they will hold, from us maybe."""
         for _ in range(math.ceil(FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
-            if not self._gives_way():
+            if not self._gives_way(version):
                 break
             await asyncio.sleep(_FIRST_STEP_LOOK_S)
 

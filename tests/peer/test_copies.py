@@ -81,7 +81,7 @@ class Peer:
             current=lambda _: self.state,
             stored=self.archive.read,
             knows=lambda peer: True,
-            gives_way=lambda: self.copies.give_way(),
+            gives_way=lambda version: self.copies.give_way(version),
         )
         self.errors: list[BaseException] = []
         self.tasks = Tasks(self.errors.append)
