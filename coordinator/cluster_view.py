@@ -12,7 +12,7 @@ import msgspec
 
 from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, Snapshot
-from shoal.coordinator.allocate.prospect import choose_sums, foresee
+from shoal.coordinator.allocate.prospect import choose_formats, foresee
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.confirmations import Confirmations, Ends
 from shoal.coordinator.cost.workload import Workload
@@ -31,7 +31,7 @@ from shoal.protocol.layers import held_keys
 from shoal.protocol.messages import HandOver, Heartbeat, Reset, SwarmStatus
 from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.wire_format import WireFormat
+from shoal.protocol.wire_format import Formats
 
 SAFE_PEERS = 64
 """The coordinator of a swarm of more peers looks more rarely for the newest safe snapshot, because it reads every
@@ -76,7 +76,7 @@ class ClusterView:
         """When the run's first plan was made, by this peer's clock and as far as it knows."""
         self.calibration = Calibration(synchronous_steps=spec.synchronous_steps if training.s_max else 0)
         self._foresee_at_s = -math.inf
-        self._sums: tuple[int, WireFormat | None] = (0, None)
+        self._formats: tuple[int, Formats | None] = (0, None)
         """(sequence of a plan, the format in which its reductions had better travel by the figures of late)."""
         self._notes = PlanNotes()
         self._snapshots = SnapshotSchedule(
@@ -362,34 +362,33 @@ class ClusterView:
         return flop / flop_per_s if flop_per_s > 0 else 0.0
 
     def foresee(
-        self, stages: Sequence[Stage], now_s: float, sums: WireFormat | None = None, *, synchronous: bool = False
+        self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, synchronous: bool = False
     ) -> Foreseen | None:
         """How fast these stages should be, by the objective alone; None: it cannot say, or would take too long.
 
         Args:
-            sums: the format of reductions; None: the thinnest that the run allows.
+            formats: how tensors travel; None: in the thinnest way that the run allows.
             synchronous: without anything that runs ahead (s_max = 0).
         """
         snapshot = self._snapshot_of(stages, now_s)
-        return None if snapshot is None else foresee(snapshot, stages, sums, synchronous=synchronous)
+        workload = self.survey.workloads[formats] if formats is not None else None
+        return None if snapshot is None else foresee(snapshot, stages, workload, synchronous=synchronous)
 
-    def choose_sums(
-        self, stages: Sequence[Stage], now_s: float, *, kept: WireFormat | None = None
-    ) -> WireFormat | None:
-        """The format in which these stages' reductions are to travel; None: the run has only one.
+    def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
+        """How these stages' tensors are to travel; None: the run has only one way.
 
-        Args: kept: the one that they have.
+        Args: kept: how they do now.
         """
-        forms = self.spec.wire.sums
-        if len(forms) == 1:
+        workloads = self.survey.workloads
+        if len(workloads) == 1:
             return None
         snapshot = self._snapshot_of(stages, now_s)
-        return forms[-1] if snapshot is None else choose_sums(snapshot, stages, forms, kept=kept)
+        return [*workloads][-1] if snapshot is None else choose_formats(snapshot, stages, workloads, kept=kept)
 
-    def other_sums(self, live: Plan) -> WireFormat | None:
-        """Return the format that the live plan's reductions should change to; None: its own is still the best."""
-        sequence, sums = self._sums
-        return sums if sequence == live.sequence and sums != live.sums else None
+    def other_formats(self, live: Plan) -> Formats | None:
+        """Return the formats that the live plan should change to; None: its own are still the best."""
+        sequence, formats = self._formats
+        return formats if sequence == live.sequence and formats != live.formats else None
 
     def _snapshot_of(self, stages: Sequence[Stage], now_s: float) -> Snapshot | None:
         """The members of these stages as they are now; None: they are too many to foresee anything in time."""
@@ -407,10 +406,12 @@ class ClusterView:
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
             is_synchronous = self.calibration.is_synchronous(self.version_max)
             self.calibration.foresee(
-                self.foresee(live.stages, now_s, live.sums),
-                synchronous=self.foresee(live.stages, now_s, live.sums, synchronous=True) if is_synchronous else None,
+                self.foresee(live.stages, now_s, live.formats),
+                synchronous=self.foresee(live.stages, now_s, live.formats, synchronous=True)
+                if is_synchronous
+                else None,
             )
-            self._sums = live.sequence, self.choose_sums(live.stages, now_s, kept=live.sums)
+            self._formats = live.sequence, self.choose_formats(live.stages, now_s, kept=live.formats)
         holders = (peer for stage in live.stages for peer in stage.peers)
         is_whole = all(self.roster.has_state(peer, live) for peer in holders)
         self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Foreseen, Plan, Stage
-from shoal.protocol.wire_format import WireFormat
+from shoal.protocol.wire_format import Formats
 
 NO_MOVES = "new shares"
 """The reason of a layout in which everybody stays."""
@@ -41,8 +41,8 @@ class Layout:
     """The stages after these; without an end, members fetch what they lack for them."""
     foreseen: Foreseen | None = None
     """How fast `stages` should be; None: nobody could say."""
-    sums: WireFormat | None = None
-    """How reductions travel (`Plan.sums`); None: not chosen yet."""
+    formats: Formats | None = None
+    """How tensors travel (`Plan.formats`); None: not chosen yet."""
 
     def places(self) -> Places:
         """The layout without shares: two layouts with equal places move nobody."""

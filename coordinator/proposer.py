@@ -187,7 +187,7 @@ class Proposer:
             following=layout.following,
             experts=self._experts.place(stages, goes_on or ended, sequence=sequence, begins=goes_on is None),
             foreseen=layout.foreseen,
-            sums=layout.sums,
+            formats=layout.formats,
         )
         return self._sign(plan)
 
@@ -248,7 +248,7 @@ class Proposer:
             ends_at=base.ends_at,
             following=base.following,
             foreseen=base.foreseen,
-            sums=base.sums,
+            formats=base.formats,
         )
         return self._offer(self.make(ballot.base, ballot.term, layout), now_s)
 

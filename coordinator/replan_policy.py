@@ -252,11 +252,11 @@ class ReplanPolicy:
         return replace(layout, reason=f"reset by the owner:{back} {layout.reason}", beginning=beginning), reason
 
     def foreseen(self, layout: Layout, now_s: float) -> Layout:
-        """`layout` with how its reductions are to travel and how fast its stages should be, for the plan that is made
+        """`layout` with how its tensors are to travel and how fast its stages should be, for the plan that is made
         of it."""
-        sums = layout.sums or self.view.choose_sums(layout.stages, now_s)
-        foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s, sums), len(layout.stages))
-        return replace(layout, foreseen=foreseen, sums=sums)
+        formats = layout.formats or self.view.choose_formats(layout.stages, now_s)
+        foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s, formats), len(layout.stages))
+        return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
         """Whether a snapshot may still become whole. A coordinator that has begun to wait for that keeps the role:
@@ -312,10 +312,10 @@ class ReplanPolicy:
             if placed != live.experts:
                 moved = Layout(stages=live.stages, spares=live.spares, reason="experts go where the load is")
                 return moved, moved.reason
-        sums = view.other_sums(live)
-        if sums is not None:
-            reason = f"reductions travel in {sums}"
-            return Layout(stages=live.stages, spares=live.spares, reason=reason, sums=sums), reason
+        formats = view.other_formats(live)
+        if formats is not None:
+            reason = f"activations travel in {formats.activations}, reductions in {formats.sums}"
+            return Layout(stages=live.stages, spares=live.spares, reason=reason, formats=formats), reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):
             return self._preparing(live, peers, disks, layout, now_s)

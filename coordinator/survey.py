@@ -27,7 +27,9 @@ class Survey:
         self._spec = spec
         self._layer_costs = layer_costs(spec.model)
         self.workload = Workload.of(spec)
-        """What a step asks of the devices."""
+        """What a step asks of the devices and lines, where tensors travel in the thinnest way that the run allows."""
+        self.workloads = {formats: Workload.of(spec, formats) for formats in spec.wire.formats}
+        """The same for each way in which they may travel."""
         told = trunk_costs(spec.model) if spec.swarm.expert_slots else self._layer_costs
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
         """[L], what peers time as a forward (`Heartbeat.forward_s`): of placed experts nobody times any."""

@@ -78,6 +78,7 @@ def swarm_status(
             *out_of_reach(unreachable, roster),
         ),
         comparison=comparison,
+        formats=live.formats,
     )
 
 

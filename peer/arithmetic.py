@@ -30,6 +30,7 @@ from shoal.peer.vectors import Vectors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.wire_format import WireFormat
 
 
 class Held(Protocol):
@@ -74,6 +75,10 @@ class Runtime(Held, Protocol):
 
     flop: JobFlop
     expert_loads: ExpertLoads
+
+    def travel_as(self, activations: WireFormat) -> None:
+        """From now on activations leave in this format, one of the run's, and gradients in what goes with it."""
+        ...
 
 
 class DenseRuntime(Runtime, Protocol):

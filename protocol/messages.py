@@ -12,7 +12,7 @@ import msgspec
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROTOCOL_VERSION
-from shoal.protocol.wire_format import WireFormat
+from shoal.protocol.wire_format import Formats, WireFormat
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -532,6 +532,8 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """What would be lost with one peer, and who cannot reach whom, in sentences."""
     comparison: Comparison | None = None
     """None: nobody could say how fast the layout should be."""
+    formats: Formats | None = None
+    """`Plan.formats`."""
 
 
 class PastCommit(_Part, frozen=True, array_like=True):

@@ -32,7 +32,7 @@ from shoal.protocol.limits import (
     VERSION_MAX,
 )
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.wire_format import WireFormat
+from shoal.protocol.wire_format import Formats
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -144,8 +144,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     foreseen: Foreseen | None = None
     """How fast `stages` should be; None: the coordinator could not say. Nobody obeys it: whoever coordinates compares
     it with what comes."""
-    sums: WireFormat | None = None
-    """The format in which reductions travel under it, one of the run's `WireSpec.sums`. None: the widest of them."""
+    formats: Formats | None = None
+    """How tensors travel under it, one of the run's `WireSpec.formats`. None: the first of them."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -368,15 +368,15 @@ class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_experts: int = 0
     """Experts of each layer that plans place; 0: members hold whole layers."""
-    sums: tuple[WireFormat, ...] = ("fp32",)
-    """`WireSpec.sums`."""
+    formats: tuple[Formats, ...] = ()
+    """`WireSpec.formats`; empty: no plan says any."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "PlanShape":
         return cls(
             num_layers=spec.model.num_layers,
             num_experts=spec.model.num_experts if spec.swarm.expert_slots else 0,
-            sums=spec.wire.sums,
+            formats=spec.wire.formats,
         )
 
 
@@ -418,11 +418,15 @@ def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
     flaw = _foreseen_flaw(plan.foreseen, len(plan.stages))
     if flaw:
         return flaw
-    if plan.sums is not None and plan.sums not in shape.sums:
-        return f"its reductions travel in {plan.sums}, the run's in {' or '.join(shape.sums)}"
+    if plan.formats is not None and plan.formats not in shape.formats:
+        return f"tensors travel in {_said(plan.formats)}, the run's in {' or in '.join(map(_said, shape.formats))}"
     if len(plan.exclusions) > EXCLUSIONS_MAX or sum(map(len, plan.exclusions)) > EXCLUSION_BYTES_MAX:
         return f"{len(plan.exclusions)} exclusions, or too long ones"
     return _experts_flaw(plan, shape.num_experts)
+
+
+def _said(formats: Formats) -> str:
+    return f"{formats.activations} and {formats.sums}"
 
 
 def _numbers_flaw(plan: Plan) -> str | None:

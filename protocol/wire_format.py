@@ -4,10 +4,23 @@
 each with a scale of two bytes.
 """
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 WireFormat = Literal["fp32", "bf16", "int8", "hadamard6", "hadamard5", "hadamard4", "hadamard3"]
 
+
+class Formats(NamedTuple):
+    """How tensors travel under one plan."""
+
+    activations: WireFormat
+    """From each stage to the next; `WireSpec.backward_of` says how their gradients come back."""
+    sums: WireFormat
+    """Parameter gradients in a reduction."""
+
+
+AUTO_ACTIVATIONS: Final[tuple[WireFormat, ...]] = ("bf16", "int8")
+"""The formats among which plans choose where a run leaves to them how activations travel, the widest first. Thinner
+ones cost more learning than they save time (`kernels/codec/MEASURED.md`)."""
 AUTO_SUMS: Final[tuple[WireFormat, ...]] = ("int8", "hadamard4")
 """The formats among which plans choose where a run leaves to them how reductions travel, the widest first: of what they
 cost in learning `kernels/codec/MEASURED.md` has figures."""

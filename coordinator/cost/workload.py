@@ -1,6 +1,6 @@
 """What one training step asks of the devices and the network, whatever the layout."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal.coordinator.cost.layer_costs import layer_costs
 from shoal.coordinator.cost.memory import StageMemory, decoder_parameters
@@ -8,7 +8,7 @@ from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
 from shoal.protocol.tensors import expert_elements, num_elements, state_elements
-from shoal.protocol.wire_format import WireFormat, tensor_bytes
+from shoal.protocol.wire_format import Formats, WireFormat, tensor_bytes
 
 FP32_BYTES = 4.0
 _MANY = 2**20
@@ -139,18 +139,15 @@ class Workload:
         besides = sum(self.memory.layer_fixed_bytes[first_layer:last_layer]) + self.memory.workspace_bytes
         return self.memory.resident_bytes_per_parameter * parameters + besides
 
-    def with_sums(self, form: WireFormat) -> "Workload":
-        """The workload where reductions travel in that format."""
-        return replace(self, gradient_bytes_per_parameter=_bytes_per_number(form))
-
     @classmethod
-    def of(cls, spec: RunSpec) -> "Workload":
-        """The workload of a run. Where each plan chooses the format of reductions it is that of the thinnest: a plan
-        takes a wider one only where that costs its step next to nothing."""
+    def of(cls, spec: RunSpec, formats: Formats | None = None) -> "Workload":
+        """The workload of a run whose tensors travel so. None: in the thinnest way that it allows: a plan takes a wider
+        one only where that costs its step next to nothing."""
+        activations, sums = formats or spec.wire.formats[-1]
         training, model = spec.training, spec.model
         tokens = training.microbatch_size * model.context
         recompute = training.recomputes
-        both_ways = (spec.wire.activations, spec.wire.backward)
+        both_ways = (activations, spec.wire.backward_of(activations))
         backward = _backward_per_forward(adapts=spec.adapter is not None)
         costs = list(layer_costs(model))
         if spec.recomputes_by_layer:
@@ -161,7 +158,7 @@ class Workload:
             layer_flop=tuple(flop * tokens for flop in costs),
             backward_per_forward=backward + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(spec),
-            gradient_bytes_per_parameter=_bytes_per_number(spec.wire.sums[-1]),
+            gradient_bytes_per_parameter=_bytes_per_number(sums),
             reduced=_reduced(spec),
             memory=StageMemory.counted(spec, experts_held=experts_held(spec)),
             cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,

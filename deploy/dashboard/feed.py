@@ -50,7 +50,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
 from shoal.protocol.messages import PeerStatus, PlanNote, SwarmStatus
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.wire_format import tensor_bytes
+from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 CHANGES_MAX = 200
 CHANGES_SHOWN = 60
@@ -59,6 +59,8 @@ NEW_S = 20.0
 """How long a peer is shown as new, and a peer that went as gone."""
 SAME_S = 30.0
 """How far apart a plan and the coordinator's table may speak of one arrival."""
+_MANY = 4096
+"""Numbers, of which formats are compared."""
 CONTRIBUTION_S = 20.0
 """How long a peer's report about itself counts."""
 
@@ -74,6 +76,9 @@ class RunFacts:
     """0: it is not known, as to whoever only asks for the status."""
     tokens_per_microbatch: int = 0
     activation_bytes_per_token: int = 0
+    """In the widest of the formats in which activations may travel."""
+    activations: WireFormat = "bf16"
+    """That format."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "RunFacts":
@@ -83,8 +88,16 @@ class RunFacts:
             num_layers=spec.model.num_layers,
             tokens_per_step=spec.tokens_per_step,
             tokens_per_microbatch=spec.training.microbatch_size * spec.model.context,
-            activation_bytes_per_token=tensor_bytes(spec.wire.activations, spec.model.dim),
+            activation_bytes_per_token=tensor_bytes(spec.wire.forward[0], spec.model.dim),
+            activations=spec.wire.forward[0],
         )
+
+    def activation_bytes(self, status: SwarmStatus | None) -> float:
+        """Of a token, between two stages, as the live plan has activations travel."""
+        if status is None or status.formats is None:
+            return self.activation_bytes_per_token
+        widest, now = (tensor_bytes(form, _MANY) for form in (self.activations, status.formats.activations))
+        return self.activation_bytes_per_token * now / widest
 
     @classmethod
     def of_status(cls, status: SwarmStatus) -> "RunFacts":
@@ -282,7 +295,7 @@ class Feed:
         }
         steps = status.steps if status else self._facts.steps
         step, loss, staleness_steps = self._newest_step()
-        bytes_per_s = (tokens_per_s or 0.0) * self._facts.activation_bytes_per_token
+        bytes_per_s = (tokens_per_s or 0.0) * self._facts.activation_bytes(status)
         mine = contributions.get(self.me) if self.me else None
         return View(
             title=self._title,

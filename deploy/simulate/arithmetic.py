@@ -26,6 +26,7 @@ from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.vectors import Vectors
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.wire_format import WireFormat
 
 
 class ModelledRuntime(ModelledShard):
@@ -37,7 +38,12 @@ class ModelledRuntime(ModelledShard):
         self.flop = stage_flop(spec, layers)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._contributes: dict[Microbatch, bool] = {}
-        self._activation, self._output = _outputs(spec, first_layer)
+        self._wire, self._has_input = ActivationWire(spec), first_layer > 0
+        self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
+
+    def travel_as(self, activations: WireFormat) -> None:
+        self._wire.travel_as(activations)
+        self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload:
         self._contributes[microbatch] = contributes
@@ -74,7 +80,12 @@ class ModelledTrunk(ModelledShard):
         self._routing = routing
         self._layers = [layer_index(key) for key in layers if key not in (EMBED, HEAD)]
         self._contributes: dict[Microbatch, bool] = {}
-        self._activation, self._output = _outputs(spec, first_layer)
+        self._wire, self._has_input = ActivationWire(spec), first_layer > 0
+        self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
+
+    def travel_as(self, activations: WireFormat) -> None:
+        self._wire.travel_as(activations)
+        self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Calling[Payload]:
         self._count_loads(microbatch)
@@ -121,10 +132,9 @@ class ModelledTrunk(ModelledShard):
             yield ExpertCall(layer=layer, counts=counts, tokens=tokens, gradients=tokens if backward else None)
 
 
-def _outputs(spec: RunSpec, first_layer: int) -> tuple[Payload, Payload | None]:
+def _outputs(wire: ActivationWire, *, has_input: bool) -> tuple[Payload, Payload | None]:
     """Returns: (the activation, the gradient for the stage before; None: there is none) of a modelled microbatch."""
-    wire = ActivationWire(spec)
-    gradient = phantom(wire.gradient_bytes) if first_layer > 0 else None
+    gradient = phantom(wire.gradient_bytes) if has_input else None
     return phantom(wire.activation_bytes + wire.targets_bytes), gradient
 
 

@@ -18,6 +18,7 @@ from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.wire_format import WireFormat
 
 
 class Boundary:
@@ -34,6 +35,10 @@ class Boundary:
         self._corpus = corpus
         self._device = device
         self._wire = ActivationWire(spec)
+
+    def travel_as(self, activations: WireFormat) -> None:
+        """As `ActivationWire.travel_as`."""
+        self._wire.travel_as(activations)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
         """Returns: (the activation [B, T, D], or the tokens [B, T] where `payload` is None: stage 0 reads the data;

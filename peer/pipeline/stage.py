@@ -41,6 +41,7 @@ from shoal.peer.pipeline.shard import Leaves, Shard
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.wire_format import WireFormat
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,10 @@ class StageRuntime(Shard):
         self._contexts: dict[Microbatch, _Context] = {}
         self._by_layer = spec.recomputes_by_layer
         self.flop = stage_flop(spec, self.keys)
+
+    def travel_as(self, activations: WireFormat) -> None:
+        """As `ActivationWire.travel_as`."""
+        self._boundary.travel_as(activations)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
         """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage.

@@ -40,6 +40,7 @@ from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import router_name
+from shoal.protocol.wire_format import WireFormat
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,10 @@ class StageTrunk(Shard):
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
         flop = sum(trunk_flop(spec.model, key, tokens) for key in layers)
         self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
+
+    def travel_as(self, activations: WireFormat) -> None:
+        """As `ActivationWire.travel_as`."""
+        self._boundary.travel_as(activations)
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True

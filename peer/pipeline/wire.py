@@ -1,4 +1,6 @@
-"""Activations and their gradients as bytes. Shape and format follow from the run spec, never from the sender.
+"""Activations and their gradients as bytes. Their shape follows from the run spec, never from the sender, and so does
+the format, unless the run has several: then the plan says in which ones a sender writes, and the number of bytes which
+of them a payload is in. So a payload can be read whichever plan its sender has heard of, and goes again as it was.
 
 In few bits (`kernels/codec`) activations are rounded to the nearest and their gradients by chance, so that they are
 right in the mean: by numbers of the microbatch and the layer, so that whoever computes them again gets the same bytes.
@@ -11,6 +13,7 @@ B samples   T tokens   D width
 """
 
 import math
+from collections.abc import Collection
 from typing import Final
 
 import torch
@@ -34,34 +37,53 @@ _NOTHING: Final = _BEGINS - 1
 
 
 class ActivationWire:
-    """Both directions of the traffic between two stages of one run."""
+    """Both directions of the traffic between two stages of one run.
+
+    It writes the widest of the run's formats until `travel_as` says another one.
+    """
 
     def __init__(self, spec: RunSpec) -> None:
         self._shape_BTD = (spec.training.microbatch_size, spec.model.context, spec.model.dim)
         self._shape_BT = self._shape_BTD[:2]
         self._numel = spec.training.microbatch_size * spec.model.context * spec.model.dim
         self._seed = spec.seed
-        self._forward, self._backward = spec.wire.activations, spec.wire.backward
-        self.activation_bytes = tensor_bytes(self._forward, self._numel)
-        """Without the targets."""
-        self.gradient_bytes = tensor_bytes(self._backward, self._numel)
+        self._backward_of = spec.wire.backward_of
+        self._activations = {tensor_bytes(form, self._numel): form for form in spec.wire.forward}
+        """By the bytes of a payload without its targets, as the next one."""
+        gradients = map(spec.wire.backward_of, spec.wire.forward)
+        self._gradients = {tensor_bytes(form, self._numel): form for form in gradients}
+        self.travel_as(spec.wire.forward[0])
         self._leaves_out, self._masks = spec.data.leaves_out_targets, spec.data.masks_documents
         words = spec.training.microbatch_size * spec.model.context + self._leaves_out
         self.targets_bytes = 4 * words
 
+    def travel_as(self, activations: WireFormat) -> None:
+        """From now on activations leave in this format, one of the run's, and gradients in what goes with it."""
+        self._forward, self._backward = activations, self._backward_of(activations)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of what leaves now, without the targets."""
+        return tensor_bytes(self._forward, self._numel)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return tensor_bytes(self._backward, self._numel)
+
     def check_activation(self, payload: Payload, source: PeerID) -> None:
         """Raises: RemoteError: `source` sent another number of bytes than this run's activations have."""
-        self._check(payload, self.activation_bytes + self.targets_bytes, source)
+        _check(len(payload), [each + self.targets_bytes for each in self._activations], source)
 
     def check_gradient(self, payload: Payload, source: PeerID) -> None:
         """Raises: RemoteError."""
-        self._check(payload, self.gradient_bytes, source)
+        _check(len(payload), [*self._gradients], source)
 
     def encode_activation(self, x_BTD: Tensor, labels: Labels) -> bytearray:
-        payload = bytearray(self.activation_bytes + self.targets_bytes)
-        self._write(x_BTD, payload, self._forward)
-        at, num = self.activation_bytes, math.prod(self._shape_BT)
-        word_BT, weight_1 = self._words(payload, num)
+        form = self._forward  # a plan may change it while this job runs
+        at, num = tensor_bytes(form, self._numel), math.prod(self._shape_BT)
+        payload = bytearray(at + self.targets_bytes)
+        self._write(x_BTD, payload, form)
+        word_BT, weight_1 = self._words(payload, at, num)
         targets_BT = labels.targets_BT
         if not self._leaves_out:
             word_BT.copy_(targets_BT)
@@ -75,8 +97,9 @@ class ActivationWire:
 
     def decode_activation(self, payload: Payload, device: torch.device) -> tuple[Tensor, Labels]:
         """Returns: (float32 [B, T, D] on `device`, nobody else's; its labels there)."""
-        x_BTD = self._read(payload, self.activation_bytes, self._forward, device)
-        word_BT, weight_1 = self._words(payload, math.prod(self._shape_BT))
+        at = len(payload) - self.targets_bytes
+        x_BTD = self._read(payload, at, self._activations[at], device)
+        word_BT, weight_1 = self._words(payload, at, math.prod(self._shape_BT))
         if not self._leaves_out:
             return x_BTD, Labels(targets_BT=word_BT.to(device, torch.int64))
         targets_BT = word_BT.to(torch.int64) & _NOTHING
@@ -89,9 +112,11 @@ class ActivationWire:
         )
         return x_BTD, labels.to(device)
 
-    def _words(self, payload: Payload, num: int) -> tuple[Tensor, Tensor]:
-        """The labels in a payload, int32 [B, T], and the place of the weight behind them, float32 [1] or [0]."""
-        at = self.activation_bytes
+    def _words(self, payload: Payload, at: int, num: int) -> tuple[Tensor, Tensor]:
+        """The labels in a payload, int32 [B, T], and the place of the weight behind them, float32 [1] or [0].
+
+        Args: at: the bytes before them.
+        """
         word_BT = torch.frombuffer(payload, dtype=torch.int32, offset=at, count=num).view(self._shape_BT)
         if not self._leaves_out:
             return word_BT, torch.empty(0)
@@ -99,13 +124,14 @@ class ActivationWire:
 
     def encode_gradient(self, grad_BTD: Tensor, microbatch: Microbatch, layer: int) -> bytearray:
         """Args: grad_BTD: of the input of decoder layer `layer`, float32 [B, T, D]."""
-        payload = bytearray(self.gradient_bytes)
-        self._write(grad_BTD, payload, self._backward, key=self._key(microbatch, layer))
+        form = self._backward
+        payload = bytearray(tensor_bytes(form, self._numel))
+        self._write(grad_BTD, payload, form, key=self._key(microbatch, layer))
         return payload
 
     def decode_gradient(self, payload: Payload, device: torch.device) -> Tensor:
         """Returns: float32 [B, T, D] on `device`, nobody else's."""
-        return self._read(payload, self.gradient_bytes, self._backward, device)
+        return self._read(payload, len(payload), self._gradients[len(payload)], device)
 
     def _write(self, x_BTD: Tensor, into: bytearray, form: WireFormat, *, key: tuple[int, int] | None = None) -> None:
         """Write the tensor's bytes to the beginning of `into`."""
@@ -127,6 +153,8 @@ class ActivationWire:
         digest = blake3(words.encode()).digest(length=8)
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
-    def _check(self, payload: Payload, wanted: int, source: PeerID) -> None:
-        if len(payload) != wanted:
-            raise RemoteError(source, f"sent a tensor of {len(payload)} bytes, this run's have {wanted}")
+
+def _check(num_bytes: int, wanted: Collection[int], source: PeerID) -> None:
+    if num_bytes not in wanted:
+        its = " or ".join(map(str, wanted))
+        raise RemoteError(source, f"sent a tensor of {num_bytes} bytes, this run's have {its}")

@@ -93,6 +93,8 @@ class Replica(Tenure):
         self._forward_times = ForwardTimes()
         self.hold = Hold(self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts)
         self._wire = ActivationWire(surroundings.spec)
+        self._formats = surroundings.spec.wire.formats
+        self._travel(plan)
         self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
         self._mean_gradient_N: Tensor | None = None
         self._handing_back = HandingBack(
@@ -364,9 +366,13 @@ class Replica(Tenure):
         self._handing_back.install()
 
     def follow(self, plan: Plan) -> None:
+        self._travel(plan)
         if self.experts:
             self.experts.follow(plan)
         super().follow(plan)
+
+    def _travel(self, plan: Plan) -> None:
+        self.runtime.travel_as((plan.formats or self._formats[0]).activations)
 
     def depart(self, plan: Plan) -> None:
         """A plan without us in this place, while we drain: whoever leads now must be able to close our last rounds, and

@@ -176,7 +176,7 @@ class MemberCore(ABC):
             event.former,
             plan.ends_at,
             plan.restore_version,
-            plan.sums,
+            plan.formats.sums if plan.formats else None,
         )
         return [*self._commit(planned, now_s), *self._open_if_fit(now_s), *self._changed(now_s)]
 

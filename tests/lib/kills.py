@@ -6,14 +6,14 @@ from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
 
-def killed(make_swarm, spec, kills, *, seed=0, sums=()):
+def killed(make_swarm, spec, kills, *, seed=0, formats=()):
     """Play a run of 3 x 3 peers to its end. The plan drops a killed peer four seconds later.
 
     Args:
         kills: who is killed at which step, {step: name}.
-        sums: `Plan.sums` of the first plan and of the one after each kill; empty: none of them says any.
+        formats: `Plan.formats` of the first plan and of the one after each kill; empty: none of them says any.
     """
-    sums = iter(sums or [None] * (len(kills) + 1))
+    formats = iter(formats or [None] * (len(kills) + 1))
     stages = [[f"{k}.{r}" for r in range(3)] for k in range(3)]
 
     async def main():
@@ -21,7 +21,7 @@ def killed(make_swarm, spec, kills, *, seed=0, sums=()):
         for names in stages:
             for name in names:
                 await swarm.add(name, device_flop_per_s=1e8)
-        swarm.obey(stages, fresh=True, sums=next(sums))
+        swarm.obey(stages, fresh=True, formats=next(formats))
         for step, name in sorted(kills.items()):
             await swarm.until_step(step)
             await asyncio.sleep(swarm.world.rng(f"moment {step}").random() * 1.5)
@@ -29,7 +29,7 @@ def killed(make_swarm, spec, kills, *, seed=0, sums=()):
             del swarm.drivers[name]
             await asyncio.sleep(4.0)
             stages[int(name[0])].remove(name)
-            swarm.obey(stages, fresh=False, sums=next(sums))
+            swarm.obey(stages, fresh=False, formats=next(formats))
         await swarm.until_step(spec.training.steps)
         await swarm.close()
         return swarm

@@ -21,7 +21,7 @@ from shoal.protocol.sim.network import Network
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, run_id
-from shoal.protocol.wire_format import WireFormat
+from shoal.protocol.wire_format import Formats
 
 # The models here are tiny: a second thread costs each operation more than it gives.
 torch.set_num_threads(1)
@@ -104,7 +104,7 @@ class Swarm:
         era: int = 0,
         restore: int = 0,
         unless: tuple[str, ...] = (),
-        sums: WireFormat | None = None,
+        formats: Formats | None = None,
     ) -> None:
         """Give every peer (`unless` named) the next plan: equal layer ranges, equal shares.
 
@@ -132,7 +132,7 @@ class Swarm:
             stages=tuple(
                 Stage(bounds[stage], bounds[stage + 1], members(stage, names)) for stage, names in enumerate(stages)
             ),
-            sums=sums,
+            formats=formats,
             spares=tuple(self.peer(name).peer_id for name in spares),
             experts=tuple(
                 ExpertGroup(stage, expert, members(len(stages) + number, experts[stage][expert] if experts else []))

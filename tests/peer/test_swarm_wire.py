@@ -7,6 +7,7 @@ from cuts import cuts
 from kills import killed
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.single_process import train
+from shoal.protocol.wire_format import Formats
 
 STEPS = 12
 KILLS = {2: "1.0", 4: "0.1", 7: "2.2"}
@@ -49,12 +50,32 @@ def test_with_gradients_in_few_bits_mates_stay_equal_through_kills_and_learn_muc
     builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 8, "validation_interval_steps": 0, "s_max": 0}
     builtins["wire"] = {"activations": "fp32", "gradients": gradients}
     spec = msgspec.convert(builtins, type(tiny_spec))
-    sums = (None, "hadamard4", "int8", "hadamard4") if gradients == "auto" else ()
-    swarm = killed(make_swarm, spec, KILLS, seed=1, sums=sums)
+    said = [sums and Formats("fp32", sums) for sums in (None, "hadamard4", "int8", "hadamard4")]
+    swarm = killed(make_swarm, spec, KILLS, seed=1, formats=said if gradients == "auto" else ())
     corpus = load_corpus(spec.data, context=spec.model.context)
     plain = [step.loss for step in train(spec, corpus, steps=STEPS)]
     apart = [abs(a - b) for a, b in zip(swarm.losses, plain, strict=True)]
     assert 1e-5 < max(apart) < apart_max, "the wire makes a difference, and a small one"
+    for stage in range(3):
+        commits = [swarm.commits[stage][step] for step in range(STEPS)]
+        assert {(c.microbatches, c.given_up, c.duplicates, c.dissenting) for c in commits} == {(8, 0, 0, 0)}
+
+
+@pytest.mark.sim
+def test_where_plans_choose_how_activations_travel_it_changes_in_the_middle_of_steps_and_nothing_is_lost(
+    make_swarm, tiny_spec
+):
+    """What was sent by the plan before goes again as it was, and is read."""
+    builtins = msgspec.to_builtins(tiny_spec)
+    builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 8, "validation_interval_steps": 0, "s_max": 0}
+    builtins["wire"] = {"activations": "auto"}
+    spec = msgspec.convert(builtins, type(tiny_spec))
+    said = [activations and Formats(activations, "fp32") for activations in (None, "int8", "bf16", "int8")]
+    swarm = killed(make_swarm, spec, KILLS, seed=1, formats=said)
+    corpus = load_corpus(spec.data, context=spec.model.context)
+    plain = [step.loss for step in train(spec, corpus, steps=STEPS)]
+    apart = [abs(a - b) for a, b in zip(swarm.losses, plain, strict=True)]
+    assert 1e-6 < max(apart) < 2e-3
     for stage in range(3):
         commits = [swarm.commits[stage][step] for step in range(STEPS)]
         assert {(c.microbatches, c.given_up, c.duplicates, c.dissenting) for c in commits} == {(8, 0, 0, 0)}

@@ -1,6 +1,7 @@
 """The swarms of `live_swarm.py`: shipped scenarios, six equal machines, and random uneven networks."""
 
 from dataclasses import replace
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -91,9 +92,9 @@ def with_steps(scenario: Scenario, steps: int) -> Scenario:
     return replace(scenario, spec=msgspec.structs.replace(scenario.spec, training=training))
 
 
-def with_wire(scenario: Scenario, forth: WireFormat, back: WireFormat, sums: WireFormat) -> Scenario:
-    """The same with other formats on the wire."""
-    wire = WireSpec(activations=forth, activation_gradients=back, gradients=sums)
+def with_wire(scenario: Scenario, forth: WireFormat, back: WireFormat | Literal[""], sums: WireFormat) -> Scenario:
+    """The same with other formats on the wire. `back` is empty where it goes with `forth`."""
+    wire = WireSpec(activations=forth, activation_gradients=back or None, gradients=sums)
     spec = msgspec.structs.replace(scenario.spec, wire=wire)
     return replace(scenario, name=f"{scenario.name}, {forth}/{back}/{sums}", spec=spec)
 

@@ -178,3 +178,24 @@ def test_labels_arrive_with_what_is_not_learnt_where_documents_begin_and_the_wei
     largest = Labels(targets_BT=torch.full(SHAPE_BTD[:2], VOCABULARY_MAX - 1), begins_BT=sent.begins_BT)
     _, got = made.decode_activation(made.encode_activation(random_BTD(), largest), CPU)
     assert torch.equal(got.targets_BT, largest.targets_BT)
+
+
+def test_where_plans_choose_a_payload_says_by_its_size_what_it_is_in(wire: Callable[[str], ActivationWire]) -> None:
+    """Sender and receiver may have heard of different plans."""
+    thin, receiver = wire("auto"), wire("auto")
+    wide_payload = thin.encode_activation(random_BTD(), labels())
+    thin.travel_as("int8")
+    thin_payload = thin.encode_activation(random_BTD(), labels())
+    assert len(wide_payload) > 1.5 * len(thin_payload)
+    for payload, like in ((wide_payload, wire("bf16")), (thin_payload, wire("int8"))):
+        receiver.check_activation(payload, PEER)
+        assert bytes(payload) == bytes(like.encode_activation(random_BTD(), labels()))
+        x_BTD, got = receiver.decode_activation(payload, CPU)
+        assert torch.equal(x_BTD, like.decode_activation(payload, CPU)[0])
+        assert torch.equal(got.targets_BT, targets_BT())
+    gradient = thin.encode_gradient(random_BTD(), MICROBATCH, 1)
+    assert bytes(gradient) == bytes(wire("int8").encode_gradient(random_BTD(), MICROBATCH, 1))
+    receiver.check_gradient(gradient, PEER)
+    assert torch.equal(receiver.decode_gradient(gradient, CPU), wire("int8").decode_gradient(gradient, CPU))
+    with pytest.raises(RemoteError, match="this run's have 4352 or 2368"):
+        receiver.check_activation(bytes(4000), PEER)
