@@ -13,7 +13,7 @@ class Formats(NamedTuple):
     """How tensors travel under one plan."""
 
     activations: WireFormat
-    """From each stage to the next; `WireSpec.backward_of` says how their gradients come back."""
+    """What goes from each stage to the next; `WireSpec.backward_of` says how its gradients come back."""
     sums: WireFormat
     """Parameter gradients in a reduction."""
 

@@ -76,7 +76,7 @@ class RunFacts:
     """0: it is not known, as to whoever only asks for the status."""
     tokens_per_microbatch: int = 0
     activation_bytes_per_token: int = 0
-    """In the widest of the formats in which activations may travel."""
+    """What a token takes between two stages in the widest of the formats in which activations may travel."""
     activations: WireFormat = "bf16"
     """That format."""
 
@@ -93,7 +93,7 @@ class RunFacts:
         )
 
     def activation_bytes(self, status: SwarmStatus | None) -> float:
-        """Of a token, between two stages, as the live plan has activations travel."""
+        """What a token takes between two stages as the live plan has activations travel."""
         if status is None or status.formats is None:
             return self.activation_bytes_per_token
         widest, now = (tensor_bytes(form, _MANY) for form in (self.activations, status.formats.activations))
