@@ -430,7 +430,8 @@ SupplyEvent = (
 @dataclass(frozen=True, slots=True)
 class GroupPlanned:
     """Plan `sequence` gives the group these members, in rank order. `former`: who else had a place in it by the plans
-    of late, and may still drain. `ends_at`, `sums`: as in `Plan`. `begins_at`: the version with which the era begins.
+    of late, and may still drain. `ends_at`: as in `Plan`; `sums`: as in `Plan.formats`. `begins_at`: the version with
+    which the era begins.
     """
 
     members: tuple[Member, ...]

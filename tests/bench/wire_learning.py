@@ -70,7 +70,7 @@ def learn(spec: RunSpec, *, stages: int) -> float:
         corpus,
         steps=spec.training.steps,
         on_step=lambda _, now: params.update(now),
-        between=None if (wire.activations, wire.backward) == ("fp32", "fp32") else between,
+        between=None if (wire.activations, wire.backward_of(wire.activations)) == ("fp32", "fp32") else between,
         on_backward=None if wire.gradients == "fp32" else Sums(spec, MEMBERS),
     )
     for _ in made:
