@@ -76,6 +76,8 @@ class _Making:
                 return [self.value(_single(name), item, depth + 1) for _ in range(length if depth < _DEPTH_MAX else 0)]
             case inspect.TupleType():
                 return [self.value(_single(name), item, depth + 1) for item in kind.item_types]
+            case inspect.NamedTupleType():
+                return [self.value(_single(name), field.type, depth + 1) for field in kind.fields]
             case inspect.UnionType():
                 return self.value(name, choices.pick(kind.types), depth)
             case inspect.DictType():
