@@ -45,6 +45,7 @@ from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import RunSpec, run_id
+from shoal.protocol.wire_format import WireFormat
 
 TICK_S = 0.002
 LAYER_MILLIONS = 51.4
@@ -182,6 +183,9 @@ class Hollow:
         nothing = torch.zeros(0)
         layer = LayerState(param_N=nothing, moment1_N=nothing, moment2_N=nothing)
         return StageState(version=0, layers=dict.fromkeys(self.keys, layer))
+
+    def travel_as(self, activations: WireFormat) -> None:
+        pass
 
     def load(self, state: StageState) -> None:
         self.state = state
