@@ -205,7 +205,7 @@ class Calibration:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
 
     def is_synchronous(self, version: int) -> bool:
-        """Whether the step that makes `version` + 1 is synchronous, and later ones are not."""
+        """Whether the step from `version` is one of the synchronous steps that a run begins with."""
         return version < self._synchronous_steps
 
     def foresee(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:

@@ -77,7 +77,7 @@ class ClusterView:
         self.calibration = Calibration(synchronous_steps=spec.synchronous_steps if training.s_max else 0)
         self._foresee_at_s = -math.inf
         self._formats: tuple[int, Formats | None] = (0, None)
-        """(sequence of a plan, the format in which its reductions had better travel by the figures of late)."""
+        """(sequence of a plan, the formats in which its tensors had better travel by the figures of late)."""
         self._notes = PlanNotes()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1

@@ -288,8 +288,8 @@ class ReplanPolicy:
         return layout, layout.reason
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
-        """When the coordinator last heard of any member of these groups, by its own clock. A member asks others to keep
-        its state before it goes, so whatever they keep of it was begun before that time."""
+        """The time, by our clock, of the newest sign of life of any member of these groups. Before a member goes it
+        asks others to keep its state, so all that they keep of it was begun before that time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.sign_s(peer) for peer in peers if peer in roster.presences), default=now_s)

@@ -43,9 +43,9 @@ _RETRY_MATE_S = 0.5
 
 
 _OTHERS_TIMES_MAX = 8
-"""A holder needs some time to send each of those who fetch together a range. For so long, counted from what our slowest
-range took, but for no more than 8 ranges, we leave to mates and carriers what they are to bring. If we asked the holder
-sooner, the same bytes would leave it twice; where a layer is a few ranges everybody waits for its uplink."""
+"""The holder is not asked for what mates and carriers are to bring until it has had the time to send one range to each
+peer that fetches; one more than there are such peers, but at most this number, times what our slowest range took.
+Asked sooner, it would send the same bytes twice, and where a layer is a few ranges everybody waits for its uplink."""
 _OTHERS_S_MIN = 0.5
 _OTHERS_S_FIRST = 2.0
 """The same where nothing has come from that holder yet."""

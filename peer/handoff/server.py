@@ -520,7 +520,8 @@ class StateServer:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
 
     async def _give_way(self, version: int) -> None:
-        """Wait for the first step of a layout, for which the others fetch what they will hold, from us maybe."""
+        """Hold a copy of `version` back until a layout has made its first step, or for a minute: before that step members
+        fetch their layers, and a copy would take a part of our uplink from them."""
         for _ in range(math.ceil(FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
             if not self._gives_way(version):
                 break

@@ -231,9 +231,9 @@ class Control:
 
     @property
     def steps_ahead(self) -> int:
-        """A member whose share of a step is used up may be granted microbatches of so many later steps, while others
-        have yet to take what is left of this one. 0 before there is a choice: for the first step of a layout everybody
-        waits."""
+        """How many steps ahead a member may be granted microbatches once its share of the step is used up, though
+        others have yet to take theirs. 0 until a window has been chosen: all of a layout's first step is granted
+        before any of the next, as everybody waits for it."""
         return self.in_force[0] if self.in_force is not None else 0
 
     @property
