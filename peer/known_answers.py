@@ -25,7 +25,7 @@ KNOWN: Final[Mapping[str, str]] = {
     "sgd": "56f2f41d7558c7671b73f6f36f288155",
     "adamw": "3d53911d6fa33f366b79c3e3f9a1f2a1",
     "nadam": "987e3d8ba9815e2066be37ecc0eff12c",
-    "muon": "7e45db6561a7c23423d5c87bc63b8620",
+    "muon": "d86eabd6674151dd41316c7748ab4211",
 }
 """Optimizer -> digest of the layer after its steps."""
 _KEY: Final = "layers.0"

@@ -28,6 +28,7 @@ from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.labels import Labels
 from shoal.peer.model import llama
 from shoal.peer.model.backward import backward
+from shoal.peer.model.compiled import compiled_layers
 from shoal.peer.model.documents import Documents
 from shoal.peer.model.finite import finite
 from shoal.peer.model.flop import stage_flop
@@ -84,6 +85,8 @@ class StageRuntime(Shard):
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
+        self.compiled = compiled_layers(spec, device, dtype)
+        """None: layers run as they are."""
         self._contexts: dict[Microbatch, _Context] = {}
         self._by_layer = spec.recomputes_by_layer
         self.flop = stage_flop(spec, self.keys)
@@ -221,7 +224,13 @@ class StageRuntime(Shard):
         run = partial(
             llama.run_layers, model, params_by_key=leaves, rotary=rotary, mixture=mixture, documents=documents
         )
-        return [partial(_run_one, run, key) for key in keys]
+        layers: list[Callable[[Tensor], Tensor]] = []
+        for key in keys:
+            compiled = None
+            if self.compiled is not None and documents is None and key != EMBED:
+                compiled = self.compiled.layer(key, leaves[key], rotary)
+            layers.append(compiled or partial(_run_one, run, key))
+        return layers
 
     # --- layer by layer ---
 

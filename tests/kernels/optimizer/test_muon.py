@@ -1,4 +1,4 @@
-"""Muon, and the exact products that its bits rest on. N elements of one layer, R rows, C columns."""
+"""Muon. N elements of one layer, R rows, C columns."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.kernels.optimizer import OPTIMIZERS
+from shoal.kernels.optimizer import OPTIMIZERS, exact_products
 from shoal.kernels.optimizer.muon import muon_predict, muon_step
-from shoal.kernels.optimizer.orthogonal import exact_matmul, fixed, operand_bits, orthogonal, orthogonal_nearby
+from shoal.kernels.optimizer.orthogonal import orthogonal, orthogonal_nearby
 from shoal.kernels.optimizer.reference import adamw_predict, adamw_step
 
 SETTINGS: dict[str, Any] = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
@@ -19,7 +19,7 @@ MATRICES = ((0, 24, 40), (960, 40, 24), (1920, 8, 8))
 H, DECAYED, N = 1984, 1984 + 30, 1984 + 30 + 17
 """Three hidden matrices, then 30 elements that decay as an embedding's do, then 17 of a norm."""
 
-GOLDEN = "394fd5d1e0767704"
+GOLDEN = "b3954551a7df48bc"
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -35,42 +35,6 @@ def step_on(state: tuple[Tensor, Tensor, Tensor], grad_N: Tensor, step: int) -> 
     return muon_step(state[0], grad_N, *state[1:], **SETTINGS, num_decayed=DECAYED, step=step, matrices=MATRICES)
 
 
-# --- products ---
-
-
-@given(K=st.integers(1, 70), peak=st.floats(-60, 60), seed=st.integers(0, 99))
-def test_products_are_exact_in_every_order(K: int, peak: float, seed: int) -> None:
-    a_RK = fixed(randn(5, K, seed=seed).double() * 2.0**peak, terms=K)
-    b_KC = fixed(randn(K, 6, seed=seed + 1).double() * 2.0**-peak, terms=K)
-    product_RC = exact_matmul(a_RK, b_KC)
-    true_RC = a_RK.whole_RC.to(torch.int64) @ b_KC.whole_RC.to(torch.int64)
-    assert torch.equal(product_RC, true_RC.double() * a_RK.unit * b_KC.unit)
-    order = torch.randperm(K, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(a_RK.whole_RC[:, order] @ b_KC.whole_RC[order], true_RC.double())
-    halves = [a_RK.whole_RC[:, part] @ b_KC.whole_RC[part] for part in (slice(0, K // 2), slice(K // 2, None))]
-    assert torch.equal(halves[1] + halves[0], true_RC.double())
-
-
-def test_products_of_the_largest_operands_do_not_overflow_the_significand() -> None:
-    for K in (1, 2, 3, 1024, 8192, 8193):
-        a_1K, b_K1 = (
-            fixed(torch.ones(1, K).double(), terms=K),
-            fixed(torch.full((K, 1), 1 - 2.0**-40, dtype=torch.float64), terms=K),
-        )
-        assert b_K1.whole_RC[0, 0] == 2 ** operand_bits(K)
-        assert exact_matmul(a_1K, b_K1) == a_1K.whole_RC[0, 0] * b_K1.whole_RC[0, 0] * K * a_1K.unit * b_K1.unit
-        assert 2 * operand_bits(K) + (K - 1).bit_length() in (52, 53)
-
-
-def test_what_is_rounded_is_within_half_a_unit_and_zero_is_never_negative() -> None:
-    x_RC = randn(7, 9, seed=0).double()
-    rounded = fixed(x_RC, terms=9)
-    assert ((rounded.whole_RC * rounded.unit - x_RC).abs() <= rounded.unit / 2).all()
-    assert rounded.unit <= x_RC.abs().max() * 2.0 ** (1 - operand_bits(9))
-    nothing, negative = fixed(torch.zeros(2, 2).double(), terms=2), fixed(-torch.ones(2, 2).double(), terms=2)
-    assert not exact_matmul(nothing, negative).signbit().any()
-
-
 # --- orthogonality ---
 
 
@@ -80,12 +44,12 @@ def test_what_is_rounded_is_within_half_a_unit_and_zero_is_never_negative() -> N
 def test_singular_values_come_near_one_and_singular_vectors_stay(R: int, C: int, scale: float, seed: int) -> None:
     x_RC = randn(R, C, seed=seed) * scale
     u_RK, s_K, v_KC = torch.linalg.svd(x_RC.double(), full_matrices=False)
-    for got_RC in (orthogonal(x_RC), orthogonal_nearby(x_RC)):
+    for got_RC, most in ((orthogonal(x_RC), 5e-3), (orthogonal_nearby(x_RC), 2e-3)):  # 6,000 seeds: 3.0e-3 at most
         assert got_RC.dtype == torch.float32
         assert got_RC.is_contiguous()
         core_KK = u_RK.T @ got_RC.double() @ v_KC.T
         values_K = core_KK.diagonal()
-        assert (core_KK - values_K.diag()).abs().max() < 2e-3
+        assert (core_KK - values_K.diag()).abs().max() < most
         large_K = s_K > 0.002 * s_K.square().sum().sqrt()
         assert values_K[large_K].min() > 0.67  # 0.682 and 1.202 are the iteration's own extremes
         assert values_K[large_K].max() < 1.21
@@ -100,14 +64,17 @@ def test_zeros_stay_zeros() -> None:
 def test_the_exact_way_is_near_the_plain_one() -> None:
     for shape in ((64, 256), (256, 64), (96, 96)):
         x_RC = randn(*shape, seed=1)
-        assert (orthogonal(x_RC) - orthogonal_nearby(x_RC)).abs().max() < 2e-4
+        assert (orthogonal(x_RC) - orthogonal_nearby(x_RC)).abs().max() < 1.5e-3  # 20 seeds: 9e-4 at most
 
 
 # --- bits ---
 
 
-def test_bits_of_steps_are_the_same_on_every_device() -> None:
-    """As `test_optimizer.py`'s: replicas compare digests."""
+@pytest.mark.parametrize("is_int8", [True, False], ids=["int8", "float64"])
+def test_bits_of_steps_are_the_same_on_every_device(is_int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `test_optimizer.py`'s: replicas compare digests, and multiply in int8 or in float64."""
+    monkeypatch.setattr(torch, "_int_mm", lambda a_RK, b_KC: a_RK.int() @ b_KC.int())  # not exact on each processor
+    monkeypatch.setattr(exact_products, "multiplies_int8", lambda device: is_int8)
     param_N = torch.arange(N) % 977 / 1024 - 0.5
     grad_N = torch.arange(N) ** 2 % 1013 / 1024 - 0.5
     state = (param_N, *OPTIMIZERS["muon"].moments(param_N, MATRICES))
@@ -122,6 +89,7 @@ def test_bits_of_steps_are_the_same_on_every_device() -> None:
 def test_bits_do_not_depend_on_threads_or_on_the_order_in_which_products_are_summed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(exact_products, "multiplies_int8", lambda device: False)
     state, grad_N = start(), randn(150 * 200, seed=4)
     wanted = step_on(state, grad_N[:N], 3)
     large_RC = orthogonal(grad_N.view(150, 200))

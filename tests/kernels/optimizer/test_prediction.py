@@ -14,6 +14,9 @@ from shoal.kernels.optimizer import OPTIMIZERS, Matrices
 each_name = pytest.mark.parametrize("name", list(OPTIMIZERS))
 State = tuple[Tensor, Tensor, Tensor]
 
+MUON_ROUNDING = 5e-3
+"""Of matrices up to 12 x 12; 2,000 cases: 1.1e-3 at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -81,9 +84,11 @@ def cases(draw: st.DrawFn) -> Case:
 def test_it_is_the_own_next_steps_when_the_gradient_repeats(
     name: str, dtype: torch.dtype, tolerance: float, most: int, case: Case
 ) -> None:
-    """To `tolerance` of the largest weight. AdamW and NAdam correct the bias of their moments and Muon does not care
-    how long its is: exact from the first step on. SGD is where its momentum has settled, at g / (1 - beta1), which is
-    where it begins here."""
+    """To `tolerance` of the largest weight; Muon, whose steps round what they multiply to 14 bits where its predictions
+    do not, to `MUON_ROUNDING` of the way as well.
+
+    AdamW and NAdam correct the bias of their moments and Muon does not care how long its is: exact from the first step
+    on. SGD is where its momentum has settled, at g / (1 - beta1), which is where it begins here."""
     staleness_steps = min(case.staleness_steps, most)
     grad_N = case.randn(1, dtype)
     state = case.start(name, dtype)
@@ -93,8 +98,9 @@ def test_it_is_the_own_next_steps_when_the_gradient_repeats(
     predicted_N = case.predict(name, state, case.steps, staleness_steps)
     true_N = case.steps_on(name, state, grad_N, case.steps, staleness_steps)[0]
     scale = float(true_N.abs().max())
-    assert float((predicted_N - true_N).abs().max()) <= tolerance * scale
-    assert float((state[0] - true_N).abs().max()) > 100 * tolerance * scale, "nothing was to be predicted"
+    way = float((state[0] - true_N).abs().max())
+    assert float((predicted_N - true_N).abs().max()) <= tolerance * scale + MUON_ROUNDING * way * (name == "muon")
+    assert way > 100 * tolerance * scale, "nothing was to be predicted"
 
 
 @each_name
@@ -127,7 +133,8 @@ def test_two_steps_ahead_is_one_step_ahead_of_where_one_step_leads(
     after = case.steps_on(name, state, grad_N, case.steps, 1)
     far_N = case.predict(name, state, case.steps, case.staleness_steps + 1)
     near_N = case.predict(name, after, case.steps + 1, case.staleness_steps)
-    assert float((far_N - near_N).abs().max()) <= tolerance * float(far_N.abs().max())
+    rounding = MUON_ROUNDING * float((state[0] - after[0]).abs().max()) * (name == "muon")
+    assert float((far_N - near_N).abs().max()) <= tolerance * float(far_N.abs().max()) + rounding
 
 
 @each_name

@@ -1,0 +1,174 @@
+"""Matrix products without any error, so that every device has the same bits.
+
+A library sums a product in its own order, and threads and cards in another. So operands are rounded to whole numbers
+of so few bits that every sum of their products is exact: then no order can change it, and no fused multiply-add. Two
+ways lead to the same bits:
+
+- float64 holds whole numbers up to 2^53, and operands of (53 - log2 K) / 2 bits keep every sum below that;
+- operands of at most 14 bits are two slices of 8 bits each, whose products int32 holds: four products of int8 (three
+  of a matrix by itself), which cards and newer processors make many times as fast as one of float64.
+
+A device multiplies int8 where it proves exact and quicker (`multiplies_int8`): processors without VNNI saturate the
+sums of two products at 16 bits.
+
+Source: operands cut so that products are free of error: Ozaki, Ogita, Oishi and Rump (Numerical Algorithms 59, 2012);
+in int8: Ootomo, Ozaki and Yokota (2024, arXiv 2306.11975).
+
+R rows   C columns   K what a product sums over
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+SIGNIFICAND_BITS: Final = 53
+"""float64 holds whole numbers up to 2^53."""
+MOST_BITS: Final = 14
+"""What two slices of int8 hold: the largest operand, 2^14, is 64 x 256 + 0."""
+_SLICE: Final = 256
+_MOST_TERMS: Final = 1 << 16
+"""What a product of int8 may sum over: sums of both mixed products stay below 2 x 2^13 x 2^16 = 2^30."""
+_MULTIPLE: Final = 32
+"""Cards multiply int8 in sizes that are multiples of it (cuBLASLt: of 8, and more than 16 rows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The matrix `whole_RC * unit`."""
+
+    whole_RC: Tensor
+    """float64, whole numbers of at most `operand_bits`."""
+    unit: Tensor
+    """float64 [], a power of two."""
+
+    @property
+    def transposed(self) -> "Fixed":
+        return Fixed(self.whole_RC.T, self.unit)
+
+
+def operand_bits(terms: int) -> int:
+    """Count the bits that operands of a product may have whose elements are sums of `terms`: 2 bits + log2 K <= 53,
+    and at most two slices."""
+    return min(MOST_BITS, (SIGNIFICAND_BITS - (terms - 1).bit_length()) // 2)
+
+
+def fixed(x_RC: Tensor, *, terms: int) -> Fixed:
+    """Round float64 [R, C] to the nearest whole multiples of a unit, fine enough that the largest has all bits."""
+    exponent = torch.frexp(torch.linalg.vector_norm(x_RC, torch.inf)).exponent  # a largest element has no rounding
+    bits = operand_bits(terms)
+    return Fixed((x_RC * _power_of_two(bits - exponent)).round_(), _power_of_two(exponent - bits))
+
+
+def exact_matmul(a_RK: Fixed, b_KC: Fixed) -> Tensor:
+    """a b, float64 [R, C], without any error if both were made with `terms` >= K."""
+    whole = product_of_slices if _is_for_int8(a_RK) else product_of_doubles
+    return whole(a_RK.whole_RC, b_KC.whole_RC).mul_(a_RK.unit * b_KC.unit)
+
+
+def exact_square(a_RK: Fixed) -> Tensor:
+    """a aT, float64 [R, R], without any error if `a_RK` was made with `terms` >= K."""
+    whole = square_of_slices if _is_for_int8(a_RK) else square_of_doubles
+    return whole(a_RK.whole_RC).mul_(a_RK.unit * a_RK.unit)
+
+
+def product_of_doubles(a_RK: Tensor, b_KC: Tensor) -> Tensor:
+    """The product of whole numbers, float64 [R, C], by way of float64."""
+    # Whether a sum of nothing but zeros is -0 does depend on the order; + 0.0 makes it 0.
+    return (a_RK @ b_KC).add_(0.0)
+
+
+def square_of_doubles(a_RK: Tensor) -> Tensor:
+    """Whole numbers by themselves transposed, float64 [R, R], by way of float64."""
+    return product_of_doubles(a_RK, a_RK.T)
+
+
+def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
+    """The product of whole numbers of at most `MOST_BITS`, float64 [R, C], by way of int8: with a = 256 a1 + a0 and
+    b = 256 b1 + b0, a b = 2^16 a1 b1 + 2^8 (a1 b0 + a0 b1) + a0 b0."""
+    high_a_RK, low_a_RK = _slices(a_RK)
+    if a_RK.device.type == "cpu":
+        high_b_KC, low_b_KC = _slices(b_KC)
+    else:  # cuBLASLt multiplies int8 if the columns of b are contiguous, and not otherwise
+        high_b_KC, low_b_KC = (part_CK.T for part_CK in _slices(b_KC.T))
+    middle_RC = torch._int_mm(high_a_RK, low_b_KC).add_(torch._int_mm(low_a_RK, high_b_KC))
+    product_RC = _sum_of_slices(torch._int_mm(high_a_RK, high_b_KC), middle_RC, torch._int_mm(low_a_RK, low_b_KC))
+    return product_RC[: a_RK.shape[0], : b_KC.shape[1]]
+
+
+def square_of_slices(a_RK: Tensor) -> Tensor:
+    """Whole numbers of at most `MOST_BITS` by themselves transposed, float64 [R, R], by way of int8: three products,
+    since a0 a1T is a1 a0T transposed."""
+    high_RK, low_RK = _slices(a_RK)
+    mixed_RR = torch._int_mm(high_RK, low_RK.T)
+    middle_RR = mixed_RR + mixed_RR.T
+    product_RR = _sum_of_slices(torch._int_mm(high_RK, high_RK.T), middle_RR, torch._int_mm(low_RK, low_RK.T))
+    R = a_RK.shape[0]
+    return product_RR[:R, :R]
+
+
+def _is_for_int8(a_RK: Fixed) -> bool:
+    return a_RK.whole_RC.shape[1] <= _MOST_TERMS and multiplies_int8(a_RK.whole_RC.device)
+
+
+def _sum_of_slices(high_RC: Tensor, middle_RC: Tensor, low_RC: Tensor) -> Tensor:
+    """2^16 high + 2^8 middle + low, float64, each sum exact: it is a multiple of a power of two, with at most 53 bits
+    above that."""
+    product_RC = high_RC.to(torch.float64).mul_(_SLICE**2)
+    return product_RC.add_(middle_RC, alpha=_SLICE).add_(low_RC)
+
+
+@functools.cache
+def multiplies_int8(device: torch.device) -> bool:
+    """Whether a device's products of int8 are exact, and quicker than one of float64 for the same numbers. It takes
+    some milliseconds, once a device."""
+    try:
+        return _is_exact(device) and _best_s(product_of_slices, device) < _best_s(product_of_doubles, device)
+    except (RuntimeError, NotImplementedError):  # no such product in this build, or for this kind of device
+        return False
+
+
+def _is_exact(device: torch.device) -> bool:
+    """Multiply the largest numbers, whose sums saturate first, and others."""
+    chance, shape_RK = torch.Generator().manual_seed(0), (72, 520)
+    largest_RK = torch.full(shape_RK, 2.0**MOST_BITS, dtype=torch.float64)
+    low_RK = torch.full(shape_RK, -1.0, dtype=torch.float64) * _SLICE // 2  # slices of -128, its products are 2^14
+    others_RK = torch.randint(-(2**MOST_BITS), 2**MOST_BITS, shape_RK, generator=chance).to(torch.float64)
+    for a_RK in (largest_RK, low_RK, low_RK + _SLICE - 1, others_RK):
+        for b_KR in (a_RK.T, -a_RK.T, others_RK.T):
+            product_RR = product_of_slices(a_RK.to(device), b_KR.to(device)).cpu()
+            if not torch.equal(product_RR, product_of_doubles(a_RK, b_KR)):
+                return False
+        if not torch.equal(square_of_slices(a_RK.to(device)).cpu(), square_of_doubles(a_RK)):
+            return False
+    return True
+
+
+def _best_s(product: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> float:
+    """The shortest of three, of a matrix by its transpose, large enough that a card's launches count for little."""
+    shape_RK = (256, 1024) if device.type == "cpu" else (2048, 4096)
+    x_RK, best_s = torch.full(shape_RK, 77.0, dtype=torch.float64, device=device), math.inf
+    for _ in range(4):  # the first one warms up
+        began_s = time.perf_counter()
+        product(x_RK, x_RK.T)[0, 0].item()  # waits for a card
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s
+
+
+def _slices(whole_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers as int8 slices, 256 high + low, with rows and columns of zeros up to the next `_MULTIPLE`."""
+    R, K = whole_RK.shape
+    whole_RK = pad(whole_RK.to(torch.int16), (0, -K % _MULTIPLE, 0, -R % _MULTIPLE))
+    high_RK = (whole_RK + _SLICE // 2) >> 8
+    return high_RK.to(torch.int8), (whole_RK - (high_RK << 8)).to(torch.int8)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent, float64 [], put together from its bits: pow() is not exact everywhere."""
+    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)

@@ -1,0 +1,129 @@
+"""Decoder layers that `torch.compile` makes faster, compiled in the background.
+
+A peer trains from its first microbatch on with the layers as `llama.py` has them, and takes the compiled ones when
+they are there. Where compiling fails it goes on without, and says so. All layers of one kind share one compiled layer,
+in all stages that this process will ever hold.
+
+B samples   T tokens   D width
+"""
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shoal.peer.model import llama
+from shoal.peer.model.layout import init_layer, layer_index, layer_layout
+from shoal.peer.model.rotary import Rotary
+from shoal.protocol.spec import ModelSpec, RunSpec
+
+logger = logging.getLogger(__name__)
+
+Layer = Callable[[tuple[Tensor, ...], Tensor, Rotary], Tensor]
+"""(a layer's tensors in its layout's order, activations [B, T, D], rotary tables) -> activations [B, T, D]."""
+DEVICES: Final = ("cuda",)
+"""Where layers are compiled. CPUs are no faster with it (`MEASURED.md`), a peer takes more memory, and a C++ compiler
+has to be there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What layers are compiled for."""
+
+    model: ModelSpec
+    num_samples: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+class CompiledLayers:
+    """The dense layers of one model, for microbatches of one shape. Compiling begins with `start`.
+
+    Args:
+        backend: that of `torch.compile`.
+    """
+
+    def __init__(self, job: Job, *, backend: str | Callable[..., object] = "inductor") -> None:
+        self._job = job
+        self._backend = backend
+        self._by_kind: dict[bool, Layer] = {}
+        self._thread = threading.Thread(target=self._compile, name="compile layers", daemon=True)
+
+    def start(self) -> None:
+        """Begin to compile, in a thread of its own."""
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until all is compiled, or has failed: benchmarks and tests want to know which of the two layers they run."""
+        self._thread.join()
+
+    def layer(self, key: str, params: Mapping[str, Tensor], rotary: Rotary) -> Callable[[Tensor], Tensor] | None:
+        """The forward of one layer with these weights; None: it is not compiled (yet)."""
+        layer = self._by_kind.get(self._is_windowed(layer_index(key)))
+        return None if layer is None else functools.partial(_run, layer, tuple(params.values()), rotary)
+
+    def _is_windowed(self, index: int) -> bool:
+        return self._job.model.window_of(index) > 0
+
+    def _compile(self) -> None:
+        first_of_kind: dict[bool, int] = {}
+        for index in range(self._job.model.num_layers):
+            first_of_kind.setdefault(self._is_windowed(index), index)
+        for kind, index in first_of_kind.items():
+            began_s = time.monotonic()
+            try:
+                self._by_kind[kind] = self._compiled(index)
+            except Exception as error:  # of a compiler: whatever it is, training goes on without
+                logger.warning("layers stay uncompiled, which is slower: %s", f"{error}".strip().split("\n")[0])
+                return
+            logger.info("layers like layer %d are compiled, after %.0f s", index, time.monotonic() - began_s)
+
+    def _compiled(self, index: int) -> Layer:
+        """Compiled for training and for what needs no gradients, each by running it once."""
+        job, layout = self._job, layer_layout(self._job.model, f"layers.{index}")
+        layer: Layer = torch.compile(
+            _uncompiled(job.model, index, layout.names), backend=self._backend, fullgraph=True, dynamic=False
+        )
+        flat_N = init_layer(job.model, layout.key, 0).to(job.device, job.dtype)
+        tensors = tuple(layout.leaves(flat_N, torch.zeros_like(flat_N)).values())
+        rotary = llama.rotary_tables(job.model, job.device)
+        shape_BTD = (job.num_samples, job.model.context, job.model.dim)
+        x_BTD = torch.ones(shape_BTD, device=job.device, dtype=job.dtype, requires_grad=True)
+        torch.autograd.backward(_run(layer, tensors, rotary, x_BTD).sum())
+        with torch.no_grad():
+            _run(layer, tensors, rotary, x_BTD)
+        return layer
+
+
+def compiled_layers(spec: RunSpec, device: torch.device, dtype: torch.dtype) -> CompiledLayers | None:
+    """Those of a run, whose compiling begins with the first call; None: none are compiled on this device, or of this
+    kind of model. Experts choose their tokens by numbers that only the device knows, and adapters read their base in
+    few bits."""
+    if device.type not in DEVICES or spec.model.num_experts or spec.adapter is not None:
+        return None
+    return _started(Job(spec.model, spec.training.microbatch_size, device, dtype))
+
+
+@functools.cache
+def _started(job: Job) -> CompiledLayers:
+    layers = CompiledLayers(job)
+    layers.start()
+    return layers
+
+
+def _uncompiled(model: ModelSpec, index: int, names: tuple[str, ...]) -> Layer:
+    def layer(tensors: tuple[Tensor, ...], x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        return llama.decoder_layer(model, index, dict(zip(names, tensors, strict=True)), x_BTD, rotary)
+
+    return layer
+
+
+def _run(layer: Layer, tensors: tuple[Tensor, ...], rotary: Rotary, x_BTD: Tensor) -> Tensor:
+    """Whether an input wants a gradient is a part of what is compiled, so without gradients none does."""
+    return layer(tensors, x_BTD if torch.is_grad_enabled() else x_BTD.detach(), rotary)
