@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from shoal.peer.arithmetic import Held
+from shoal.peer.group.catching_up import Answer
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
@@ -56,7 +57,7 @@ class Joining:
         inbox: ChunkInbox,
         runtime: Held,
         group: GroupView,
-        fetch_mean: Callable[[PeerID, int], Awaitable[bool]],
+        fetch_mean: Callable[[PeerID, int], Awaitable[Answer]],
         take_over: Callable[[StageState], Awaitable[None]],
         begin_era: Callable[[int], bool],
         newest: Callable[[], Plan] | None = None,
@@ -245,7 +246,7 @@ class Joining:
         error = Unreachable(self._endpoint.peer_id, "all mates have gone")
         for holder in (*holders[first:], *holders[:first]):
             try:
-                return await self._fetch_mean(holder, self._group.version)
+                return await self._fetch_mean(holder, self._group.version) == "taken"
             except Unreachable as unreachable:
                 error = unreachable
         raise error

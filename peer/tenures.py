@@ -577,9 +577,10 @@ class Tenure(ABC):
         """Fetch the reduced gradient of `step` from `mate`, if it is not on its way to us."""
         owing: list[PeerID] = []
         reduction = self.reductions.get(step)
-        if reduction is not None and not self._pressing.was_in_vain(reduction):
+        if reduction is not None:
             owing = sorted(reduction.missing_from().intersection(self.core.group.mates))
-        catch_up = self._catching_up.catch_up(mate, step, owing=owing[0] if owing else None)
+        is_still = reduction is None or self._pressing.was_in_vain(reduction)
+        catch_up = self._catching_up.catch_up(mate, step, owing=owing, is_still=is_still)
         self._tasks.spawn(catch_up, f"catch up with step {step}")
 
     # --- inside ---

@@ -826,7 +826,11 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
 
 
 class ReducedRequest(EraMessage, frozen=True):
-    """Send the reduced gradient of `step` (once there is one) as BULK frames; for a newcomer that catches up."""
+    """Send the reduced gradient of `step` (once there is one) as BULK frames; for a newcomer that catches up.
+
+    The version of the answer, a `Digest`, says what comes: beyond `step`, the gradient; `step`, nothing but pieces of
+    its round, which are on their way to the sender; less, nothing.
+    """
 
     stage: int
     step: int

@@ -1,16 +1,18 @@
 """A committed step's reduced gradient, from a mate that has it: for who missed the end of a round, and for newcomers.
 
-Who is behind after a round may only have to wait: its pieces are on their way, and the whole gradient would be sent
-once more. So it first asks one that owes it a piece, and believes that one unless its round stands still. Then those
-who are behind may hold to a later attempt than the one that their mates have ended, and owe each other what they will
-never have: only somebody who is past the step can help.
+Who is behind after a round may only have to wait: its pieces are on their way, and the whole gradient, in float32,
+would be sent once more: eight times what the round took where that was in 4 bits. So it first asks one that owes it a
+piece, and believes that one. Where its round stands still, those who are behind may hold to a later attempt than the
+one that their mates have ended, and owe each other what they will never have. Then it asks all that owe it pieces, and
+waits only if one of them says that its pieces have yet to leave, as they do for minutes on a slow line, behind
+activations; else only somebody who is past the step can help.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from torch import Tensor
 
@@ -26,6 +28,11 @@ logger = logging.getLogger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 60.0
 """Without a piece."""
+
+
+Answer = Literal["taken", "on its way", "nothing"]
+"""What becomes of a request for a reduced gradient: it has come; pieces of its round are on their way to us, who asked;
+the mate has none yet."""
 
 
 @dataclass(slots=True)
@@ -89,16 +96,18 @@ class CatchingUp:
                 fetch.is_lost = True
                 fetch.over.set()
 
-    async def catch_up(self, mate: PeerID, step: int, *, owing: PeerID | None) -> None:
+    async def catch_up(self, mate: PeerID, step: int, *, owing: Sequence[PeerID], is_still: bool) -> None:
         """Get what `mate`, who is past `step`, has of it, unless it is on its way to us anyway.
 
-        Args: owing: who owes us a piece of our round of `step`; None: there is none, or it stands still.
+        Args:
+            owing: those who owe us a piece of our round of `step`.
+            is_still: no piece has come for long, though we have sent ours again.
         """
         if step in self._fetches or not self._is_lacking(step):
             return
-        for source in dict.fromkeys((owing or mate, mate)):
+        for source in dict.fromkeys((*(owing if is_still else owing[:1]), mate)):
             try:
-                await self.fetch(source, step)
+                answer = await self.fetch(source, step)
             except Unreachable as error:
                 # Nor is it to blame for that: if it is dead, all of us would throw our states away for it at once.
                 logger.info("cannot catch up with step %d yet: %s", step, error)
@@ -107,16 +116,16 @@ class CatchingUp:
                     logger.warning("cannot catch up with step %d: %s; fetching the state instead", step, error)
                     self._on_behind(mate)
             else:
-                return
+                if not is_still or answer != "nothing":
+                    return
 
     def _is_lacking(self, step: int) -> bool:
         """It keeps us at our version; what is here already our device has not come to yet."""
         return step == self._version() and step not in self._means()
 
-    async def fetch(self, mate: PeerID, step: int) -> bool:
+    async def fetch(self, mate: PeerID, step: int) -> Answer:
         """Get the reduced gradient of `step` from `mate`; if that is still our version then, it is committed.
 
-        Returns: False: nothing to catch up with, the mate is itself at `step`, or what we lack is on its way.
         Raises: Unreachable; Refused: the mate no longer has it.
         """
         fetch = _Fetch(mate, self._vectors.empty(self._size), set(range(0, self._size, self._vectors.chunk)))
@@ -124,13 +133,13 @@ class CatchingUp:
         try:
             reply = await self._endpoint.ask(mate, ReducedRequest(stage=self._stage, step=step), Digest)
             if reply.version <= step:
-                return False
+                return "on its way" if reply.version == step else "nothing"
             await self._wait_for(fetch, step)  # the reply and the frames come by different roads
         finally:
             del self._fetches[step]
         if step == self._version():
             self._on_mean(step, fetch.mean_N)
-        return True
+        return "taken"
 
     async def _wait_for(self, fetch: _Fetch, step: int) -> None:
         """Raises: Unreachable: no piece of it has come for long, or none will any more."""
@@ -155,7 +164,8 @@ class CatchingUp:
             if mean_N is None:
                 raise Refused(self._endpoint.peer_id, f"the gradient of step {message.step} is no longer kept here")
             self._pieces.send_mean(source, self._stage, message.step, mean_N)
-        return Digest(stage=self._stage, version=version, digest="")
+            return Digest(stage=self._stage, version=version, digest="")
+        return Digest(stage=self._stage, version=message.step - 1, digest="")
 
     async def _on_chunk(self, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
         fetch = self._fetches.get(meta.step)

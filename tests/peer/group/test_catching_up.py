@@ -17,6 +17,7 @@ from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 STEP = 3
+WHOLE = (STEP, list(map(float, range(10))))
 
 
 class Replica:
@@ -35,13 +36,14 @@ class Replica:
     def _start(self):
         vectors = Vectors(torch.device("cpu"), chunk_bytes=16)
         endpoint = Endpoint(self.peer.identity, self.peer.transport, run="run", gate=OpenGate(), first_sequence=1)
+        self.pieces = Pieces(endpoint, vectors, self.tasks, self.peer.clock, self.peer.compute)
         self.catching_up = CatchingUp(
             stage=0,
             size=10,
             vectors=vectors,
             endpoint=endpoint,
             compute=self.peer.compute,
-            pieces=Pieces(endpoint, vectors, self.tasks, self.peer.clock, self.peer.compute),
+            pieces=self.pieces,
             means=lambda: self.means,
             version=lambda: self.version,
             on_mean=lambda step, mean_N: self.got.append((step, mean_N.tolist())),
@@ -50,9 +52,9 @@ class Replica:
         )
         self.catching_up.install()
 
-    async def catch_up(self, mate, owing):
-        ask = self.catching_up.catch_up(mate.peer.peer_id, STEP, owing=owing and owing.peer.peer_id)
-        await self.peer.spawn(ask)
+    async def catch_up(self, mate, *owing, is_still=False):
+        names = [replica.peer.peer_id for replica in owing]
+        await self.peer.spawn(self.catching_up.catch_up(mate.peer.peer_id, STEP, owing=names, is_still=is_still))
 
 
 def play(scenario):
@@ -77,8 +79,23 @@ def test_who_owes_a_piece_is_believed_and_who_is_past_the_step_gives_the_whole()
     async def scenario(world, ahead, behind, also_behind):
         await behind.catch_up(ahead, also_behind)
         assert behind.got == []
-        await behind.catch_up(ahead, None)
-        assert behind.got == [(STEP, list(map(float, range(10))))]
+        await behind.catch_up(ahead)
+        assert behind.got == [WHOLE]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("is_on_its_way", [True, False])
+def test_where_a_round_stands_still_who_says_that_its_pieces_have_yet_to_leave_is_believed(is_on_its_way):
+    """All who owe a piece are asked: the first one may be behind itself, and its own line may be idle."""
+
+    async def scenario(world, ahead, behind, also_behind):
+        third = Replica(world, "third", STEP, {})
+        third.pieces.may_arrive = lambda target, step: is_on_its_way and (target, step) == (behind.peer.peer_id, STEP)
+        await behind.catch_up(ahead, also_behind, third, is_still=True)
+        assert behind.got == ([] if is_on_its_way else [WHOLE])
+        assert behind.gave_up_on == []
+        await third.tasks.cancel()
 
     play(scenario)
 
@@ -88,7 +105,7 @@ def test_a_mate_that_cannot_be_reached_is_no_reason_to_fetch_the_state(dies_afte
     async def scenario(world, ahead, behind, also_behind):
         asyncio.get_running_loop().call_later(dies_after_s, world.crash, ahead.peer)
         asyncio.get_running_loop().call_later(1.0, behind.catching_up.mate_lost, ahead.peer.peer_id)
-        await behind.catch_up(ahead, None)
+        await behind.catch_up(ahead)
         assert (behind.got, behind.gave_up_on) == ([], [])
         assert world.now_s() < 15.0
 
@@ -99,7 +116,7 @@ def test_a_mate_that_no_longer_has_the_gradient_is():
     async def scenario(world, ahead, behind, also_behind):
         ahead.version = STEP + 5
         ahead.means = {}
-        await behind.catch_up(ahead, None)
+        await behind.catch_up(ahead)
         assert behind.gave_up_on == [ahead.peer.peer_id]
 
     play(scenario)
@@ -110,7 +127,7 @@ def test_who_has_the_gradient_and_waits_for_its_device_asks_nobody():
         ahead.version = STEP + 5
         ahead.means = {}
         behind.means = {STEP: torch.zeros(10)}
-        await behind.catch_up(ahead, None)
+        await behind.catch_up(ahead)
         assert behind.gave_up_on == []
 
     play(scenario)
@@ -121,7 +138,7 @@ def test_what_came_while_it_was_asked_for_is_not_lacking():
         ahead.version = STEP + 5
         ahead.means = {}
         asyncio.get_running_loop().call_later(0.05, behind.means.setdefault, STEP, torch.zeros(10))
-        await behind.catch_up(ahead, None)
+        await behind.catch_up(ahead)
         assert behind.gave_up_on == []
 
     play(scenario)
