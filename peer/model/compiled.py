@@ -43,7 +43,7 @@ class Job:
 
 
 class CompiledLayers:
-    """The dense layers of one model, for microbatches of one shape. Compiling begins with `start`.
+    """The dense layers of one model, compiled for microbatches of one shape. Compiling begins with `start`.
 
     Args:
         backend: that of `torch.compile`.
@@ -60,11 +60,11 @@ class CompiledLayers:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until all is compiled, or has failed: benchmarks and tests want to know which of the two layers they run."""
+        """Wait until all is compiled, or has failed: benchmarks and tests want to know which of the two they run."""
         self._thread.join()
 
     def layer(self, key: str, params: Mapping[str, Tensor], rotary: Rotary) -> Callable[[Tensor], Tensor] | None:
-        """The forward of one layer with these weights; None: it is not compiled (yet)."""
+        """Return the forward of one layer with these weights; None: it is not compiled (yet)."""
         layer = self._by_kind.get(self._is_windowed(layer_index(key)))
         return None if layer is None else functools.partial(_run, layer, tuple(params.values()), rotary)
 
@@ -85,7 +85,7 @@ class CompiledLayers:
             logger.info("layers like layer %d are compiled, after %.0f s", index, time.monotonic() - began_s)
 
     def _compiled(self, index: int) -> Layer:
-        """Compiled for training and for what needs no gradients, each by running it once."""
+        """Compile a layer for training and for what needs no gradients, each by running it once."""
         job, layout = self._job, layer_layout(self._job.model, f"layers.{index}")
         layer: Layer = torch.compile(
             _uncompiled(job.model, index, layout.names), backend=self._backend, fullgraph=True, dynamic=False
@@ -102,9 +102,11 @@ class CompiledLayers:
 
 
 def compiled_layers(spec: RunSpec, device: torch.device, dtype: torch.dtype) -> CompiledLayers | None:
-    """Those of a run, whose compiling begins with the first call; None: none are compiled on this device, or of this
-    kind of model. Experts choose their tokens by numbers that only the device knows, and adapters read their base in
-    few bits."""
+    """Return the compiled layers of a run, and begin to compile with the first call.
+
+    None: layers are not compiled on this device, or not in this kind of model: which tokens an expert gets only the
+    device knows, and adapters read their base in few bits.
+    """
     if device.type not in DEVICES or spec.model.num_experts or spec.adapter is not None:
         return None
     return _started(Job(spec.model, spec.training.microbatch_size, device, dtype))
@@ -125,5 +127,5 @@ def _uncompiled(model: ModelSpec, index: int, names: tuple[str, ...]) -> Layer:
 
 
 def _run(layer: Layer, tensors: tuple[Tensor, ...], rotary: Rotary, x_BTD: Tensor) -> Tensor:
-    """Whether an input wants a gradient is a part of what is compiled, so without gradients none does."""
+    """Run a layer. Whether an input wants a gradient is a part of what is compiled, so without gradients none does."""
     return layer(tensors, x_BTD if torch.is_grad_enabled() else x_BTD.detach(), rotary)
