@@ -580,6 +580,8 @@ class Tenure(ABC):
         if reduction is not None:
             owing = sorted(reduction.missing_from().intersection(self.core.group.mates))
         is_still = reduction is None or self._pressing.was_in_vain(reduction)
+        if is_still and not self._pressing.believes(self._clock.now_s()):
+            owing = []
         catch_up = self._catching_up.catch_up(mate, step, owing=owing, is_still=is_still)
         self._tasks.spawn(catch_up, f"catch up with step {step}")
 

@@ -48,10 +48,6 @@ class Fixed:
     unit: Tensor
     """float64 [], a power of two."""
 
-    @property
-    def transposed(self) -> "Fixed":
-        return Fixed(self.whole_RC.T, self.unit)
-
 
 def operand_bits(terms: int) -> int:
     """Count the bits that operands of a product may have whose elements are sums of `terms`: 2 bits + log2 K <= 53,

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from shoal.peer.group.reduce import Reduction
 
 PRESS_S = 5.0
-"""A round in which nothing has moved for this long has lost something."""
+"""A round in which nothing has moved for this long has lost something, or its pieces wait behind activations."""
+BELIEVED_S = 120.0
+"""A mate that says that its pieces have yet to leave is believed for so long after the last one; it may lie."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,10 @@ class Pressing:
             return False
         self._again_s[peer] = now_s
         return True
+
+    def believes(self, now_s: float) -> bool:
+        """Whether to wait for those who say that their pieces have yet to leave."""
+        return now_s < self._moved_s + BELIEVED_S
 
     def was_in_vain(self, reduction: "Reduction") -> bool:
         """We have pressed, and nothing has come since."""

@@ -1,4 +1,4 @@
-from shoal.peer.group.pressing import PRESS_S, Pressing
+from shoal.peer.group.pressing import BELIEVED_S, PRESS_S, Pressing
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.vectors import VECTORS
 from shoal.protocol.identity import PeerID
@@ -56,3 +56,13 @@ def test_pressing_was_in_vain_until_something_comes() -> None:
     reduction.num_taken += 1
     assert not pressing.was_in_vain(reduction)
     assert not pressing.was_in_vain(a_round())
+
+
+def test_mates_whose_pieces_have_yet_to_leave_are_believed_for_a_while_after_each_piece() -> None:
+    pressing, reduction = Pressing(), a_round()
+    pressing.stands_still(reduction, 10.0)
+    assert pressing.believes(9.0 + BELIEVED_S)
+    assert not pressing.believes(10.0 + BELIEVED_S)
+    reduction.num_taken += 1
+    pressing.stands_still(reduction, 10.0 + BELIEVED_S)
+    assert pressing.believes(9.0 + 2 * BELIEVED_S)
