@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal.peer.arithmetic import TorchArithmetic
+from shoal.peer.group.catching_up import Answer
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.joining import Joining
@@ -86,15 +87,15 @@ class Scene:
             self.taken.append(state.version)
             self.group_version = state.version
 
-        async def fetch_mean(mate: PeerID, step: int) -> bool:
+        async def fetch_mean(mate: PeerID, step: int) -> Answer:
             self.replayed_from.append(mate)
             if mate in self.unreachable:
                 raise Unreachable(mate, "is gone")
             if step >= self.committed:
-                return False
+                return "nothing"
             self.group_version = step + 1
             joining.stepped()
-            return True
+            return "taken"
 
         def newest() -> Plan:
             if not self.fetched:
