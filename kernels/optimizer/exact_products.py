@@ -36,7 +36,8 @@ _SLICE: Final = 256
 _MOST_TERMS: Final = 1 << 16
 """What a product of int8 may sum over: sums of both mixed products stay below 2 x 2^13 x 2^16 = 2^30."""
 _MULTIPLE: Final = 32
-"""Cards multiply int8 in sizes that are multiples of it (cuBLASLt: of 8, and more than 16 rows)."""
+"""Rows and columns are filled up with zeros to multiples of this: cuBLASLt multiplies int8 only in multiples of 8, and
+with more than 16 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,13 @@ def fixed(x_RC: Tensor, *, terms: int) -> Fixed:
 
 
 def exact_matmul(a_RK: Fixed, b_KC: Fixed) -> Tensor:
-    """a b, float64 [R, C], without any error if both were made with `terms` >= K."""
+    """Multiply a by b: float64 [R, C], without any error if both were made with `terms` >= K."""
     whole = product_of_slices if _is_for_int8(a_RK) else product_of_doubles
     return whole(a_RK.whole_RC, b_KC.whole_RC).mul_(a_RK.unit * b_KC.unit)
 
 
 def exact_square(a_RK: Fixed) -> Tensor:
-    """a aT, float64 [R, R], without any error if `a_RK` was made with `terms` >= K."""
+    """Multiply a by itself transposed: float64 [R, R], without any error if `a_RK` was made with `terms` >= K."""
     whole = square_of_slices if _is_for_int8(a_RK) else square_of_doubles
     return whole(a_RK.whole_RC).mul_(a_RK.unit * a_RK.unit)
 
@@ -86,8 +87,13 @@ def square_of_doubles(a_RK: Tensor) -> Tensor:
 
 
 def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
-    """The product of whole numbers of at most `MOST_BITS`, float64 [R, C], by way of int8: with a = 256 a1 + a0 and
-    b = 256 b1 + b0, a b = 2^16 a1 b1 + 2^8 (a1 b0 + a0 b1) + a0 b0."""
+    """Multiply whole numbers by way of int8: float64 [R, C].
+
+    Each operand is cut into two slices, a = 256 a1 + a0 and b = 256 b1 + b0. Then
+    a b = 2^16 a1 b1 + 2^8 (a1 b0 + a0 b1) + a0 b0, which are four products of int8.
+
+    Args: a_RK, b_KC: float64, whole numbers of at most `MOST_BITS` bits.
+    """
     high_a_RK, low_a_RK = _slices(a_RK)
     if a_RK.device.type == "cpu":
         high_b_KC, low_b_KC = _slices(b_KC)
@@ -126,7 +132,9 @@ def multiplies_int8(device: torch.device) -> bool:
     some milliseconds, once a device."""
     try:
         return _is_exact(device) and _best_s(product_of_slices, device) < _best_s(product_of_doubles, device)
-    except (RuntimeError, NotImplementedError):  # no such product in this build, or for this kind of device
+    except torch.OutOfMemoryError:
+        raise  # it says nothing about the device: the job is tried again, and asks again
+    except RuntimeError:  # this build, or this kind of device, has no such product
         return False
 
 
@@ -166,5 +174,5 @@ def _slices(whole_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, float64 [], put together from its bits: pow() is not exact everywhere."""
+    """Return 2^exponent, float64 []. Its bits are put together, since `pow` is not exact on every device."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)

@@ -112,6 +112,20 @@ def test_a_device_multiplies_int8_where_it_is_exact_and_quicker(monkeypatch: pyt
     assert not exact_products.multiplies_int8(CPU)
 
 
+def test_a_device_that_is_out_of_memory_for_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    took_s = {"product_of_slices": 1.0, "product_of_doubles": 2.0}
+    monkeypatch.setattr(exact_products, "_best_s", lambda product, device: took_s[product.__name__])
+
+    def full(a_RK: Tensor, b_KC: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as other:
+        other.setattr(torch, "_int_mm", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            exact_products.multiplies_int8(CPU)
+    assert exact_products.multiplies_int8(CPU)
+
+
 def test_the_time_of_both_ways_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     times = iter([0.0, 5.0, 5.0, 7.0, 7.0, 8.0, 8.0, 12.0])
