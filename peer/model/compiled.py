@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.model import llama
-from shoal.peer.model.layout import init_layer, layer_index, layer_layout
+from shoal.peer.model.layout import layer_index, layer_layout
 from shoal.peer.model.rotary import Rotary
 from shoal.protocol.spec import ModelSpec, RunSpec
 
@@ -85,12 +85,13 @@ class CompiledLayers:
             logger.info("layers like layer %d are compiled, after %.0f s", index, time.monotonic() - began_s)
 
     def _compiled(self, index: int) -> Layer:
-        """Compile a layer for training and for what needs no gradients, each by running it once."""
+        """Compile one layer. It is run once with gradients and once without, since torch compiles each at its first
+        call."""
         job, layout = self._job, layer_layout(self._job.model, f"layers.{index}")
         layer: Layer = torch.compile(
             _uncompiled(job.model, index, layout.names), backend=self._backend, fullgraph=True, dynamic=False
         )
-        flat_N = init_layer(job.model, layout.key, 0).to(job.device, job.dtype)
+        flat_N = torch.zeros(layout.numel, device=job.device, dtype=job.dtype)
         tensors = tuple(layout.leaves(flat_N, torch.zeros_like(flat_N)).values())
         rotary = llama.rotary_tables(job.model, job.device)
         shape_BTD = (job.num_samples, job.model.context, job.model.dim)
