@@ -13,8 +13,7 @@ from shoal.protocol.plan import Foreseen, Stage
 from shoal.protocol.wire_format import Formats
 
 SPARED = 0.98
-"""A layout gets formats wider than the thinnest if it then makes at least this share of the tokens/s that it would make
-with the thinnest."""
+"""A new layout takes wider formats if its tokens/s with them are at least this share of those with the thinnest."""
 KEPT = 0.95
 """A live layout keeps its wider formats as long as its tokens/s are at least this share of those with the thinnest."""
 

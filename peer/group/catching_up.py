@@ -101,7 +101,7 @@ class CatchingUp:
 
         Args:
             owing: those who owe us a piece of our round of `step`.
-            is_still: no piece has come for long, though we have sent ours again.
+            is_still: no piece has come for long, though we have sent ours again; or there is no round.
         """
         if step in self._fetches or not self._is_lacking(step):
             return

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 PRESS_S = 5.0
 """A round in which nothing has moved for this long has lost something, or its pieces wait behind activations."""
 BELIEVED_S = 120.0
-"""A mate that says that its pieces have yet to leave is believed for so long after the last one; it may lie."""
+"""A mate that says that its pieces have yet to leave is believed for so many seconds after the last piece that came,
+from whomever, and no longer, since it may lie."""
 
 
 @dataclass(slots=True)

@@ -520,8 +520,10 @@ class StateServer:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
 
     async def _give_way(self, version: int) -> None:
-        """Hold a copy of `version` back until a layout has made its first step, a minute at most: until then members
-        fetch their layers, and a copy would take a part of our uplink from them."""
+        """Wait, before a copy of `version` is sent, until the layout has made its first step; at most a minute.
+
+        Before that step members fetch their layers, and the copy would take a part of our uplink from them.
+        """
         for _ in range(math.ceil(FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
             if not self._gives_way(version):
                 break
