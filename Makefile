@@ -26,14 +26,15 @@ $(STAMP): pyproject.toml deploy/constraints.txt $(wildcard deploy/lock/*.txt)
 	$(BIN)/python -m pip check
 	touch $(STAMP)
 
-# The search's kernels: a coordinator that finds them compiled saves half a minute of a core. Processes that start together
-# and do not find them, as those of a test do, would compile them each for itself.
+# The kernels of the search and of the codecs: a coordinator that finds them compiled saves half a minute of a core. Processes
+# that start together and do not find them, as those of a test do, would compile them each for itself.
 COMPILED := .venv/.compiled
 
 compiled: $(COMPILED)
 
-$(COMPILED): $(STAMP) $(wildcard coordinator/allocate/*.py)
+$(COMPILED): $(STAMP) $(wildcard coordinator/allocate/*.py) kernels/codec/numba_codec.py
 	$(BIN)/python -c 'from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator as Search; Search().prepare()'
+	$(BIN)/python -c 'from shoal.kernels.codec import numba_twin; numba_twin.wait()'
 	touch $@
 
 # A swarm of six peers on this machine. ARGS='--json out.jsonl' and the like go to `shoal demo`.

@@ -4,7 +4,8 @@
     payload_B = encode(x_N, form, key=(3, 5))     # uint8, form.payload_bytes(x_N.numel()) of them
     x_N = decode(payload_B, x_N.numel(), form)
 
-Which twin computes is decided by where the tensors are.
+Which twin computes is decided by where the tensors are; on a CPU also by how large they have been: from the first large
+one on the compiled twin is loaded in the background, and computes once it is there.
 """
 
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shoal.kernels.codec import reference
 from shoal.kernels.codec.formats import FORMATS, SCALE_BYTES, TILE, Format, num_tiles
+from shoal.kernels.numba_twins import NumbaTwin
 from shoal.kernels.triton_twins import triton_twins
 
 __all__ = ["FORMATS", "TILE", "Format", "decode", "decode_tiles", "encode"]
@@ -47,8 +49,15 @@ def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Ten
 
 
 _triton = partial(triton_twins, "shoal.kernels.codec.triton_codec")
+numba_twin = NumbaTwin("shoal.kernels.codec.numba_codec")
+_LARGE = 1 << 18
+"""A tensor with so many elements takes the reference some milliseconds. Whoever has only smaller ones spares the time
+and the memory that numba takes."""
 
 
 def _twin(tensor: Tensor) -> ModuleType:
-    module: ModuleType = (tensor.is_cuda and _triton()) or reference
-    return module
+    if tensor.is_cuda:
+        return _triton() or reference
+    if tensor.numel() >= _LARGE:
+        numba_twin.start()
+    return numba_twin.module or reference

@@ -37,13 +37,20 @@ def twin(name: str, *, shrink: Callable[[pytest.MonkeyPatch, ModuleType], None])
         sys.modules.pop(name, None)
 
 
-def twin_fixture(reference: ModuleType, name: str, *, shrink: Callable[[pytest.MonkeyPatch, ModuleType], None]) -> Any:
-    """A pytest fixture that gives every implementation: `reference`, then the Triton module of that name."""
+def twin_fixture(
+    reference: ModuleType, name: str, *, shrink: Callable[[pytest.MonkeyPatch, ModuleType], None], compiled: str = ""
+) -> Any:
+    """A pytest fixture that gives every implementation: `reference`, the numba module `compiled` if there is one (on a
+    CPU), then the Triton module of that name."""
+    on_cpu = [compiled] if compiled and DEVICE == "cpu" else []
 
-    @pytest.fixture(scope="module", params=["reference", name.rpartition(".")[2]])
+    @pytest.fixture(scope="module", params=["reference", *on_cpu, name], ids=lambda of: of.rpartition(".")[2])
     def twin_of(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         if request.param == "reference":
             yield reference
+            return
+        if request.param in on_cpu:
+            yield import_module(request.param)
             return
         with twin(name, shrink=shrink) as module:
             yield module

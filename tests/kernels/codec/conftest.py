@@ -11,4 +11,6 @@ def _shrink(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
     patch.setattr(module, "TILES", 16)
 
 
-twin = twins.twin_fixture(reference, "shoal.kernels.codec.triton_codec", shrink=_shrink)
+twin = twins.twin_fixture(
+    reference, "shoal.kernels.codec.triton_codec", shrink=_shrink, compiled="shoal.kernels.codec.numba_codec"
+)

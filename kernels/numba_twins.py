@@ -1,0 +1,54 @@
+"""Loads the numba twins of a folder's kernels in the background."""
+
+import logging
+import threading
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+logger = logging.getLogger(__name__)
+
+
+class NumbaTwin:
+    """One module of compiled kernels: importing numba takes a second, compiling takes some more the first time.
+
+    Args:
+        module: its name. Its function `prove` compiles all that it has and raises `RuntimeError` if a result differs
+            from the reference's.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._name = module
+        self._module: ModuleType | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def module(self) -> ModuleType | None:
+        """None: it is not loaded (yet), or cannot be used here."""
+        return self._module
+
+    def start(self) -> None:
+        """Begin to load the module, unless that has begun."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._load, name=f"load {self._name}", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> ModuleType | None:
+        """Load the module now. Returns: `module`."""
+        self.start()
+        assert self._thread is not None
+        self._thread.join()
+        return self._module
+
+    def _load(self) -> None:
+        if find_spec("numba") is None:
+            return
+        try:
+            module = import_module(self._name)
+            module.prove()
+        except Exception as error:  # a compiler's: whatever it is, the reference does the same, more slowly
+            logger.warning("%s stays unused, which is slower: %s", self._name, f"{error}".strip().split("\n")[0])
+            return
+        self._module = module
