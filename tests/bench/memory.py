@@ -2,8 +2,12 @@
 
     memory.py                                   # one peer alone with each model, in fp32 and in bf16
     memory.py --sizes 20 --optimizers adamw --compute fp32
+    memory.py --sizes 200 --members 2 --upload 100     # two, whose reductions take longer than a microbatch
 
-Each line is one real peer, started as `shoal host` starts it, which holds the whole model and trains a few steps.
+Each line is one real peer, started as `shoal host` starts it, which holds the whole model and trains a few steps; with
+`--members` it is the largest of so many that train together. A peer alone reduces within a moment: at 200 million
+parameters no microbatch of the next step ends meanwhile, and the sums of that step are not there yet. What is foreseen
+counts them, since over the internet a reduction lasts longer than a microbatch; `--upload` makes it last.
 `program` is what a peer takes whose model has next to no parameters, and that has coordinated: Python, torch and its
 libraries' buffers, hivemind, the text, and numba, which has searched for a layout. `foreseen` adds to that what
 `StageMemory.foreseen` says of the stage; `measured` is the most that the process had resident (VmHWM) once it was ready
@@ -11,13 +15,10 @@ to take part, its network daemon left out. The goal is a ratio of 0.9 to 1.1.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.workload import Workload
 from shoal.peer.model.layout import num_parameters
 from shoal.protocol.toml.spec_file import load_spec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from peer_processes import start_peer
 
 SIZES = {
     0: {"dim": 64, "num_layers": 2, "num_heads": 1, "num_kv_heads": 1, "ffn_dim": 128},
@@ -54,12 +58,13 @@ compute = "{compute}"
 keep = "{keep}"
 [swarm]
 stages = 1
-min_peers = 1
+min_peers = {members}
 heartbeat_s = 0.5
 term_s = 3600.0
 snapshot_interval_steps = {snapshot_steps}
 snapshot_interval_s = 0
 """
+OPTIONS = ("--device", "cpu", "--limit", "nice=0")
 MB = 1e6
 
 
@@ -68,56 +73,64 @@ class Figures:
     """Of one peer, in bytes."""
 
     parameters: int
-    ready: int
-    """Resident before the peer had weights."""
     stage: float
     """What the coordinator thinks that the stage needs."""
     measured: int
 
 
 def measure(
-    folder: Path, size: int, *, optimizer: str, compute: str, keep: str, steps: int, snapshots: bool
+    folder: Path,
+    size: int,
+    *,
+    optimizer: str,
+    compute: str,
+    keep: str,
+    steps: int,
+    snapshots: bool,
+    members: int,
+    upload: float,
 ) -> Figures:
-    """One peer alone with a model of `size` million parameters, until it has trained `steps` steps."""
+    """So many peers with the whole of a model of `size` million parameters each, until they have trained `steps`
+    steps. What is measured is of the one that takes most. Args: upload: of each, in Mbit/s; 0: what there is."""
     model = "\n".join(f"{name} = {value}" for name, value in SIZES[size].items())
     spec_file = folder / "run.toml"
-    spec_file.write_text(
-        SPEC.format(
-            model=model, optimizer=optimizer, compute=compute, keep=keep, steps=steps, snapshot_steps=2 * snapshots
-        )
-    )
+    snapshot_steps = 2 * snapshots
+    how = {"optimizer": optimizer, "compute": compute, "keep": keep, "steps": steps, "snapshot_steps": snapshot_steps}
+    spec_file.write_text(SPEC.format(model=model, members=members, **how))
     spec = load_spec(spec_file)
-    argv = [sys.executable, "-m", "shoal.deploy.cli", "host", str(spec_file), "--state-dir", str(folder / "peer")]
-    argv += ["--listen", "127.0.0.1:0", "--threads", "2", "--device", "cpu", "--reports"]
-    environment = os.environ | {"XDG_CONFIG_HOME": os.devnull, "XDG_STATE_HOME": str(folder / "state")}
-    ready = most = 0
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        for line in _lines(process):
-            if line.get("event") == "Ready":
-                ready = _status_bytes(process.pid, "VmRSS")
-                Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the most so far is what it has now
-            if line.get("event") == "Committed":
-                most = max(most, _status_bytes(process.pid, "VmHWM"))
+    words = (*OPTIONS, "--limit", f"upload_mbit_s={upload}")
+    host = start_peer(folder, "host", "host", str(spec_file), *words)
+    peers = [host]
+    most = 0
+    try:
+        while not peers[-1].has_ended:
+            for peer in peers:
+                events = {event["event"]: event for event in peer.fresh()}
+                if events.keys() & {"Ready", "Joined"}:
+                    # The most so far becomes what the process has now, before it has weights.
+                    Path(f"/proc/{peer.popen.pid}/clear_refs").write_text("5")
+                if "Committed" in events:
+                    most = max(most, _resident_bytes(peer.popen.pid))
+                if "Ready" in events:
+                    names = [f"member-{number}" for number in range(1, members)]
+                    peers += [start_peer(folder, name, "join", events["Ready"]["invite"], *words) for name in names]
+            time.sleep(0.02)
+    finally:
+        for peer in peers:
+            peer.kill()
     memory = StageMemory.foreseen(spec, experts_held=spec.model.experts_held)
     workload = replace(Workload.of(spec), memory=memory)
-    stage = workload.resident_bytes(0, workload.num_layers, members=1) + sum(workload.layer_held_bytes)
-    return Figures(parameters=num_parameters(spec.model), ready=ready, stage=stage, measured=most)
+    stage = workload.resident_bytes(0, workload.num_layers, members=members) + sum(workload.layer_held_bytes)
+    return Figures(parameters=num_parameters(spec.model), stage=stage, measured=most)
 
 
-def _lines(process: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
-    assert process.stdout is not None
-    for text in process.stdout:
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(line, dict):
-            yield line
-
-
-def _status_bytes(pid: int, name: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+def _resident_bytes(pid: int) -> int:
+    """The most that a process has had resident; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def main() -> None:
@@ -128,9 +141,14 @@ def main() -> None:
     parser.add_argument("--keep", nargs="+", default=["stash"], choices=["stash", "recompute"])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--snapshots", action="store_true", help="write one every other step")
+    parser.add_argument("--members", type=int, default=1, help="peers that hold the model, each the whole of it")
+    parser.add_argument("--upload", type=float, default=0.0, help="of each of them, Mbit/s (0: what there is)")
     arguments = parser.parse_args()
-    how = {"steps": arguments.steps, "snapshots": arguments.snapshots}
-    program = _measured(0, optimizer="nadam", compute="fp32", keep="stash", **how | {"steps": 60}).measured
+    how = {"steps": arguments.steps, "snapshots": arguments.snapshots, "members": arguments.members}
+    how["upload"] = arguments.upload
+    program = _measured(
+        0, optimizer="nadam", compute="fp32", keep="stash", **how | {"steps": 60, "members": 1}
+    ).measured
     print(f"program: {program / MB:.0f} MB")
     print("parameters  optimizer  compute  keep       foreseen MB  measured MB  ratio  bytes a parameter")
     ratios = []
