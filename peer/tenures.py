@@ -23,7 +23,7 @@ from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.early import Piece
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.pressing import PRESS_S, Pressing
-from shoal.peer.group.reduce import Reduction
+from shoal.peer.group.reduce import MeanPiece, Reduction
 from shoal.peer.group.reductions import EarlyPieces, Reductions
 from shoal.peer.group.telling import Telling
 from shoal.peer.group.tied import TiedGradient
@@ -139,7 +139,7 @@ class Tenure(ABC):
             endpoint=endpoint,
             compute=self.compute,
             pieces=self._pieces,
-            means=lambda: self.reductions.means,
+            kept=self.reductions,
             version=lambda: self.core.group.version,
             on_mean=self._mean_came,
             on_behind=self._resync,
@@ -503,16 +503,17 @@ class Tenure(ABC):
         if self._tied is not None:
             self._tied.ended(reduction)
         else:
-            self._reduced(reduction.mean_N, reduction.start)
+            self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
-    def _reduced(self, mean_N: Tensor, start: RoundStart) -> None:
-        """A round of ours has given the gradient to step with."""
-        self.reductions.keep(start.step, mean_N, start)
+    def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
+        """A round of ours has given the gradient to step with. Args: pieces: none where both ends of a tied model have
+        added to it since."""
+        self.reductions.keep(start.step, mean_N, start, pieces)
         self._step_if_reduced()
 
-    def _mean_came(self, step: int, mean_N: Tensor) -> None:
+    def _mean_came(self, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...]) -> None:
         """A mate has given us the reduced gradient of `step`."""
-        self.reductions.keep(step, mean_N, None)
+        self.reductions.keep(step, mean_N, None, pieces)
         self._step_if_reduced()
 
     def _step_if_reduced(self) -> None:

@@ -35,9 +35,11 @@ class Vectors:
         self.host = host
         self._recycling = Recycling()
         self.sums = tuple(sums)
-        self._mean_dtype = torch.bfloat16 if self.sums == ("bf16",) else torch.float32
+        self.mean_form: WireFormat = "bf16" if self.sums == ("bf16",) else "fp32"
+        """In what a reduced gradient travels once it is rounded: no bit of it may be lost any more."""
+        self._mean_dtype = _DTYPES[self.mean_form]
         self.mean_bytes = self._mean_dtype.itemsize
-        """Of one number of a reduced gradient, once it is rounded: no bit of it may be lost any more."""
+        """Of one number in `mean_form`."""
         self.narrows = self.sums != ("fp32",)
         """Whether a gradient's bytes on the wire are made, and not only looked at."""
         self.chunk = chunk_bytes // 4

@@ -1114,11 +1114,14 @@ class StateChunk(EraMessage, frozen=True, kw_only=True):
 
 
 class ReducedChunk(EraMessage, frozen=True):
-    """Elements [start, start + n) of the reduced gradient of `step`, fp32."""
+    """Elements [start, start + size) of the reduced gradient of `step`."""
 
     stage: int
     step: int
     start: int
+    size: int
+    form: WireFormat
+    """As the round has sent it, or exactly."""
 
 
 class TiedChunk(EraMessage, frozen=True):

@@ -30,6 +30,11 @@ _TILE: Final = 64
 _TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4": 34, "hadamard3": 26}
 
 
+def is_in_few_bits(form: WireFormat) -> bool:
+    """Whether it has tiles: then what is read of a tensor, written once more, is rounded once more."""
+    return form in _TILE_BYTES
+
+
 def tensor_bytes(form: WireFormat, numel: int) -> int:
     """The bytes of a tensor of `numel` elements."""
     if form in _PLAIN_BYTES:

@@ -16,6 +16,7 @@ from shoal.protocol.base_format import TILE, base_bytes
 from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import ModelSpec, RunSpec
 from shoal.protocol.tensors import expert_elements, num_elements, state_elements, trunk_elements
+from shoal.protocol.wire_format import is_in_few_bits, tensor_bytes
 
 FP32 = 4.0
 BF16 = 2.0
@@ -44,7 +45,8 @@ class ResidentTerms:
     places: float
     """The sums of the weights that gradients were taken at, one for each of `sums`, where the compensation asks."""
     mean: float
-    """The reduced gradient. That of the step before is gone by then, unless a mate is behind."""
+    """The reduced gradient, and in few bits as it has travelled. That of the step before is gone by then, unless a mate
+    is behind."""
 
     @property
     def total(self) -> float:
@@ -144,6 +146,8 @@ def resident_terms(spec: RunSpec) -> ResidentTerms:
     asks = training.compensation in ("eager", "dc") and s_max > 0
     weights = FP32 * (sets + (1 if training.compensation == "calibrated" and s_max >= 2 else 0))
 
+    as_it_travelled = max(tensor_bytes(form, TILE) / TILE if is_in_few_bits(form) else 0.0 for form in spec.wire.sums)
+
     def terms(*, narrow: bool) -> ResidentTerms:
         return ResidentTerms(
             state=state,
@@ -152,7 +156,7 @@ def resident_terms(spec: RunSpec) -> ResidentTerms:
             gradient=BF16 if narrow else FP32,
             sums=FP32 * (s_max + 1),
             places=FP32 * (s_max + 1) if asks else 0.0,
-            mean=FP32,
+            mean=FP32 + as_it_travelled,
         )
 
     if training.compute == "auto":

@@ -15,7 +15,7 @@ from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.phantom import Phantom
 from shoal.protocol.spec import InitialSpec, RunSpec
-from shoal.protocol.wire_format import WireFormat, tensor_bytes
+from shoal.protocol.wire_format import WireFormat, is_in_few_bits, tensor_bytes
 
 NOWHERE: Final = torch.device("meta")
 
@@ -100,7 +100,8 @@ class ModelledVectors(Vectors):
         return self.empty(size)
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Do nothing, since there is nothing to round."""
+        """Give the bytes, since there is nothing to round."""
+        return self.piece_payload(mean_C, form, key) if is_in_few_bits(form) else None
 
     def mean_payload(self, mean_C: Tensor) -> Payload:
         return phantom(self.mean_bytes * mean_C.numel())

@@ -10,19 +10,21 @@ activations; else only somebody who is past the step can help.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from torch import Tensor
 
 from shoal.peer.group.pieces import Pieces
+from shoal.peer.group.reduce import MeanPiece
 from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, ReducedChunk, ReducedRequest
 from shoal.protocol.ports import Compute, Payload
+from shoal.protocol.wire_format import tensor_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +43,44 @@ class _Fetch:
 
     mate: PeerID
     mean_N: Tensor
-    missing: set[int]
+    pieces: dict[int, MeanPiece] = field(default_factory=dict)
+    """What has come, by its first element."""
+    num_taken: int = 0
+    """Elements that are in `mean_N`."""
     is_lost: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_taken == self.mean_N.numel()
+
+    @property
+    def as_it_came(self) -> tuple[MeanPiece, ...]:
+        """All pieces, if all have kept their bytes."""
+        pieces = tuple(self.pieces.values())
+        return pieces if all(piece.payload is not None for piece in pieces) else ()
+
+    def overlaps(self, start: int, size: int) -> bool:
+        """Whether some of these elements have come, but not in this piece."""
+        return any(start < piece.start + piece.size and piece.start < start + size for piece in self.pieces.values())
+
+
+class Kept(Protocol):
+    """The reduced gradients of the last steps. `Reductions` is one."""
+
+    means: dict[int, Tensor]
+    """Step -> reduced gradient."""
+    pieces: dict[int, tuple[MeanPiece, ...]]
+    """Step -> the same in few bits, if a round has brought it so."""
 
 
 class CatchingUp:
     """One replica's side of it: what it asks for, and what it gives.
 
     Args:
-        means: step -> reduced gradient, of those that are kept.
+        kept: the reduced gradients that are.
         version: ours.
-        on_mean: the reduced gradient of our own version has come.
+        on_mean: the reduced gradient of our own version has come, (step, all of it, the same as it has travelled).
         on_behind: we are too far behind `mate`: fetch the state from it.
         gives_to: whether a peer is of our group, so that it may ask.
     """
@@ -66,9 +94,9 @@ class CatchingUp:
         endpoint: Endpoint,
         compute: Compute,
         pieces: Pieces,
-        means: Callable[[], Mapping[int, Tensor]],
+        kept: Kept,
         version: Callable[[], int],
-        on_mean: Callable[[int, Tensor], None],
+        on_mean: Callable[[int, Tensor, tuple[MeanPiece, ...]], None],
         on_behind: Callable[[PeerID], None],
         gives_to: Callable[[PeerID], bool],
     ) -> None:
@@ -78,7 +106,7 @@ class CatchingUp:
         self._endpoint = endpoint
         self._compute = compute
         self._pieces = pieces
-        self._means = means
+        self._kept = kept
         self._version = version
         self._on_mean = on_mean
         self._on_behind = on_behind
@@ -121,14 +149,14 @@ class CatchingUp:
 
     def _is_lacking(self, step: int) -> bool:
         """It keeps us at our version; what is here already our device has not come to yet."""
-        return step == self._version() and step not in self._means()
+        return step == self._version() and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
         """Get the reduced gradient of `step` from `mate`; if that is still our version then, it is committed.
 
         Raises: Unreachable; Refused: the mate no longer has it.
         """
-        fetch = _Fetch(mate, self._vectors.empty(self._size), set(range(0, self._size, self._vectors.chunk)))
+        fetch = _Fetch(mate, self._vectors.empty(self._size))
         self._fetches[step] = fetch
         try:
             reply = await self._endpoint.ask(mate, ReducedRequest(stage=self._stage, step=step), Digest)
@@ -138,19 +166,19 @@ class CatchingUp:
         finally:
             del self._fetches[step]
         if step == self._version():
-            self._on_mean(step, fetch.mean_N)
+            self._on_mean(step, fetch.mean_N, fetch.as_it_came)
         return "taken"
 
     async def _wait_for(self, fetch: _Fetch, step: int) -> None:
         """Raises: Unreachable: no piece of it has come for long, or none will any more."""
-        while fetch.missing:
-            before = len(fetch.missing)
+        while not fetch.is_whole:
+            before = fetch.num_taken
             try:
                 async with asyncio.timeout(_FETCH_TIMEOUT_S):
                     await fetch.over.wait()
             except TimeoutError:
-                fetch.is_lost = len(fetch.missing) == before
-            if fetch.missing and fetch.is_lost:
+                fetch.is_lost = fetch.num_taken == before
+            if fetch.is_lost and not fetch.is_whole:
                 raise Unreachable(fetch.mate, f"its gradient of step {step} did not arrive")
 
     async def _on_request(self, source: PeerID, message: ReducedRequest) -> Digest:
@@ -160,25 +188,36 @@ class CatchingUp:
         if self._pieces.may_arrive(source, message.step):
             return Digest(stage=self._stage, version=message.step, digest="")
         if message.step < version:
-            mean_N = self._means().get(message.step)
+            mean_N = self._kept.means.get(message.step)
             if mean_N is None:
                 raise Refused(self._endpoint.peer_id, f"the gradient of step {message.step} is no longer kept here")
-            self._pieces.send_mean(source, self._stage, message.step, mean_N)
+            pieces = self._kept.pieces.get(message.step, ())
+            self._pieces.send_mean(source, self._stage, message.step, mean_N, pieces)
             return Digest(stage=self._stage, version=version, digest="")
         return Digest(stage=self._stage, version=message.step - 1, digest="")
 
     async def _on_chunk(self, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
         fetch = self._fetches.get(meta.step)
-        if fetch is None or fetch.mate != source or meta.start not in fetch.missing:
+        if fetch is None or fetch.mate != source or meta.start in fetch.pieces:
             return
-        size = min(self._vectors.chunk, fetch.mean_N.numel() - meta.start)
-        if len(payload) != self._vectors.mean_bytes * size:
-            raise RemoteError(source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {meta.start}")
+        self._check(fetch, source, meta, payload)
+        start, size = meta.start, meta.size
+        is_exact = meta.form == self._vectors.mean_form  # whose bytes are made of the numbers again
+        fetch.pieces[start] = MeanPiece(start, size, meta.form, None if is_exact else payload)
 
         def take() -> None:
-            fetch.mean_N[meta.start : meta.start + size] = self._vectors.mean_of(payload)
+            fetch.mean_N[start : start + size] = self._vectors.piece_of(payload, meta.form, size)
 
         await self._compute.run_on_host(take)
-        fetch.missing.discard(meta.start)
-        if not fetch.missing:
+        fetch.num_taken += size
+        if fetch.is_whole:
             fetch.over.set()
+
+    def _check(self, fetch: _Fetch, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
+        """Raises: RemoteError: no gradient of ours has such a piece, or the payload is not as long as it says."""
+        vectors, end = self._vectors, meta.start + meta.size
+        is_here = 0 <= meta.start < end <= self._size and meta.size <= vectors.chunk
+        if not is_here or meta.form not in (vectors.mean_form, *vectors.sums) or fetch.overlaps(meta.start, meta.size):
+            raise RemoteError(source, f"sent elements {meta.start} to {end} of a gradient in {meta.form}")
+        if len(payload) != tensor_bytes(meta.form, meta.size):
+            raise RemoteError(source, f"sent {len(payload)} bytes for {meta.size} numbers of a gradient")

@@ -9,7 +9,7 @@ from typing import Final
 
 from torch import Tensor
 
-from shoal.peer.group.reduce import Outgoing
+from shoal.peer.group.reduce import MeanPiece, Outgoing
 from shoal.peer.tasks import Tasks
 from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
@@ -66,8 +66,11 @@ class Pieces:
             self._unsent[target, start.step] += len(pieces)
             self._tasks.spawn(self._send(target, pieces, encoded, start, kind), f"{kind.__name__} of {start.step}")
 
-    def send_mean(self, target: PeerID, stage: int, step: int, mean_N: Tensor) -> None:
-        self._tasks.spawn(self._send_mean(target, stage, step, mean_N), "catch-up")
+    def send_mean(
+        self, target: PeerID, stage: int, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...] = ()
+    ) -> None:
+        """Send a reduced gradient in the background. Args: pieces: the same in few bits, if it is there so."""
+        self._tasks.spawn(self._send_mean(target, stage, step, mean_N, pieces), "catch-up")
 
     async def _send(
         self,
@@ -99,16 +102,23 @@ class Pieces:
         if not self._unsent[target, step]:
             del self._unsent[target, step]
 
-    async def _send_mean(self, target: PeerID, stage: int, step: int, mean_N: Tensor) -> None:
-        chunk = self._vectors.chunk
-        for start in range(0, mean_N.numel(), chunk):
-            meta = ReducedChunk(stage=stage, step=step, start=start)
-            payload = await self._encoder.mean(mean_N[start : start + chunk])
+    async def _send_mean(
+        self, target: PeerID, stage: int, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...]
+    ) -> None:
+        for piece in pieces or self._cut(mean_N.numel()):
+            meta = ReducedChunk(stage=stage, step=step, start=piece.start, size=piece.size, form=piece.form)
+            payload = piece.payload
+            if payload is None:
+                payload = await self._encoder.mean(mean_N[piece.start : piece.start + piece.size])
             try:
                 await self._endpoint.send(target, meta, payload, priority=Priority.REDUCTION)
             except Unreachable as error:
                 logger.warning("catch-up: %s", error)
                 return
+
+    def _cut(self, numel: int) -> list[MeanPiece]:
+        chunk, form = self._vectors.chunk, self._vectors.mean_form
+        return [MeanPiece(start, min(chunk, numel - start), form) for start in range(0, numel, chunk)]
 
 
 class Encoder:

@@ -25,7 +25,18 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundStart
 from shoal.protocol.ports import Payload
-from shoal.protocol.wire_format import WireFormat, tensor_bytes
+from shoal.protocol.wire_format import WireFormat, is_in_few_bits, tensor_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MeanPiece:
+    """Elements [start, start + size) of a reduced gradient, as they travel."""
+
+    start: int
+    size: int
+    form: WireFormat
+    payload: Payload | None = None
+    """None: it is made when it is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +89,9 @@ class Reduction:
         self._arrived: dict[int, dict[PeerID, Payload]] = {}
         self._under_way: set[int] = set()
         """Chunks whose numbers are being added up or copied on another thread."""
+        self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """Finished chunks of our part as bytes, where they cannot be made again from the mean."""
+        """Finished chunks as bytes, where they cannot be made again from the mean: in few bits."""
         self.num_taken = 0
         """Pieces of others that were new."""
         self._missing = {c for rank in range(len(self._peers)) for c in self._chunks(rank)}
@@ -87,6 +99,13 @@ class Reduction:
     @property
     def is_complete(self) -> bool:
         return not self._missing
+
+    @property
+    def pieces(self) -> tuple[MeanPiece, ...]:
+        """The whole mean, once it is complete, as it has travelled. In fp32 and bf16 none: what is made of the mean
+        itself has as many bytes."""
+        form, rounded = self.start.form, sorted(self._rounded.items())
+        return tuple(MeanPiece(start, self._size_of(start), form, payload) for start, payload in rounded)
 
     @property
     def others(self) -> list[PeerID]:
@@ -168,6 +187,8 @@ class Reduction:
 
         def take() -> None:
             self.mean_N[start:end] = self._vectors.piece_of(payload, self.start.form, end - start)
+            if self._is_narrow:
+                self._rounded[start] = payload
 
         return take
 
@@ -207,7 +228,7 @@ class Reduction:
                 mean_C += self._vectors.piece_of(arrived[peer], self.start.form, end - chunk)
         mean_C *= self._scale
         rounded = self._vectors.round_mean(mean_C, self.start.form, self._key(chunk))  # we step with what others get
-        if rounded is not None and self.others:
+        if rounded is not None:
             self._rounded[chunk] = rounded
 
     def _key(self, chunk: int, contributor: PeerID | None = None) -> tuple[int, int]:
@@ -222,6 +243,9 @@ class Reduction:
 
     def _end(self, rank: int, start: int) -> int:
         return min(start + self._vectors.chunk, self._bounds[rank + 1])
+
+    def _size_of(self, start: int) -> int:
+        return self._end(self._owner(start), start) - start
 
     def _owner(self, start: int) -> int:
         return next(rank for rank in range(len(self._peers)) if start in self._chunks(rank))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.peer.arithmetic import Held
 from shoal.peer.group.early import Early, Piece
-from shoal.peer.group.reduce import Reduction
+from shoal.peer.group.reduce import MeanPiece, Reduction
 from shoal.peer.pipeline.microbatch import indices_from
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.identity import PeerID
@@ -40,6 +40,8 @@ class Reductions:
         self.early = Early(piece_bytes_max, size // vectors.chunk + 2)
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient, until we have stepped with it, and for those behind us."""
+        self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
+        """Step -> the same in few bits, where a round has brought it so: an eighth of the bytes for those behind us."""
         self._made_by: dict[int, RoundStart] = {}
         """Step -> the round of ours that `means` has it from."""
         self._stepping = -1
@@ -89,9 +91,15 @@ class Reductions:
         """Whether the round has ended, and in a reduced gradient that we may step with."""
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
-    def keep(self, step: int, mean_N: Tensor, by: RoundStart | None) -> None:
-        """The reduced gradient of `step` is here. Args: by: our round that it is from; None: it is a mate's."""
+    def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
+        """The reduced gradient of `step` is here.
+
+        Args:
+            by: our round that it is from; None: it is a mate's.
+            pieces: the same as it has travelled in few bits, if it has.
+        """
         self.means[step] = mean_N
+        self.pieces[step] = pieces
         if by is None:
             self._made_by.pop(step, None)
         else:
@@ -124,4 +132,5 @@ class Reductions:
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
+        self.pieces = {step: pieces for step, pieces in self.pieces.items() if step >= keep_from}
         self._made_by = {step: start for step, start in self._made_by.items() if step >= keep_from}

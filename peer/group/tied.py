@@ -126,7 +126,7 @@ class TiedGradient:
     ) -> None:
         self._core, self._spans = core, tuple(spans.values())
         self._vectors, self._endpoint, self._compute, self._tasks = vectors, endpoint, compute, tasks
-        self._exact: WireFormat = "bf16" if vectors.mean_bytes == 2 else "fp32"
+        self._exact = vectors.mean_form
         """A sum of both ends' gradients travels so."""
         self._piece_bytes_max = max(tensor_bytes(form, vectors.chunk) for form in (self._exact, *vectors.sums))
         self._other_end, self._on_whole, self._begin = other_end, on_whole, begin

@@ -127,7 +127,7 @@ def test_what_concerns_training_is_refused_from_who_trains_by_another_revision_a
         listener.on(Claim, on_claim)
         listener.on(Ping, on_ping)
         listener.on_frame(ReducedChunk, on_part)
-        claim, part = Claim(count=1), ReducedChunk(stage=0, step=1, start=0)
+        claim, part = Claim(count=1), ReducedChunk(stage=0, step=1, start=0, size=1, form="fp32")
         for speakers, listeners in ((1, 0), (0, 1), (2, 1)):
             speaker.revision, listener.revision = speakers, listeners
             assert await speaker.ask(b.peer_id, Ping(), Ping) == Ping()

@@ -22,9 +22,9 @@ def sent_whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     send_mean = Pieces.send_mean
 
-    def noted(self: Pieces, target: object, stage: int, step: int, mean_N: object) -> None:
+    def noted(self: Pieces, target: object, stage: int, step: int, mean_N: object, pieces: object = ()) -> None:
         steps.append(step)
-        send_mean(self, target, stage, step, mean_N)  # type: ignore[arg-type]
+        send_mean(self, target, stage, step, mean_N, pieces)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Pieces, "send_mean", noted)
     return steps

@@ -1,32 +1,40 @@
 """Who is behind asks those who may know, and does not throw its state away over somebody who cannot be reached."""
 
 import asyncio
+import itertools
 
 import pytest
 import torch
 
 from shoal.peer.group.agreement import Agreement
-from shoal.peer.group.catching_up import CatchingUp
+from shoal.peer.group.catching_up import CatchingUp, _Fetch
 from shoal.peer.group.pieces import Pieces
+from shoal.peer.group.reduce import MeanPiece
 from shoal.peer.tasks import Tasks
 from shoal.peer.vectors import Vectors
 from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import RemoteError
+from shoal.protocol.messages import ReducedChunk
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
+from shoal.protocol.wire_format import tensor_bytes
 
 STEP = 3
+SIZE = 10
 WHOLE = (STEP, list(map(float, range(10))))
 
 
 class Replica:
     """Of a stage of ten numbers, at `version`."""
 
-    def __init__(self, world, name, version, means):
+    def __init__(self, world, name, version, means, sums=("fp32",)):
+        self.vectors = Vectors(torch.device("cpu"), chunk_bytes=16, sums=sums)
         self.peer = world.add_peer(name)
         self.version = version
         self.means = means
+        self.pieces = {}
         self.got = []
         self.gave_up_on = []
         self.strangers = set()
@@ -34,38 +42,42 @@ class Replica:
         self.peer.context().run(self._start)
 
     def _start(self):
-        vectors = Vectors(torch.device("cpu"), chunk_bytes=16)
         endpoint = Endpoint(self.peer.identity, self.peer.transport, run="run", gate=OpenGate(), first_sequence=1)
-        self.pieces = Pieces(endpoint, vectors, self.tasks, self.peer.clock, self.peer.compute)
+        self.sender = Pieces(endpoint, self.vectors, self.tasks, self.peer.clock, self.peer.compute)
         self.catching_up = CatchingUp(
             stage=0,
-            size=10,
-            vectors=vectors,
+            size=SIZE,
+            vectors=self.vectors,
             endpoint=endpoint,
             compute=self.peer.compute,
-            pieces=self.pieces,
-            means=lambda: self.means,
+            pieces=self.sender,
+            kept=self,
             version=lambda: self.version,
-            on_mean=lambda step, mean_N: self.got.append((step, mean_N.tolist())),
+            on_mean=self._on_mean,
             on_behind=self.gave_up_on.append,
             gives_to=lambda peer: peer not in self.strangers,
         )
         self.catching_up.install()
+        self.endpoint = endpoint
+
+    def _on_mean(self, step, mean_N, pieces):
+        self.got.append((step, mean_N.tolist()))
+        self.pieces[step] = pieces
 
     async def catch_up(self, mate, *owing, is_still=False):
         names = [replica.peer.peer_id for replica in owing]
         await self.peer.spawn(self.catching_up.catch_up(mate.peer.peer_id, STEP, owing=names, is_still=is_still))
 
 
-def play(scenario):
+def play(scenario, *, sums=("fp32",)):
     """`scenario` gets three replicas: one past the step, and two that are not."""
-    mean_N = torch.arange(10.0)
+    mean_N = torch.arange(float(SIZE))
 
     async def main():
         world = World(0, uniform(latency_s=0.05, rate_bytes_per_s=1e6), acquainted=True)
         replicas = [
-            Replica(world, "ahead", STEP + 1, {STEP: mean_N}),
-            *(Replica(world, name, STEP, {}) for name in ("behind", "also behind")),
+            Replica(world, "ahead", STEP + 1, {STEP: mean_N}, sums),
+            *(Replica(world, name, STEP, {}, sums) for name in ("behind", "also behind")),
         ]
         await scenario(world, *replicas)
         for replica in replicas:
@@ -91,7 +103,7 @@ def test_where_a_round_stands_still_who_says_that_its_pieces_have_yet_to_leave_i
 
     async def scenario(world, ahead, behind, also_behind):
         third = Replica(world, "third", STEP, {})
-        third.pieces.may_arrive = lambda target, step: is_on_its_way and (target, step) == (behind.peer.peer_id, STEP)
+        third.sender.may_arrive = lambda target, step: is_on_its_way and (target, step) == (behind.peer.peer_id, STEP)
         await behind.catch_up(ahead, also_behind, third, is_still=True)
         assert behind.got == ([] if is_on_its_way else [WHOLE])
         assert behind.gave_up_on == []
@@ -142,6 +154,95 @@ def test_what_came_while_it_was_asked_for_is_not_lacking():
         assert behind.gave_up_on == []
 
     play(scenario)
+
+
+# --- in few bits ---
+
+NARROW = ("int8", "hadamard4")
+
+
+def in_few_bits(replica, *bounds, form="hadamard4"):
+    """Have it keep a mean as a round of few bits has brought it. Returns: the mean."""
+    vectors, mean_N, pieces = replica.vectors, torch.randn(SIZE), []
+    for start, stop in itertools.pairwise((0, *bounds, SIZE)):
+        payload = bytes(vectors.round_mean(mean_N[start:stop], form, (start, 1)))
+        pieces.append(MeanPiece(start, stop - start, form, payload))
+    replica.means, replica.pieces = {STEP: mean_N}, {STEP: tuple(pieces)}
+    return mean_N
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_what_a_round_brought_in_few_bits_goes_on_so_bit_for_bit():
+    """From mate to mate: whoever has caught up gives it on as it came."""
+
+    async def scenario(world, ahead, behind, also_behind):
+        mean_N, brought = in_few_bits(ahead, 4, 7), []
+        for replica in (behind, also_behind):
+            take = replica.catching_up._on_chunk
+
+            async def noted(source, meta, payload, take=take):
+                brought.append(len(payload))
+                await take(source, meta, payload)
+
+            replica.endpoint.on_frame(ReducedChunk, noted, stage=0)
+        await behind.catch_up(ahead)
+        behind.means[STEP] = torch.tensor(behind.got[0][1])
+        behind.version = STEP + 1
+        await also_behind.catch_up(behind)
+        assert behind.got == also_behind.got == [(STEP, mean_N.tolist())]
+        assert behind.pieces == also_behind.pieces == ahead.pieces
+        assert brought == 6 * [tensor_bytes("hadamard4", 3)]
+
+    play(scenario, sums=NARROW)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_what_came_in_few_bits_and_was_changed_since_goes_exactly():
+    """As where both ends of a tied model have added to it."""
+
+    async def scenario(world, ahead, behind, also_behind):
+        ahead.means[STEP] = torch.randn(SIZE)
+        await behind.catch_up(ahead)
+        assert behind.got == [(STEP, ahead.means[STEP].tolist())]
+        assert behind.pieces == {STEP: ()}
+
+    play(scenario, sums=NARROW)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize(
+    ("start", "size", "form", "num_bytes"),
+    [
+        (8, 4, "fp32", 16),  # beyond the end
+        (-1, 4, "fp32", 16),
+        (4, 0, "fp32", 0),
+        (4, 5, "fp32", 20),  # larger than a piece
+        (4, 2**62, "hadamard4", 34),
+        (4, 4, "bf16", 8),  # no format of this run's
+        (4, 4, "hadamard3", 26),
+        (4, 4, "hadamard4", 33),
+        (2, 4, "fp32", 16),  # over one that has come
+    ],
+)
+def test_a_piece_that_no_gradient_of_ours_has_is_refused_and_takes_nothing(start, size, form, num_bytes):
+    async def scenario(world, ahead, behind, also_behind):
+        catching_up = behind.catching_up
+        fetch = catching_up._fetches[STEP] = _Fetch(ahead.peer.peer_id, torch.zeros(SIZE))
+
+        async def arrive(start, size, form, num_bytes):
+            meta = ReducedChunk(stage=0, step=STEP, start=start, size=size, form=form)
+            await catching_up._on_chunk(ahead.peer.peer_id, meta, bytes(num_bytes))
+
+        await behind.peer.spawn(arrive(0, 4, "fp32", 16))
+        with pytest.raises(RemoteError):
+            await behind.peer.spawn(arrive(start, size, form, num_bytes))
+        assert (fetch.num_taken, list(fetch.pieces)) == (4, [0])
+        await behind.peer.spawn(arrive(4, 4, "hadamard4", 34))
+        await behind.peer.spawn(arrive(8, 2, "fp32", 8))
+        assert fetch.is_whole
+        assert fetch.as_it_came == (), "a part of it has not kept its bytes"
+
+    play(scenario, sums=NARROW)
 
 
 def test_those_ahead_are_asked_who_are_least_far_and_not_gone():

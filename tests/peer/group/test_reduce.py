@@ -294,6 +294,33 @@ def test_a_mean_in_few_bits_is_what_others_read_and_goes_to_who_catches_up_exact
     assert torch.equal(mean_C, narrow.mean_of(bytes(narrow.mean_payload(mean_C))))
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("counts", [[3], [2, 1, 0, 4]])
+@pytest.mark.parametrize("form", [*AUTO_SUMS, "bf16", "fp32"])
+def test_a_mean_that_came_in_few_bits_is_kept_as_it_came_too(form: WireFormat, counts: list[int]) -> None:
+    """Of all its parts: our own, and those of others."""
+    size = 1000
+    vectors = Vectors(torch.device("cpu"), chunk_bytes=4 * 64, sums=(form,))
+    start = round_of(counts, [1.0, 3.0, 2.0, 2.0][: len(counts)], form=form)
+    played = Round(start, sums_of(start, size), random.Random(0), vectors)
+    played.begin()
+    played.play()
+    for reduction in played.members.values():
+        pieces = reduction.pieces
+        if form in ("bf16", "fp32"):
+            assert pieces == ()
+            continue
+        assert sum(len(piece.payload) for piece in pieces if piece.payload is not None) < 1.2 * tensor_bytes(form, size)
+        ends = [0]
+        for piece in pieces:
+            assert piece.payload is not None
+            read_C = vectors.piece_of(bytes(piece.payload), piece.form, piece.size)
+            assert torch.equal(read_C, reduction.mean_N[piece.start : piece.start + piece.size])
+            assert piece.start == ends[-1]
+            ends.append(piece.start + piece.size)
+        assert ends[-1] == size
+
+
 def test_a_contribution_has_the_same_bytes_however_often_it_is_sent_and_no_other_is_rounded_as_it_is() -> None:
     narrow = Vectors(torch.device("cpu"), chunk_bytes=4 * 64, sums=("hadamard4",))
     start = round_of([1, 1, 1], form="hadamard4")
