@@ -579,7 +579,9 @@ class Tenure(ABC):
         owing: list[PeerID] = []
         reduction = self.reductions.get(step)
         if reduction is not None:
-            owing = sorted(reduction.missing_from().intersection(self.core.group.mates))
+            group = self.core.group
+            # Whoever comes after us in the order of names first, so that not all of us ask the same one.
+            owing = sorted(reduction.missing_from().intersection(group.mates), key=lambda peer: (peer < group.me, peer))
         is_still = reduction is None or self._pressing.was_in_vain(reduction)
         if is_still and not self._pressing.believes(self._clock.now_s()):
             owing = []
