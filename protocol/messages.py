@@ -1121,7 +1121,7 @@ class ReducedChunk(EraMessage, frozen=True):
     start: int
     size: int
     form: WireFormat
-    """As the round has sent it, or exactly."""
+    """The format of the payload: the round's, or one that is exact."""
 
 
 class TiedChunk(EraMessage, frozen=True):
