@@ -13,6 +13,7 @@ import torch
 
 from shoal.peer.model import llama
 from shoal.peer.model.layout import init_layer, layer_layout
+from shoal.peer.model.subspace import constants_of
 from shoal.protocol.spec import ModelSpec, RunSpec
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT:
     """The forward of one decoder layer, to be timed."""
     flat_N = init_layer(spec.model, "layers.0", 0).to(device, dtype)
     params = layer_layout(spec.model, "layers.0").views(flat_N)
+    params |= constants_of(spec, "layers.0", device=device, dtype=dtype)
     rotary = llama.rotary_tables(spec.model, device)
     x_BTD = torch.ones(*shape_BT, spec.model.dim, device=device, dtype=dtype)
 

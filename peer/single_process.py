@@ -32,6 +32,7 @@ from shoal.peer.model.llama import Params, loss, rotary_tables, run_layers
 from shoal.peer.model.mixture import Mixture
 from shoal.peer.model.rotary import Rotary
 from shoal.peer.model.schedule import rate_of
+from shoal.peer.model.subspace import constants_of
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.spec import OptimizerSpec, RunSpec
@@ -141,9 +142,10 @@ def _narrowed(
 def _beside(
     spec: RunSpec, base: Mapping[str, Tensor] | None, leaves: dict[str, dict[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, dict[str, Tensor]]:
-    """The leaves, beside the base if they are adapters."""
+    """The leaves, beside the base if they are adapters; in a subspace model beside what is not trained."""
     if spec.adapter is None or base is None:
-        return leaves
+        cpu = torch.device("cpu")
+        return {key: named | constants_of(spec, key, device=cpu, dtype=dtype) for key, named in leaves.items()}
     frozen = {key: FrozenLayer.of(spec, key, base[key], device=torch.device("cpu"), dtype=dtype) for key in leaves}
     return {key: AdaptedLayer(frozen[key], leaves[key], scale=spec.adapter.scale) for key in leaves}
 
@@ -198,7 +200,7 @@ def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict
         made = {key: layer_layout(spec.model, key).leaves(init_layer(spec.model, key, spec.seed)) for key in keys}
         if spec.trains_tied:
             made[HEAD][HEAD_MATRIX] = made[EMBED][EMBEDDING_MATRIX]
-        return made
+        return _beside(spec, base, made, torch.float32)
     leaves = {key: state_layout(spec, key).leaves(initial_parameters(spec, key)) for key in keys}
     return _beside(spec, base, leaves, torch.float32)
 

@@ -50,8 +50,8 @@ CONTINUED_MAX = 64
 """Revisions of a spec: it must fit into a record of the directory."""
 BASE_CHARS_MAX = 120
 """Characters of the name of the model that a run begins with, and of its licence's."""
-_TARGET_BYTES = 4
-"""Each token's target travels with its activation."""
+_LABEL_BYTES = 4
+"""Each token's target travels with its activation, and whatever else goes with it, in words of so many bytes."""
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -106,6 +106,11 @@ class ModelSpec(_Section, frozen=True):
     tied: bool = False
     """The head's matrix is the embedding. Both ends of the pipeline hold it, and step it with the sum of both ends'
     gradients."""
+    subspace: int = 0
+    """Numbers k, fewer than `dim`, that each layer adds to a token of the residual stream. They are the coordinates of
+    a vector in one subspace of the run's seed; beside it stands a vector that the token itself fixes. So k numbers a
+    token travel between stages and not `dim`, and nothing is lost on the way. The price is in what the model learns
+    (`peer/model/MEASURED.md`). 0: a layer adds to all of `dim`. `peer/model/subspace.py` has the source."""
 
     def __post_init__(self) -> None:
         for name, most in _MODEL_MAX.items():
@@ -128,6 +133,7 @@ class ModelSpec(_Section, frozen=True):
         beyond = [layer for layer in self.decoder.full_layers if not 0 <= layer < self.num_layers]
         _require(not beyond, f"decoder.full_layers has {beyond[:1]}, and there are {self.num_layers} layers")
         self._check_experts()
+        self._check_subspace()
         _ = self.family  # raises, if there is none
 
     def _check_experts(self) -> None:
@@ -146,6 +152,42 @@ class ModelSpec(_Section, frozen=True):
             f"experts_per_token must be in [1, num_experts {self.num_experts}], is {self.experts_per_token}",
         )
         _require(self.router_aux_loss >= 0, f"router_aux_loss must not be negative, is {self.router_aux_loss}")
+
+    def _check_subspace(self) -> None:
+        if self.subspace == 0:
+            return
+        _require(
+            0 < self.subspace < self.dim,
+            f"subspace must be in [1, {self.dim - 1}], less than dim, or 0 for none; it is {self.subspace}",
+        )
+        _require(
+            not self.tied,
+            "subspace means that the embedding has fewer numbers than the head, so they cannot be tied: "
+            "leave subspace or tied out",
+        )
+        decoder = self.decoder
+        leaving = {
+            "norms": decoder.norms != "pre",
+            "attention_bias": decoder.attention_bias == "all",
+            "mlp_bias": decoder.mlp_bias,
+            "scale_embedding": decoder.scale_embedding,
+        }
+        found = [name for name, leaves in leaving.items() if leaves]
+        _require(
+            not found,
+            f"subspace is for layers that write products into the residual stream and nothing else, as Llama's and "
+            f"Qwen's do: decoder.{found[0] if found else ''} writes more. Leave one of them out",
+        )
+
+    @property
+    def whole(self) -> "ModelSpec":
+        """The model without its subspace: what it computes, with matrices that write into all of `dim`."""
+        return msgspec.structs.replace(self, subspace=0) if self.subspace else self
+
+    @property
+    def written_width(self) -> int:
+        """Numbers a token that a layer adds to the residual stream, and that stages send each other."""
+        return self.subspace or self.dim
 
     @property
     def head_dim(self) -> int:
@@ -642,8 +684,10 @@ class RunSpec(_Section, frozen=True):
                 "swarm.expert_slots places experts that train, and beside [adapter] they stay as they are, with each "
                 "member of a stage: leave it out",
             )
+        if self.model.subspace:
+            _check_subspace_run(self)
         tokens = self.training.microbatch_size * self.model.context
-        frame_bytes = tensor_bytes(self.wire.forward[0], tokens * self.model.dim) + tokens * _TARGET_BYTES
+        frame_bytes = tensor_bytes(self.wire.forward[0], tokens * self.model.written_width) + self.labels_bytes
         if self.swarm.expert_slots:
             # All of a microbatch's tokens may go to one holder, and back with their gradients.
             rows = 2 * tokens * self.model.experts_per_token
@@ -653,6 +697,14 @@ class RunSpec(_Section, frozen=True):
             f"training.microbatch_size {self.training.microbatch_size} makes activations of {frame_bytes >> 20} MiB, "
             f"more than the {FRAME_PAYLOAD_BYTES_MAX >> 20} MiB that fit into a frame",
         )
+
+    @property
+    def labels_bytes(self) -> int:
+        """Bytes that go along with a microbatch's activation (`peer/pipeline/wire.py`): a word for each target; a
+        weight, where some are not learnt; in a subspace model the tokens that do not follow from the targets."""
+        tokens, leaves_out = self.training.microbatch_size * self.model.context, self.data.leaves_out_targets
+        of_subspace = (tokens if leaves_out else self.training.microbatch_size) if self.model.subspace else 0
+        return _LABEL_BYTES * (tokens + leaves_out + of_subspace)
 
     @property
     def trains_tied(self) -> bool:
@@ -695,6 +747,18 @@ def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
     )
 
 
+def _check_subspace_run(spec: RunSpec) -> None:
+    _require(
+        spec.adapter is None and not spec.initial.digests,
+        "model.subspace is for a model that is trained from its seed: the matrices of one that is there already write "
+        "into all of its width. Leave model.subspace out",
+    )
+    _require(
+        not spec.swarm.expert_slots,
+        "model.subspace keeps the experts of a layer together with it: leave swarm.expert_slots out",
+    )
+
+
 _CHANGING = {
     "training": ("steps",),
     "optimizer": ("schedule", "decay_steps"),
@@ -726,6 +790,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         del tables["model"]["decoder"]
     if not spec.model.tied:
         del tables["model"]["tied"]
+    if not spec.model.subspace:
+        del tables["model"]["subspace"]
     if not spec.swarm.expert_slots:
         for name in ("expert_slots", "expert_replicas"):
             del tables["swarm"][name]

@@ -44,15 +44,15 @@ def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
 
     Raises: ValueError: the model has no such layer.
     """
-    D = model.dim
+    D, W = model.dim, model.written_width
     if key == EMBED:
-        return {EMBEDDING_MATRIX: (model.vocab_size, D)}, {}
+        return {EMBEDDING_MATRIX: (model.vocab_size, W)}, {}
     if key == HEAD:
         return {HEAD_MATRIX: (model.vocab_size, D)}, {"model.norm.weight": (D,)}
     index, unit = _unit(model, key)
     if unit is not None and unit != TRUNK:
         F = model.ffn_dim
-        shape_of = {"w1": (F, D), "w2": (D, F), "w3": (F, D)}
+        shape_of = {"w1": (F, D), "w2": (W, F), "w3": (F, D)}
         return {expert_name(model, index, int(unit), w): shape_of[w] for w in EXPERT_MATRICES}, {}
     matrices, vectors = _attention(model, index)
     if not model.num_experts:
@@ -134,7 +134,13 @@ def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
 
 def expert_elements(model: ModelSpec) -> int:
     """Count the elements of one expert's matrices, or of those of a dense layer's one feed-forward."""
-    return 3 * model.dim * model.ffn_dim
+    return (2 * model.dim + model.written_width) * model.ffn_dim
+
+
+def basis_elements(model: ModelSpec) -> int:
+    """Count the elements of the matrices, the same in all layers and never trained, with which a decoder layer's two
+    halves write into the residual stream; 0: they write into all of it."""
+    return 2 * model.dim * model.subspace
 
 
 def tokens_seen(model: ModelSpec, index: int) -> float:
@@ -150,7 +156,7 @@ def _attention(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
     rows = {"q": model.num_heads * K, "k": model.num_kv_heads * K, "v": model.num_kv_heads * K}
     at = f"model.layers.{index}."
     matrices: Shapes = {f"{at}self_attn.{name}_proj.weight": (number, D) for name, number in rows.items()}
-    matrices[at + "self_attn.o_proj.weight"] = (D, rows["q"])
+    matrices[at + "self_attn.o_proj.weight"] = (model.written_width, rows["q"])
     vectors: Shapes = {f"{at}{name}.weight": (D,) for name in _NORMS[decoder.norms]}
     if decoder.qk_norm != "none":
         for name in ("q", "k"):
@@ -160,9 +166,9 @@ def _attention(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
 
 
 def _feed_forward(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
-    D, F = model.dim, model.ffn_dim
+    D, W, F = model.dim, model.written_width, model.ffn_dim
     at = f"model.layers.{index}.mlp."
-    matrices: Shapes = {at + "gate_proj.weight": (F, D), at + "up_proj.weight": (F, D), at + "down_proj.weight": (D, F)}
+    matrices: Shapes = {at + "gate_proj.weight": (F, D), at + "up_proj.weight": (F, D), at + "down_proj.weight": (W, F)}
     biases: Shapes = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in matrices.items()}
     return matrices, biases if model.decoder.mlp_bias else {}
 

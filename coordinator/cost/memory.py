@@ -168,7 +168,7 @@ def _moments(spec: RunSpec) -> float:
     """Numbers for each parameter; of Muon's the model's mean."""
     if spec.optimizer.name != "muon":
         return _MOMENTS[spec.optimizer.name]
-    ends = 2.0 * spec.model.vocab_size * spec.model.dim
+    ends = float(sum(num_elements(spec.model, EMBED)) + num_elements(spec.model, HEAD)[0])
     hidden = spec.model.num_layers * decoder_parameters(spec.model, experts_held=spec.model.experts_held)
     return 1.0 + ends / (ends + hidden)
 
@@ -199,17 +199,18 @@ def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tup
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)
     job = [of_layer if is_whole else 0.0] * model.num_layers
-    ends = float(model.vocab_size * model.dim)
+    embed, head = (float(num_elements(model, key)[0]) for key in (EMBED, HEAD))
     if spec.adapter is not None:
         # No gradient and no step of the two ends; the head is made dense for its products, if it is stored otherwise.
         logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
-        job[-1] += _dense_bytes(spec, ends, HEAD) + logits
-        job[0] += _dense_bytes(spec, ends, EMBED)
+        job[-1] += _dense_bytes(spec, head, HEAD) + logits
+        job[0] += _dense_bytes(spec, embed, EMBED)
         return tuple(job)
-    step = STEP_TEMPORARIES * max(0.0, ends - decoder_parameters(model, experts_held=experts_held))
+    largest = decoder_parameters(model, experts_held=experts_held)
+    step_of_embed, step_of_head = (STEP_TEMPORARIES * max(0.0, end - largest) for end in (embed, head))
     logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
-    job[0] += step
-    job[-1] += max(step, FP32 * ends + logits)
+    job[0] += step_of_embed
+    job[-1] += max(step_of_head, FP32 * head + logits)
     return tuple(job)
 
 

@@ -68,7 +68,8 @@ class Workload:
     """What stages hold: the base of adapters, too."""
     cut_bytes: float
     """Bytes on the wire between two stages for a microbatch, one way: the mean of its activation's and its gradient's.
-    A stage in the middle sends one of each."""
+    A stage in the middle sends one of each. Labels go along with an activation: a subspace model's count, beside k
+    numbers a token, and those of others do not, which are a word for each D numbers."""
     microbatches: int
     """M, a step."""
     tokens_per_microbatch: int
@@ -148,6 +149,7 @@ class Workload:
         tokens = training.microbatch_size * model.context
         recompute = training.recomputes
         both_ways = (activations, spec.wire.backward_of(activations))
+        labels = spec.labels_bytes if model.subspace else 0
         backward = _backward_per_forward(adapts=spec.adapter is not None)
         costs = list(layer_costs(model))
         if spec.recomputes_by_layer:
@@ -161,7 +163,7 @@ class Workload:
             gradient_bytes_per_parameter=_bytes_per_number(sums),
             reduced=_reduced(spec),
             memory=StageMemory.counted(spec, experts_held=experts_held(spec)),
-            cut_bytes=sum(tensor_bytes(form, tokens * model.dim) for form in both_ways) / 2.0,
+            cut_bytes=(sum(tensor_bytes(form, tokens * model.written_width) for form in both_ways) + labels) / 2.0,
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
             s_max=training.s_max,

@@ -88,7 +88,7 @@ class RunFacts:
             num_layers=spec.model.num_layers,
             tokens_per_step=spec.tokens_per_step,
             tokens_per_microbatch=spec.training.microbatch_size * spec.model.context,
-            activation_bytes_per_token=tensor_bytes(spec.wire.forward[0], spec.model.dim),
+            activation_bytes_per_token=tensor_bytes(spec.wire.forward[0], spec.model.written_width),
             activations=spec.wire.forward[0],
         )
 

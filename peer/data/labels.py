@@ -33,10 +33,13 @@ class Labels:
     """The targets that are not IGNORED. None: there is none of those."""
     weight: float = 1.0
     """What the mean loss over these targets is multiplied by; a float32."""
+    tokens_BT: Tensor | None = None
+    """int64, the tokens themselves, where every stage needs them: in a subspace model. None: only stage 0 has them."""
 
     def to(self, device: torch.device) -> "Labels":
         begins_BT = None if self.begins_BT is None else self.begins_BT.to(device)
-        return replace(self, targets_BT=self.targets_BT.to(device), begins_BT=begins_BT)
+        tokens_BT = None if self.tokens_BT is None else self.tokens_BT.to(device)
+        return replace(self, targets_BT=self.targets_BT.to(device), begins_BT=begins_BT, tokens_BT=tokens_BT)
 
 
 def weight_of(counted: int, total: int, microbatches: int) -> float:

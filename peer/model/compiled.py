@@ -21,12 +21,14 @@ from torch import Tensor
 from shoal.peer.model import llama
 from shoal.peer.model.layout import layer_index, layer_layout
 from shoal.peer.model.rotary import Rotary
+from shoal.peer.model.subspace import BASIS
 from shoal.protocol.spec import ModelSpec, RunSpec
 
 logger = logging.getLogger(__name__)
 
 Layer = Callable[[tuple[Tensor, ...], Tensor, Rotary], Tensor]
-"""(a layer's tensors in its layout's order, activations [B, T, D], rotary tables) -> activations [B, T, D]."""
+"""(a layer's tensors in its layout's order, behind them a subspace model's basis; activations [B, T, D]; rotary tables)
+-> activations [B, T, D]."""
 DEVICES: Final = ("cuda",)
 """Where layers are compiled. CPUs are no faster with it (`MEASURED.md`), a peer takes more memory, and a C++ compiler
 has to be there."""
@@ -88,11 +90,14 @@ class CompiledLayers:
         """Compile one layer. It is run once with gradients and once without, since torch compiles each at its first
         call."""
         job, layout = self._job, layer_layout(self._job.model, f"layers.{index}")
+        names = (*layout.names, BASIS) if job.model.subspace else layout.names
         layer: Layer = torch.compile(
-            _uncompiled(job.model, index, layout.names), backend=self._backend, fullgraph=True, dynamic=False
+            _uncompiled(job.model, index, names), backend=self._backend, fullgraph=True, dynamic=False
         )
         flat_N = torch.zeros(layout.numel, device=job.device, dtype=job.dtype)
         tensors = tuple(layout.leaves(flat_N, torch.zeros_like(flat_N)).values())
+        if job.model.subspace:
+            tensors += (torch.zeros(job.model.dim, job.model.subspace, device=job.device, dtype=job.dtype),)
         rotary = llama.rotary_tables(job.model, job.device)
         shape_BTD = (job.num_samples, job.model.context, job.model.dim)
         x_BTD = torch.ones(shape_BTD, device=job.device, dtype=job.dtype, requires_grad=True)

@@ -6,7 +6,7 @@ from typing import Final
 
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
 from shoal.protocol.spec import ModelSpec, RunSpec
-from shoal.protocol.tensors import expert_elements, num_elements, tokens_seen, trunk_elements
+from shoal.protocol.tensors import basis_elements, expert_elements, num_elements, tokens_seen, trunk_elements
 
 BACKWARD_PER_FORWARD: Final = 2.0
 """A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
@@ -82,16 +82,17 @@ def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
     """Matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of `context`.
 
     Attention is counted causal: a token looks at (context + 1) / 2 others on average, and at fewer through a window.
-    The embedding is a gather, 0. Of experts those count that a token is sent to, and the router.
+    The embedding is a gather, 0. Of experts those count that a token is sent to, and the router. In a subspace model
+    the products with its basis count as well.
     """
     if key == EMBED:
-        return 0.0
+        return 2.0 * num_tokens * model.dim * model.subspace
     if key == HEAD:
         return 2.0 * num_tokens * num_elements(model, HEAD)[0]
     index = layer_index(key)
     matrices = trunk_elements(model, index)[0] + model.experts_computed * expert_elements(model)
     scores_and_values = 2 * model.num_heads * model.head_dim * tokens_seen(model, index)
-    return 2.0 * num_tokens * (matrices + scores_and_values)
+    return 2.0 * num_tokens * (matrices + basis_elements(model) + scores_and_values)
 
 
 def backward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:

@@ -4,7 +4,7 @@
 No modules: a layer's tensors are whatever version of them the caller hands in, stale, predicted or fresh.
 
 B samples   T tokens   S tokens that are looked at, T and those before   D width   H query heads   G key and value heads
-K head size   F hidden width   V vocabulary
+K head size   F hidden width   V vocabulary   W numbers that a layer adds to a token: D, or those of a subspace
 """
 
 import math
@@ -21,10 +21,11 @@ from shoal.peer.model.layout import EMBED, HEAD, layer_index
 from shoal.peer.model.mixture import LOCAL, Mixture, mixture_layer
 from shoal.peer.model.rotary import Rotary, rotate
 from shoal.peer.model.rotary import rotary_tables as rotary_tables
+from shoal.peer.model.subspace import BASIS, fixed_vectors
 from shoal.protocol.spec import ModelSpec
 
 Params = Mapping[str, Tensor]
-"""Hugging Face tensor name -> tensor, of one layer."""
+"""Hugging Face tensor name -> tensor, of one layer; in a subspace model also what is fixed of it (`subspace.py`)."""
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes the keys and values of new tokens, [B, G, T, K] each; returns those of all tokens so far, the new ones last.
 
@@ -40,13 +41,15 @@ def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
     """int64 [B, T] -> [B, T, D]."""
     if isinstance(params, AdaptedLayer):
         return _scaled_embedding(model, params.rows("model.embed_tokens.weight", tokens_BT))
-    weight_VD = params["model.embed_tokens.weight"]
-    if weight_VD.is_cpu and weight_VD.dtype == torch.bfloat16:
+    weight_VW = params["model.embed_tokens.weight"]
+    if weight_VW.is_cpu and weight_VW.dtype == torch.bfloat16:
         # On a CPU torch would add up a token's gradients in bfloat16, which loses all but the first few hundred.
-        x_BTD = functional.embedding(tokens_BT, weight_VD.float()).to(weight_VD.dtype)
+        x_BTW = functional.embedding(tokens_BT, weight_VW.float()).to(weight_VW.dtype)
     else:
-        x_BTD = functional.embedding(tokens_BT, weight_VD)
-    return _scaled_embedding(model, x_BTD)
+        x_BTW = functional.embedding(tokens_BT, weight_VW)
+    if model.subspace:
+        return fixed_vectors(params, tokens_BT, x_BTW.dtype) + _spread(model, params, x_BTW)
+    return _scaled_embedding(model, x_BTW)
 
 
 def _scaled_embedding(model: ModelSpec, x_BTD: Tensor) -> Tensor:
@@ -71,12 +74,13 @@ def decoder_layer(
     context, and with what is remembered 1 after the first call."""
     x_BTD, normed_BTD = attend(model, index, params, x_BTD, rotary, remember, documents=documents)
     if model.num_experts:
-        return x_BTD + mixture_layer(model, index, params, normed_BTD.flatten(0, 1), mixture).view_as(x_BTD)
+        y_NW = mixture_layer(model, index, params, normed_BTD.flatten(0, 1), mixture)
+        return x_BTD + _spread(model, params, y_NW).view_as(x_BTD)
     at = f"model.layers.{index}."
-    out_BTD = _feed_forward(model, at + "mlp.", params, normed_BTD)
+    out_BTW = _feed_forward(model, at + "mlp.", params, normed_BTD)
     if model.decoder.norms != "pre":
-        out_BTD = _norm(model, params, at + "post_feedforward_layernorm", out_BTD)
-    return x_BTD + out_BTD
+        out_BTW = _norm(model, params, at + "post_feedforward_layernorm", out_BTW)
+    return x_BTD + _spread(model, params, out_BTW)
 
 
 def attend(
@@ -92,11 +96,11 @@ def attend(
     """The first half of a layer. Returns: ([B, T, D] with the residual, that normalised for the second half)."""
     at, norms = f"model.layers.{index}.", model.decoder.norms
     normed_BTD = x_BTD if norms == "post" else _norm(model, params, at + "input_layernorm", x_BTD)
-    out_BTD = _attention(model, index, params, normed_BTD, rotary, remember, documents)
+    out_BTW = _attention(model, index, params, normed_BTD, rotary, remember, documents)
     if norms == "pre":
-        x_BTD = x_BTD + out_BTD
+        x_BTD = x_BTD + _spread(model, params, out_BTW)
         return x_BTD, _norm(model, params, at + "post_attention_layernorm", x_BTD)
-    x_BTD = x_BTD + _norm(model, params, at + "post_attention_layernorm", out_BTD)
+    x_BTD = x_BTD + _norm(model, params, at + "post_attention_layernorm", out_BTW)
     return x_BTD, x_BTD if norms == "post" else _norm(model, params, at + "pre_feedforward_layernorm", x_BTD)
 
 
@@ -175,6 +179,12 @@ def _linear(params: Params, name: str, x: Tensor) -> Tensor:
     if isinstance(params, AdaptedLayer):
         return params.linear(name, x)
     return functional.linear(x, params[name + ".weight"], params.get(name + ".bias"))
+
+
+def _spread(model: ModelSpec, params: Params, y: Tensor) -> Tensor:
+    """What is added to the residual stream: `y` itself, or in a subspace model the vector that has `y` as its
+    coordinates, [..., W] -> [..., D]."""
+    return functional.linear(y, params[BASIS]) if model.subspace else y
 
 
 def _feed_forward(model: ModelSpec, at: str, params: Params, x_BTD: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ Sources: Mixtral (2024, arXiv 2401.04088, section 2.1), its weights and names; S
 the load is even, whatever K is.
 
 N tokens   K experts a token   P = N K rows, sorted by expert   E experts   D width   F hidden width
+W numbers that a layer adds to a token: D, or those of a subspace, in which w2 is [W, F]
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,7 @@ class Routing:
 
 
 def mixture_layer(model: ModelSpec, index: int, params: Mapping[str, Tensor], x_ND: Tensor, mixture: Mixture) -> Tensor:
-    """What stands in a dense layer's SwiGLU's place: [N, D] -> [N, D].
+    """What stands in a dense layer's SwiGLU's place: [N, D] -> [N, W].
 
     `params` of decoder layer `index` need not have the experts' matrices if `mixture` has others compute them.
     """
@@ -150,7 +151,7 @@ def local_experts(model: ModelSpec, params_by_key: Mapping[str, Mapping[str, Ten
 def expert_matrices(
     model: ModelSpec, params: Mapping[str, Tensor], layer_index: int, experts: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """(w1 [F, D], w2 [D, F], w3 [F, D]) of each of `experts`, in their order."""
+    """(w1 [F, D], w2 [W, F], w3 [F, D]) of each of `experts`, in their order."""
     w1, w2, w3 = ([params[expert_name(model, layer_index, expert, w)] for expert in experts] for w in EXPERT_MATRICES)
     return w1, w2, w3
 
@@ -158,7 +159,7 @@ def expert_matrices(
 def swiglu_experts(
     x_PD: Tensor, offset_E: Tensor, w1: Sequence[Tensor], w2: Sequence[Tensor], w3: Sequence[Tensor]
 ) -> Tensor:
-    """Each expert's rows through its SwiGLU, [P, D] -> [P, D]: rows [offset_E[e], offset_E[e + 1]) are the e-th's."""
+    """Each expert's rows through its SwiGLU, [P, D] -> [P, W]: rows [offset_E[e], offset_E[e + 1]) are the e-th's."""
     matrices = {"w1": w1, "w2": w2, "w3": w3}
     return _swiglu(x_PD, lambda w, rows: grouped_matmul(rows, matrices[w], offset_E))
 

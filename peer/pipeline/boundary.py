@@ -4,6 +4,7 @@ B samples   T tokens   D width   V vocabulary
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ class Boundary:
             tokens_BT, labels = validation_microbatch(self._corpus, self._spec, -1 - microbatch.index)
         else:
             tokens_BT, labels = training_microbatch(self._corpus, self._spec, microbatch.step, microbatch.index)
+        if self._spec.model.subspace:
+            labels = replace(labels, tokens_BT=tokens_BT)
         return tokens_BT.to(self._device), labels.to(self._device)
 
     def send(self, y_BTD: Tensor, labels: Labels) -> bytearray:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.peer.model.frozen import AdaptedLayer, FrozenLayer
 from shoal.peer.model.layout import state_layout
+from shoal.peer.model.subspace import constants_of
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.offload import Offload
@@ -25,7 +26,8 @@ from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
 
 Leaves = dict[str, dict[str, Tensor]]
-"""Layer key -> tensor name -> autograd leaf."""
+"""Layer key -> tensor name -> autograd leaf; in a subspace model also what of the layer is not trained
+(`subspace.constants_of`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,7 +256,7 @@ class Shard:
     def _leaves_of(self, key: str, flat_N: Tensor) -> dict[str, Tensor]:
         leaves = state_layout(self.spec, key).leaves(flat_N)
         if self.spec.adapter is None:
-            return leaves
+            return leaves | constants_of(self.spec, key, device=self.device, dtype=self.dtype)
         return AdaptedLayer(self._base[key], leaves, scale=self.spec.adapter.scale)
 
     def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:

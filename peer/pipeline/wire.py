@@ -10,7 +10,11 @@ With an activation go its labels: of each token what it is to predict, and where
 or that some targets are not learnt, in the same four bytes whether a document begins at it, and behind all of them the
 microbatch's weight.
 
-B samples   T tokens   D width
+In a subspace model (`peer/model/subspace.py`) what travels of a token is its coordinates, and of a gradient theirs: k
+numbers in the place of D. What they stand for follows from them and from the token, so tokens go along, too. Where all
+targets are learnt each is the next token, and only the first token of each sample is sent; else all are.
+
+B samples   T tokens   D width   W numbers a token that travel: D, or the k of a subspace
 """
 
 import math
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from shoal.kernels import codec
 from shoal.peer.data.labels import IGNORED, Labels
+from shoal.peer.model.subspace import Subspace
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
@@ -44,9 +49,10 @@ class ActivationWire:
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        self._shape_BTD = (spec.training.microbatch_size, spec.model.context, spec.model.dim)
-        self._shape_BT = self._shape_BTD[:2]
-        self._numel = spec.training.microbatch_size * spec.model.context * spec.model.dim
+        self._spec = spec
+        self._shape_BTW = (spec.training.microbatch_size, spec.model.context, spec.model.written_width)
+        self._shape_BT = self._shape_BTW[:2]
+        self._numel = math.prod(self._shape_BTW)
         self._seed = spec.seed
         self._backward_of = spec.wire.backward_of
         self._activations = {tensor_bytes(form, self._numel): form for form in spec.wire.forward}
@@ -55,8 +61,8 @@ class ActivationWire:
         self._gradients = {tensor_bytes(form, self._numel): form for form in gradients}
         self.travel_as(spec.wire.forward[0])
         self._leaves_out, self._masks = spec.data.leaves_out_targets, spec.data.masks_documents
-        words = spec.training.microbatch_size * spec.model.context + self._leaves_out
-        self.targets_bytes = 4 * words
+        self.targets_bytes = spec.labels_bytes
+        """Of all labels of an activation: in a subspace model the tokens that are sent, too."""
 
     def travel_as(self, activations: WireFormat) -> None:
         """From now on activations leave in this format, one of the run's, and gradients in what goes with it."""
@@ -64,7 +70,7 @@ class ActivationWire:
 
     @property
     def activation_bytes(self) -> int:
-        """Of what leaves now, without the targets."""
+        """Of what leaves now, without the labels."""
         return tensor_bytes(self._forward, self._numel)
 
     @property
@@ -81,10 +87,14 @@ class ActivationWire:
 
     def encode_activation(self, x_BTD: Tensor, labels: Labels) -> bytearray:
         form = self._forward  # a plan may change it while this job runs
-        at, num = tensor_bytes(form, self._numel), math.prod(self._shape_BT)
+        at = tensor_bytes(form, self._numel)
         payload = bytearray(at + self.targets_bytes)
+        word_BT, weight_1, token_BN = self._words(payload, at)
+        if self._spec.model.subspace:
+            assert labels.tokens_BT is not None, "an activation of a subspace model without its tokens"
+            token_BN.copy_(labels.tokens_BT[:, : token_BN.shape[1]])
+            x_BTD = self._subspace(x_BTD.device).coordinates(x_BTD, labels.tokens_BT.to(x_BTD.device))
         self._write(x_BTD, payload, form)
-        word_BT, weight_1 = self._words(payload, at, num)
         targets_BT = labels.targets_BT
         if not self._leaves_out:
             word_BT.copy_(targets_BT)
@@ -93,16 +103,21 @@ class ActivationWire:
         if labels.begins_BT is not None:
             word_BT += _BEGINS * labels.begins_BT.to(word_BT.device, torch.int32)
         weight_1.fill_(labels.weight)
-        assert at + 4 * (num + 1) == len(payload)
         return payload
 
     def decode_activation(self, payload: Payload, device: torch.device) -> tuple[Tensor, Labels]:
         """Returns: (float32 [B, T, D] on `device`, nobody else's; its labels there)."""
         at = len(payload) - self.targets_bytes
         x_BTD = self._read(payload, at, self._activations[at], device)
-        word_BT, weight_1 = self._words(payload, at, math.prod(self._shape_BT))
+        word_BT, weight_1, token_BN = self._words(payload, at)
+        tokens_BT = None
+        if self._spec.model.subspace:
+            # Of the words of targets T - 1 are tokens, too; none of them where all tokens were sent.
+            followed_BT = word_BT[:, : word_BT.shape[1] - token_BN.shape[1]]
+            tokens_BT = torch.cat([token_BN, followed_BT], dim=1).to(device, torch.int64)
+            x_BTD = self._subspace(device).restored(x_BTD, tokens_BT)
         if not self._leaves_out:
-            return x_BTD, Labels(targets_BT=word_BT.to(device, torch.int64))
+            return x_BTD, Labels(targets_BT=word_BT.to(device, torch.int64), tokens_BT=tokens_BT)
         targets_BT = word_BT.to(torch.int64) & _NOTHING
         targets_BT.masked_fill_(targets_BT == _NOTHING, IGNORED)
         labels = Labels(
@@ -110,44 +125,57 @@ class ActivationWire:
             begins_BT=(word_BT & _BEGINS) != 0 if self._masks else None,
             counted=int((targets_BT != IGNORED).sum()),
             weight=float(weight_1),
+            tokens_BT=tokens_BT,
         )
         return x_BTD, labels.to(device)
 
-    def _words(self, payload: Payload, at: int, num: int) -> tuple[Tensor, Tensor]:
-        """The labels in a payload, int32 [B, T], and the place of the weight behind them, float32 [1] or [0].
+    def _words(self, payload: Payload, at: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The labels in a payload: (the words of the targets, int32 [B, T]; the weight behind them, float32 [1] or [0];
+        the tokens that are sent, of each sample the first N, int32 [B, N]: N is T, 1 or 0).
 
         Args: at: the bytes before them.
         """
-        word_BT = torch.frombuffer(payload, dtype=torch.int32, offset=at, count=num).view(self._shape_BT)
-        if not self._leaves_out:
-            return word_BT, torch.empty(0)
-        return word_BT, torch.frombuffer(payload, dtype=torch.float32, offset=at + 4 * num, count=1)
+        num, (B, T) = math.prod(self._shape_BT), self._shape_BT
+        word_BT = torch.frombuffer(payload, dtype=torch.int32, offset=at, count=num).view(B, T)
+        weight_1, at = torch.empty(0), at + 4 * num
+        if self._leaves_out:
+            weight_1, at = torch.frombuffer(payload, dtype=torch.float32, offset=at, count=1), at + 4
+        if not self._spec.model.subspace:
+            return word_BT, weight_1, torch.empty(B, 0, dtype=torch.int32)
+        return word_BT, weight_1, torch.frombuffer(payload, dtype=torch.int32, offset=at).view(B, -1)
+
+    def _subspace(self, device: torch.device) -> Subspace:
+        """It is made when the first tensor needs it: a modelled peer has none."""
+        return Subspace.of(self._spec, device)
 
     def encode_gradient(self, grad_BTD: Tensor, microbatch: Microbatch, layer: int) -> bytearray:
         """Args: grad_BTD: of the input of decoder layer `layer`, float32 [B, T, D]."""
         form = self._backward
         payload = bytearray(tensor_bytes(form, self._numel))
+        if self._spec.model.subspace:
+            grad_BTD = self._subspace(grad_BTD.device).gradient_of_coordinates(grad_BTD)
         self._write(grad_BTD, payload, form, key=self._key(microbatch, layer))
         return payload
 
     def decode_gradient(self, payload: Payload, device: torch.device) -> Tensor:
         """Returns: float32 [B, T, D] on `device`, nobody else's."""
-        return self._read(payload, len(payload), self._gradients[len(payload)], device)
+        grad_BTW = self._read(payload, len(payload), self._gradients[len(payload)], device)
+        return self._subspace(device).gradient_restored(grad_BTW) if self._spec.model.subspace else grad_BTW
 
-    def _write(self, x_BTD: Tensor, into: bytearray, form: WireFormat, *, key: tuple[int, int] | None = None) -> None:
+    def _write(self, x_BTW: Tensor, into: bytearray, form: WireFormat, *, key: tuple[int, int] | None = None) -> None:
         """Write the tensor's bytes to the beginning of `into`."""
         if form in _DTYPES:
-            torch.frombuffer(into, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTD).copy_(x_BTD)
+            torch.frombuffer(into, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTW).copy_(x_BTW)
         else:
-            payload_B = codec.encode(x_BTD.to(torch.float32), codec.FORMATS[form], key=key)
+            payload_B = codec.encode(x_BTW.to(torch.float32), codec.FORMATS[form], key=key)
             torch.frombuffer(into, dtype=torch.uint8, count=payload_B.numel()).copy_(payload_B)
 
     def _read(self, payload: Payload, nbytes: int, form: WireFormat, device: torch.device) -> Tensor:
         if form in _DTYPES:
-            x_BTD = torch.frombuffer(payload, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTD)
-            return x_BTD.to(device, torch.float32, copy=True)
+            x_BTW = torch.frombuffer(payload, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTW)
+            return x_BTW.to(device, torch.float32, copy=True)
         payload_B = torch.frombuffer(payload, dtype=torch.uint8, count=nbytes).to(device)
-        return codec.decode(payload_B, self._numel, codec.FORMATS[form]).view(self._shape_BTD)
+        return codec.decode(payload_B, self._numel, codec.FORMATS[form]).view(self._shape_BTW)
 
     def _key(self, microbatch: Microbatch, layer: int) -> tuple[int, int]:
         words = f"{self._seed} {microbatch.step} {microbatch.index} {layer}"

@@ -103,7 +103,7 @@ def _batch_advice(spec: RunSpec) -> list[str]:
         usual,
         context=model.context,
         stages=stages_fed(stages, num_layers=model.num_layers),
-        dim=model.dim,
+        dim=model.written_width,
         experts=model.experts_computed,
     )
     remedy = f"Set training.microbatches_per_step = {number} and training.microbatch_size = {samples}"
@@ -150,7 +150,8 @@ def _vocabulary_advice(spec: RunSpec, text_vocab_size: int) -> list[str]:
     unused = spec.model.vocab_size - text_vocab_size
     if unused < max(1024, text_vocab_size):
         return []
+    parameters = millions(float(unused * (spec.model.dim + spec.model.written_width)))
     return [
         f"model.vocab_size {spec.model.vocab_size} is far more than the {text_vocab_size} tokens that the text has: "
-        f"{millions(2.0 * unused * spec.model.dim)} parameters learn nothing. Set model.vocab_size = {text_vocab_size}"
+        f"{parameters} parameters learn nothing. Set model.vocab_size = {text_vocab_size}"
     ]

@@ -98,11 +98,17 @@ def model_size(
     context: int,
     experts: int = 1,
     head_size: int | None = None,
+    written_width: int | None = None,
 ) -> Size:
-    """Args: experts: that a token passes in each layer; 1 in a dense model. head_size: None: dim / num_heads."""
+    """Args:
+    experts: that a token passes in each layer; 1 in a dense model.
+    head_size: None: dim / num_heads.
+    written_width: `ModelSpec.written_width`; None: dim.
+    """
     head_dim = dim / num_heads if head_size is None else head_size
     q_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
-    parameters = num_layers * (2.0 * dim * q_dim + 2.0 * dim * kv_dim + 3.0 * dim * ffn_dim * experts)
+    both = dim + (dim if written_width is None else written_width)
+    parameters = num_layers * (both * q_dim + 2.0 * dim * kv_dim + (dim + both) * ffn_dim * experts)
     return Size(parameters=parameters, flop_per_token=6.0 * parameters + 12.0 * num_layers * q_dim * context)
 
 
@@ -117,6 +123,7 @@ def size_of(spec: RunSpec) -> Size:
         context=model.context,
         experts=model.experts_computed,
         head_size=model.head_size,
+        written_width=model.written_width,
     )
 
 
@@ -197,7 +204,7 @@ def microbatches_of(
     """Cut a step of about `tokens` into microbatches.
 
     Args:
-        dim: of the model: an activation must not be more than a stream takes at once.
+        dim: numbers a token of an activation, which must not be more than a stream takes at once.
         experts: that each token is sent to, so many times its activation.
         number: of microbatches, if its author has said it.
         samples: of one microbatch, likewise.
@@ -230,6 +237,7 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
     ffn_dim = filling.choose("model.ffn_dim", ffn_dim_of(dim), f"8/3 of dim {dim}, rounded up")
     has_experts = filling.number("model.num_experts", least=0) > 0
     experts = filling.number("model.experts_per_token") if has_experts else 1
+    written = min(dim, filling.number("model.subspace", least=0) or dim)
     size = model_size(
         dim=dim,
         num_layers=num_layers,
@@ -239,13 +247,14 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
         context=context,
         experts=experts,
         head_size=filling.said("model.head_size"),
+        written_width=written,
     )
     batch = batch_tokens_of(size)
     number, samples = microbatches_of(
         batch,
         context=context,
         stages=stages_fed(filling.said("swarm.stages"), num_layers=num_layers),
-        dim=dim,
+        dim=written,
         experts=experts,
         number=filling.said("training.microbatches_per_step"),
         samples=filling.said("training.microbatch_size"),

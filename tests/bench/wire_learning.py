@@ -60,7 +60,7 @@ def learn(spec: RunSpec, *, stages: int) -> float:
     """Validation loss at the end."""
     corpus, params = load_corpus(spec.data, context=spec.model.context), {}
     wire, layers = spec.wire, spec.model.num_layers
-    firsts, cut = {layers * stage // stages for stage in range(1, stages)}, cuts(spec)
+    firsts, cut = {layers * stage // stages for stage in range(1, stages)}, cuts(spec, corpus)
 
     def between(x_BTD: Tensor, microbatch: Microbatch, layer: int) -> Tensor:
         return cut(x_BTD, microbatch, layer) if layer in firsts else x_BTD

@@ -2,12 +2,16 @@
 `on_backward` of `peer/single_process.py`)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.labels import Labels
+from shoal.peer.data.microbatch import microbatch as training_microbatch
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.pipeline.microbatch import Microbatch, bitmap_of
 from shoal.peer.pipeline.wire import ActivationWire
@@ -22,21 +26,32 @@ CPU = torch.device("cpu")
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, wire: ActivationWire, microbatch: Microbatch, layer: int) -> Tensor:
+    def forward(
+        ctx: Any, x_BTD: Tensor, wire: ActivationWire, labels: Labels, microbatch: Microbatch, layer: int
+    ) -> Tensor:
         ctx.at = wire, microbatch, layer
-        labels = Labels(targets_BT=torch.zeros(x_BTD.shape[:2], dtype=torch.int64))
         return wire.decode_activation(wire.encode_activation(x_BTD, labels), CPU)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None, None, None, None]:
         wire, microbatch, layer = ctx.at
-        return wire.decode_gradient(wire.encode_gradient(grad_BTD, microbatch, layer), CPU), None, None, None
+        return wire.decode_gradient(wire.encode_gradient(grad_BTD, microbatch, layer), CPU), None, None, None, None
 
 
-def cuts(spec: RunSpec) -> Between:
+def cuts(spec: RunSpec, corpus: Corpus) -> Between:
     """Every layer gets, and gives back, what the run's wire makes of it."""
     wire = ActivationWire(spec)
-    return lambda x_BTD, microbatch, layer: _Cut.apply(x_BTD, wire, microbatch, layer)
+
+    @lru_cache(maxsize=1)
+    def labels_of(microbatch: Microbatch) -> Labels:
+        tokens_BT, labels = training_microbatch(corpus, spec, microbatch.step, microbatch.index)
+        return replace(labels, tokens_BT=tokens_BT)
+
+    def between(x_BTD: Tensor, microbatch: Microbatch, layer: int) -> Tensor:
+        cut: Tensor = _Cut.apply(x_BTD, wire, labels_of(microbatch), microbatch, layer)
+        return cut
+
+    return between
 
 
 class Sums:

@@ -139,6 +139,25 @@ def test_a_swarm_with_experts_equals_one_process(make_swarm, tiny_spec):
         assert sum(sum(counts) for r in runtimes for counts in r.expert_loads.totals().values()) > 0
 
 
+SUBSPACES = {
+    "fp32": ({"subspace": 5}, {}, 1e-4),
+    "bf16 on the wire": ({"subspace": 5}, {"activations": "bf16"}, 2e-3),
+    "experts": ({"subspace": 5, "num_experts": 4}, {}, 1e-4),
+}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(("model", "wire", "tolerance"), SUBSPACES.values(), ids=SUBSPACES)
+@pytest.mark.parametrize("keep", ["stash", "layers"])
+def test_a_swarm_with_a_subspace_equals_one_process(make_swarm, tiny_spec, model, wire, tolerance, keep):
+    """In one process nothing is ever taken apart into a token's fixed vector and its coordinates."""
+    spec = spec_with(tiny_spec, model=model, wire=wire, training={"keep": keep})
+    swarm = losses_of(make_swarm, spec, [["0.0", "0.1"], ["1.0", "1.1"], ["2.0"]])
+    single = [step.loss for step in train(spec, load_corpus(spec.data, context=spec.model.context), steps=STEPS)]
+    assert single[-1] < single[0] - 0.3, "the yardstick itself does not learn"
+    assert max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True)) < tolerance
+
+
 @pytest.mark.sim
 def test_recompute_unequal_groups_and_one_stage_equal_one_process(make_swarm, tiny_spec):
     spec = spec_with(tiny_spec, training={"keep": "recompute", "steps": 8})

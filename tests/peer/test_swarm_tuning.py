@@ -53,12 +53,12 @@ def swarm_of(make_swarm, spec, stages):
 
 @pytest.mark.sim
 @pytest.mark.parametrize("keep", ["stash", "recompute"])
-@pytest.mark.parametrize("experts", [0, 4])
-def test_a_swarm_that_learns_answers_equals_one_process(make_swarm, tiny_spec, data, keep, experts):
+@pytest.mark.parametrize(("experts", "subspace"), [(0, 0), (4, 0), (0, 7)])
+def test_a_swarm_that_learns_answers_equals_one_process(make_swarm, tiny_spec, data, keep, experts, subspace):
     spec = msgspec.structs.replace(
         tiny_spec,
         data=data,
-        model=msgspec.structs.replace(tiny_spec.model, context=96, num_experts=experts),
+        model=msgspec.structs.replace(tiny_spec.model, context=96, num_experts=experts, subspace=subspace),
         training=msgspec.structs.replace(tiny_spec.training, keep=keep, validation_interval_steps=4),
     )
     corpus = load_corpus(spec.data, context=96)

@@ -15,11 +15,16 @@ KILLS = {2: "1.0", 4: "0.1", 7: "2.2"}
 
 @pytest.mark.sim
 @pytest.mark.parametrize(
-    ("wire", "apart_max", "times"),
-    [(("int8", None), 2e-3, 1.5), (("hadamard4", None), 4e-3, 10.0), (("hadamard3", "hadamard4"), 6e-3, 10.0)],
+    ("wire", "apart_max", "times", "subspace"),
+    [
+        (("int8", None), 2e-3, 1.5, 0),
+        (("hadamard4", None), 4e-3, 10.0, 0),
+        (("hadamard3", "hadamard4"), 6e-3, 10.0, 0),
+        (("hadamard4", None), 4e-3, 10.0, 5),
+    ],
 )
 def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(
-    make_swarm, tiny_spec, wire, apart_max, times
+    make_swarm, tiny_spec, wire, apart_max, times, subspace
 ):
     """Eight microbatches a step: then a gradient that is divided by their number has the same codes. What is left is
     the order of sums, which now and then makes another code of a number. With six seeds on one machine the losses are
@@ -27,10 +32,11 @@ def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 8, "validation_interval_steps": 0, "s_max": 0}
     builtins["wire"] = {"activations": wire[0], "activation_gradients": wire[1]}
+    builtins["model"]["subspace"] = subspace
     spec = msgspec.convert(builtins, type(tiny_spec))
     swarm = killed(make_swarm, spec, KILLS, seed=1)
     corpus = load_corpus(spec.data, context=spec.model.context)
-    single = [step.loss for step in train(spec, corpus, steps=STEPS, between=cuts(spec))]
+    single = [step.loss for step in train(spec, corpus, steps=STEPS, between=cuts(spec, corpus))]
     plain = [step.loss for step in train(spec, corpus, steps=STEPS)]
     apart = max(abs(a - b) for a, b in zip(swarm.losses, single, strict=True))
     assert apart < apart_max

@@ -5,6 +5,7 @@ import msgspec
 import pytest
 from blake3 import blake3
 
+from shoal.protocol.decoder import DecoderSpec
 from shoal.protocol.errors import SpecError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX
@@ -146,6 +147,8 @@ def test_what_is_new_is_in_the_bytes_where_it_says_something() -> None:
         RunSpec(optimizer=OptimizerSpec(schedule="wsd", decay_steps=7)),
         RunSpec(continued=(ContinuedSpec(at=3, steps=9),)),
         RunSpec(swarm=SwarmSpec(stages=1)),
+        RunSpec(model=ModelSpec(subspace=16)),
+        RunSpec(model=ModelSpec(subspace=8)),
     ]
     assert len({encode_spec(spec) for spec in specs}) == len(specs)
     assert [decode_spec(encode_spec(spec)) for spec in specs] == specs
@@ -213,7 +216,7 @@ def test_initial_weights_need_a_digest_of_every_layer() -> None:
 def test_a_dense_run_is_named_as_before_there_were_experts() -> None:
     """Its bytes, and so its id, have nothing of them."""
     tables = msgspec.msgpack.decode(encode_spec(RunSpec()))
-    later = {"num_experts", "experts_per_token", "router_aux_loss", "head_size", "decoder", "tied"}
+    later = {"num_experts", "experts_per_token", "router_aux_loss", "head_size", "decoder", "tied", "subspace"}
     assert list(tables["model"]) == [name for name in ModelSpec.__struct_fields__ if name not in later]
     assert not {"expert_slots", "expert_replicas"} & set(tables["swarm"])
     assert msgspec.convert(tables, RunSpec) == RunSpec()
@@ -277,6 +280,74 @@ def test_what_is_wrong_with_an_adapter_is_said_in_one_line(tmp_path: Path, lines
     with pytest.raises(SpecError, match=complaint) as raised:
         load_spec(path)
     assert "\n" not in str(raised.value)
+
+
+# --- a subspace ---
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ("subspace = -1", r"\[model\] subspace must be in \[1, 127\], less than dim, or 0 for none; it is -1"),
+        ("subspace = 128", r"\[model\] subspace must be in \[1, 127\], less than dim, or 0 for none; it is 128"),
+        ("subspace = 8.5", "model.subspace must be a whole number, not a fraction"),
+        ('subspace = "D/8"', "model.subspace must be a whole number, not a text in quotes"),
+        ("subspace = true", "model.subspace must be a whole number"),
+        ("subspace = 8\ntied = true", "cannot be tied: leave subspace or tied out"),
+        ('subspace = 8\n[model.decoder]\nnorms = "post"', r"subspace is for layers .* decoder.norms writes more"),
+        ("subspace = 8\n[model.decoder]\nmlp_bias = true", r"subspace is for layers .* decoder.mlp_bias writes more"),
+        ('subspace = 8\n[model.decoder]\nattention_bias = "all"', "decoder.attention_bias writes more"),
+        ("subspace = 8\n[model.decoder]\nscale_embedding = true", "decoder.scale_embedding writes more"),
+        ('subspace = 8\n[adapter]\nkind = "lora"', "trained from its seed.* Leave model.subspace out"),
+        ("subspace = 8\nnum_experts = 4\n[swarm]\nexpert_slots = 2", "leave swarm.expert_slots out"),
+    ],
+)
+def test_what_is_wrong_with_a_subspace_is_said_in_one_line(tmp_path: Path, lines: str, complaint: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[model]\n{lines}\n")
+    with pytest.raises(SpecError, match=complaint) as raised:
+        load_spec(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_weights_that_are_there_already_have_no_subspace(tmp_path: Path) -> None:
+    digests = "[" + ", ".join(['"00"'] * 8) + "]"
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\nsubspace = 8\n[initial]\nsource = "model"\ndigests = {digests}\n')
+    with pytest.raises(SpecError, match=r"trained from its seed: .* Leave model\.subspace out"):
+        load_spec(path)
+
+
+def test_families_whose_layers_write_products_alone_may_have_a_subspace() -> None:
+    llama, qwen = ModelSpec(subspace=127), ModelSpec(subspace=1, decoder=DecoderSpec(attention_bias="qkv"))
+    assert (llama.written_width, qwen.written_width, ModelSpec().written_width) == (127, 1, 128)
+    assert llama.whole == ModelSpec()
+    assert qwen.family == "qwen2"
+
+
+@pytest.mark.parametrize(
+    ("data", "subspace", "words"),
+    [
+        (DataSpec(), 0, 4 * 256),
+        (DataSpec(), 8, 4 * 256 + 4),
+        (DataSpec(document_masks=True), 0, 4 * 256 + 1),
+        (DataSpec(document_masks=True), 8, 2 * 4 * 256 + 1),
+    ],
+)
+def test_tokens_travel_only_where_they_do_not_follow_from_the_targets(
+    data: DataSpec, subspace: int, words: int
+) -> None:
+    spec = RunSpec(model=ModelSpec(subspace=subspace), data=data)
+    assert (spec.training.microbatch_size, spec.model.context) == (4, 256)
+    assert spec.labels_bytes == 4 * words
+
+
+def test_a_microbatch_may_be_larger_where_fewer_numbers_travel() -> None:
+    training = TrainingSpec(microbatch_size=512)
+    wide = ModelSpec(dim=4096, num_heads=32, num_kv_heads=8, context=256)
+    with pytest.raises(ValueError, match="makes activations of 1024 MiB"):
+        RunSpec(model=wide, training=training)
+    assert RunSpec(model=msgspec.structs.replace(wide, subspace=512), training=training)
 
 
 def test_adapters_take_ten_times_the_rate_at_which_all_weights_are_tuned(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.workload import Workload
 from shoal.peer.model.flop import stage_flop
+from shoal.peer.model.layout import num_parameters
+from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.spec import (
     AdapterSpec,
@@ -40,6 +42,19 @@ def test_what_travels_is_as_wide_as_the_wire_says(
     numbers = spec.training.microbatch_size * spec.model.context * spec.model.dim
     assert workload.cut_bytes == cut_bytes_per_number * numbers
     assert workload.gradient_bytes_per_parameter == gradient_bytes
+
+
+@pytest.mark.parametrize("wire", [WireSpec(), WireSpec(activations="hadamard4")])
+@pytest.mark.parametrize("masks", [False, True])
+def test_in_a_subspace_its_numbers_travel_and_the_labels_with_them(wire: WireSpec, *, masks: bool) -> None:
+    """What a peer sends is what is foreseen, to the byte."""
+    spec = RunSpec(model=ModelSpec(subspace=16), wire=wire, data=DataSpec(document_masks=masks))
+    sends = ActivationWire(spec)
+    travels = sends.activation_bytes + sends.targets_bytes + sends.gradient_bytes
+    assert Workload.of(spec).cut_bytes == travels / 2
+    whole = Workload.of(msgspec.structs.replace(spec, model=ModelSpec()))
+    assert Workload.of(spec).cut_bytes < whole.cut_bytes / (2 if masks else 3)
+    assert Workload.of(spec).num_parameters == num_parameters(spec.model) < whole.num_parameters
 
 
 def test_a_tied_matrix_travels_between_the_ends_where_it_trains() -> None:

@@ -68,6 +68,17 @@ def test_a_lone_stage_takes_what_its_arithmetic_takes() -> None:
     assert not result.failures
 
 
+@pytest.mark.parametrize("subspace", [0, 256])
+def test_between_stages_a_modelled_run_moves_what_its_model_writes(subspace: int) -> None:
+    spec = spec_of(validation_interval_steps=0)
+    spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, subspace=subspace))
+    result = run_modelled(made(3, 1, spec=spec))
+    assert not result.failures
+    activations = 6 * 24 * (2 * 2048 * (subspace or 2048) + 4 * (2048 + (1 if subspace else 0)))
+    # Copies of a stage's state go over some of the links as well.
+    assert min(result.traffic_bytes[0, 1], result.traffic_bytes[1, 2]) == pytest.approx(activations, rel=0.01)
+
+
 @pytest.mark.parametrize(("flop_per_s", "is_wide"), [(RATE / 100, True), (RATE, False)])
 def test_where_plans_choose_the_format_sums_are_in_four_bits_only_if_a_step_waits_for_them(
     flop_per_s: float, is_wide: bool

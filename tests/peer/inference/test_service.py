@@ -137,6 +137,36 @@ def test_a_swarm_writes_what_the_model_writes_behind_its_context_too(make_swarm,
 
 
 @pytest.mark.sim
+def test_stages_in_a_subspace_say_and_write_what_one_process_does(make_swarm, tiny_spec):
+    spec = msgspec.structs.replace(tiny_spec, model=msgspec.structs.replace(tiny_spec.model, subspace=5))
+    known = in_one_process(spec)
+    tokens_BT, targets_BT = some_tokens(4, 32)
+    prompt = tokens_BT[0, :3].tolist()
+
+    async def main():
+        swarm = await begun(make_swarm, spec)
+        swarm.obey(STAGES, fresh=True)
+        await swarm.until_step(3)
+        endpoint, model = await visitor(swarm)
+        said = await model.log_likelihoods(tokens_BT, targets_BT)
+        other = SwarmModel(endpoint, [swarm.peer("1.0").peer_id], spec.model)
+        written = []
+        async for token in other.stream(prompt, Sampler(temperature=0.7, seed=3)):
+            written.append(token)
+            if len(written) == 12:
+                break
+        await closed(swarm)
+        return said, model.answered, written, other.answered
+
+    (value_BT, _), ((_, said_at),), written, ((_, written_at),) = run(main())
+    with torch.inference_mode():
+        wanted_BT, _ = known[said_at][1].log_likelihoods(known[said_at][1].run(tokens_BT), targets_BT)
+    assert far(value_BT, wanted_BT) < 1e-3
+    expected = stream(spec.model, known[written_at][0], prompt, Sampler(temperature=0.7, seed=3))
+    assert written == list(itertools.islice(expected, 12))
+
+
+@pytest.mark.sim
 def test_a_text_goes_on_where_a_stage_forgets_it_and_members_die(make_swarm, tiny_spec):
     async def main():
         swarm = await begun(make_swarm, tiny_spec)

@@ -90,8 +90,8 @@ def layers_of(spec: RunSpec, backend: Backend) -> CompiledLayers:
 
 @pytest.mark.parametrize(
     ("keep", "model"),
-    [("stash", {}), ("recompute", {}), ("layers", WINDOWS)],
-    ids=["stash", "recompute", "layers and windows"],
+    [("stash", {}), ("recompute", {}), ("layers", WINDOWS), ("stash", {"subspace": 5})],
+    ids=["stash", "recompute", "layers and windows", "in a subspace"],
 )
 def test_losses_and_gradients_are_those_of_layers_that_are_not_compiled(
     keep: str, model: dict[str, Any], tiny_spec: RunSpec, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
@@ -105,7 +105,7 @@ def test_losses_and_gradients_are_those_of_layers_that_are_not_compiled(
     assert backend.num_asked == 0
     layers.start()
     layers.wait()
-    kinds = 2 if model else 1
+    kinds = 2 if model == WINDOWS else 1
     assert backend.num_asked == 2 * kinds  # with gradients and without
     again, sums_again = trained(pipeline(spec, corpus))
     assert again == losses

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.data.labels import IGNORED, Labels, weight_of
+from shoal.peer.model.subspace import Subspace
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.protocol.errors import RemoteError
@@ -178,6 +179,62 @@ def test_labels_arrive_with_what_is_not_learnt_where_documents_begin_and_the_wei
     largest = Labels(targets_BT=torch.full(SHAPE_BTD[:2], VOCABULARY_MAX - 1), begins_BT=sent.begins_BT)
     _, got = made.decode_activation(made.encode_activation(random_BTD(), largest), CPU)
     assert torch.equal(got.targets_BT, largest.targets_BT)
+
+
+@pytest.fixture
+def subspace_spec(tiny_spec: RunSpec) -> RunSpec:
+    """5 numbers in the place of 32."""
+    model = msgspec.structs.replace(tiny_spec.model, subspace=5)
+    return msgspec.structs.replace(tiny_spec, model=model, wire=WireSpec(activations="fp32"))
+
+
+def test_of_a_subspace_few_numbers_travel_and_all_comes_back(subspace_spec: RunSpec) -> None:
+    made, subspace = ActivationWire(subspace_spec), Subspace.of(subspace_spec, CPU)
+    assert (made.activation_bytes, made.gradient_bytes, made.targets_bytes) == (4 * 64 * 5, 4 * 64 * 5, 4 * (64 + 2))
+    text_BT1 = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(1))
+    tokens_BT, targets_BT = text_BT1[:, :-1], text_BT1[:, 1:]
+    sent_BTD = subspace.restored(random_BTD()[..., :5], tokens_BT)
+    payload = made.encode_activation(sent_BTD, Labels(targets_BT=targets_BT, tokens_BT=tokens_BT))
+    made.check_activation(payload, PEER)
+    x_BTD, got = made.decode_activation(payload, CPU)
+    torch.testing.assert_close(x_BTD, sent_BTD)
+    assert got.tokens_BT is not None
+    assert torch.equal(got.tokens_BT, tokens_BT)
+    assert torch.equal(got.targets_BT, targets_BT)
+    again = made.encode_activation(x_BTD, got)
+    torch.testing.assert_close(made.decode_activation(again, CPU)[0], sent_BTD)
+    gradient = made.encode_gradient(random_BTD(), MICROBATCH, 1)
+    made.check_gradient(gradient, PEER)
+    wanted_BTD = subspace.gradient_restored(subspace.gradient_of_coordinates(random_BTD()))
+    assert torch.equal(made.decode_gradient(gradient, CPU), wanted_BTD)
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_tokens_that_do_not_follow_from_the_targets_travel_themselves(subspace_spec: RunSpec, *, masks: bool) -> None:
+    """The last word of a conversation is a target, and the token behind it begins another one."""
+    data = msgspec.structs.replace(subspace_spec.data, format="chat", source="x.jsonl", document_masks=masks)
+    made = ActivationWire(msgspec.structs.replace(subspace_spec, data=data))
+    generator = torch.Generator().manual_seed(2)
+    tokens_BT = torch.randint(256, SHAPE_BTD[:2], generator=generator)
+    learnt_BT = torch.rand(SHAPE_BTD[:2], generator=generator) < 0.5
+    begins_BT = torch.rand(SHAPE_BTD[:2], generator=generator) < 0.2
+    sent = Labels(
+        targets_BT=targets_BT().where(learnt_BT, IGNORED),
+        begins_BT=begins_BT if masks else None,
+        counted=int(learnt_BT.sum()),
+        weight=weight_of(3, 7, 8),
+        tokens_BT=tokens_BT,
+    )
+    sent_BTD = Subspace.of(subspace_spec, CPU).restored(random_BTD()[..., :5], tokens_BT)
+    payload = made.encode_activation(sent_BTD, sent)
+    made.check_activation(payload, PEER)
+    x_BTD, got = made.decode_activation(payload, CPU)
+    torch.testing.assert_close(x_BTD, sent_BTD)
+    assert got.tokens_BT is not None
+    assert torch.equal(got.tokens_BT, tokens_BT)
+    assert torch.equal(got.targets_BT, sent.targets_BT)
+    assert (got.counted, got.weight) == (sent.counted, sent.weight)
+    assert got.begins_BT is None if not masks else torch.equal(got.begins_BT, begins_BT)
 
 
 def test_where_plans_choose_a_payload_says_by_its_size_what_it_is_in(wire: Callable[[str], ActivationWire]) -> None:
