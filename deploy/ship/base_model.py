@@ -11,6 +11,7 @@ from shoal.deploy.ship.found_snapshot import FoundSnapshot
 from shoal.deploy.ship.import_model import FolderBase, FolderWeights, open_copy
 from shoal.peer.base_layers import FOLDER
 from shoal.peer.initial import weights_digest
+from shoal.peer.model import subspace
 from shoal.peer.model.frozen import FrozenLayer, adapter_of, base_numel, seed_base
 from shoal.peer.model.layout import all_layer_keys, layer_layout, state_layout
 from shoal.protocol.errors import LocalError
@@ -107,10 +108,10 @@ def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel 
 
 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> Tensor:
-    """A layer of the model as it is trained, float32 in the model's layout: what was trained, or what the base as it is
-    stored and the adapters beside it make together."""
+    """A layer of the model as it is trained, float32 in the layout of `spec.model.whole`: what was trained, or what the
+    base as it is stored and the adapters beside it make together; in a subspace model its matrices multiplied out."""
     if base is None:
-        return param_N
+        return subspace.whole_layer(spec, key, param_N)
     frozen = FrozenLayer.of(spec, key, base.layer(key), device=torch.device("cpu"), dtype=torch.float32)
     adapters = state_layout(spec, key).views(param_N)
     tensors = dict(frozen.vectors)

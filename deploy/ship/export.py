@@ -237,7 +237,7 @@ def _write_weights(
 ) -> tuple[int, int]:
     """Returns: (bytes of all tensors, files)."""
     spec, keys = source.snapshot.spec, source.snapshot.keys
-    layouts = [layer_layout(spec.model, key) for key in keys]
+    layouts = [layer_layout(spec.model.whole, key) for key in keys]
     sizes = {
         name: math.prod(shape) * dtype.itemsize
         for layout in layouts
@@ -270,7 +270,7 @@ def _tensors(source: _Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
     """Tensors by Hugging Face name, in the order of the layouts. Each is a copy, so a passed layer is free."""
     spec = source.snapshot.spec
     for key in source.snapshot.keys:
-        for name, view in layer_layout(spec.model, key).views(source.read(key)).items():
+        for name, view in layer_layout(spec.model.whole, key).views(source.read(key)).items():
             if not _is_embedding_again(spec, name):
                 yield name, view.to(dtype, copy=True)
 

@@ -112,8 +112,8 @@ def first_sound(
             damaged = damaged or damage
             continue
         return LoadedModel(
-            model=spec.model,
-            params_by_key={key: layer_layout(spec.model, key).views(flat_N) for key, flat_N in flat.items()},
+            model=spec.model.whole,
+            params_by_key={key: layer_layout(spec.model.whole, key).views(flat_N) for key, flat_N in flat.items()},
             tokenizer=vocabulary,
             name=f"run {snapshot.run}, version {snapshot.version}",
             snapshot=snapshot,

@@ -86,7 +86,7 @@ def provenance_of(snapshot: FoundSnapshot) -> Provenance:
         steps=snapshot.version,
         steps_planned=spec.training.steps,
         tokens=snapshot.version * spec.tokens_per_step,
-        parameters=num_parameters(spec.model),
+        parameters=num_parameters(spec.model.whole),
         base=base,
         sources=_sources(spec),
         tokenizer_digest=spec.data.tokenizer_digest,

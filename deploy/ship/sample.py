@@ -87,7 +87,7 @@ def _merge(spec: RunSpec, parts: Sequence[tuple[Disk, StoredSnapshot]]) -> dict[
 def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:
     """Read the whole snapshot at `path` and continue `PROMPT`."""
     found = read_snapshot(LiveDisk(path.parent), PurePosixPath(path.name))
-    model, base = found.spec.model, BaseModel(found.spec, near=[path]) if found.spec.adapter is not None else None
+    model, base = found.spec.model.whole, BaseModel(found.spec, near=[path]) if found.spec.adapter is not None else None
     params = {
         key: layer_layout(model, key).views(whole_layer(found.spec, key, layer.param_N, base))
         for key, layer in found.layers.items()

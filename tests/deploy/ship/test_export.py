@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,10 +15,13 @@ from typer.testing import CliRunner
 from shoal.deploy import cli
 from shoal.deploy.ship.export import export
 from shoal.deploy.ship.found_snapshot import FoundSnapshot, find_snapshots
+from shoal.deploy.ship.loaded_model import load_model
+from shoal.deploy.ship.sample import write_sample
 from shoal.peer.data.tokenizer import train_bpe
 from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout, num_parameters
 from shoal.peer.model.llama import rotary_tables, run_layers
+from shoal.peer.model.subspace import constants_of
 from shoal.peer.pipeline.state import LayerState
 from shoal.peer.snapshot import DamagedSnapshot, write_snapshot
 from shoal.protocol.errors import DataError, LocalError
@@ -27,8 +31,11 @@ from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SwarmSpec
 TEXTS = [f"the {i % 7}th fish of shoal {i % 13} schwimmt größer\n" for i in range(200)]
 DENSE = ModelSpec(dim=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=40, context=16, rope_theta=5000.0)
 EXPERTS = msgspec.structs.replace(DENSE, num_experts=4, experts_per_token=2)
+SUBSPACE = msgspec.structs.replace(DENSE, subspace=5)
+EXPERTS_IN_SUBSPACE = msgspec.structs.replace(EXPERTS, subspace=5)
 KEYS = all_layer_keys(DENSE)
 ROOT = PurePosixPath()
+CPU = torch.device("cpu")
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,7 +62,8 @@ def write(
 
 def ours(model: ModelSpec, tokens_BT: torch.Tensor, version: int = 1) -> torch.Tensor:
     params = {key: layer_layout(model, key).views(weights(model, key, version)) for key in KEYS}
-    return run_layers(model, KEYS, params, tokens_BT, rotary_tables(model))
+    constants = {key: constants_of(RunSpec(model=model), key, device=CPU, dtype=torch.float32) for key in KEYS}
+    return run_layers(model, KEYS, {key: params[key] | constants[key] for key in KEYS}, tokens_BT, rotary_tables(model))
 
 
 def theirs(folder: Path) -> Any:
@@ -63,13 +71,20 @@ def theirs(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), [(DENSE, "LlamaForCausalLM"), (EXPERTS, "MixtralForCausalLM")], ids=["llama", "mixtral"]
+    ("model", "name"),
+    [
+        (DENSE, "LlamaForCausalLM"),
+        (EXPERTS, "MixtralForCausalLM"),
+        (SUBSPACE, "LlamaForCausalLM"),
+        (EXPERTS_IN_SUBSPACE, "MixtralForCausalLM"),
+    ],
+    ids=["llama", "mixtral", "llama in a subspace", "mixtral in a subspace"],
 )
 def test_transformers_loads_it_and_computes_the_same_logits(tmp_path: Path, model: ModelSpec, name: str) -> None:
     write(tmp_path / "peer", model)
     shard = num_parameters(model) * 4 // 3
     done = export(find_snapshots(tmp_path / "peer"), tmp_path / "out", shard_bytes=shard)
-    assert done.parameters == num_parameters(model)
+    assert done.parameters == num_parameters(model.whole)
     assert done.shards >= 3
     loaded, notes = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype="float32", output_loading_info=True
@@ -103,6 +118,22 @@ def test_both_write_the_same_text(tmp_path: Path) -> None:
     params = {key: layer_layout(DENSE, key).views(weights(DENSE, key)) for key in KEYS}
     tokens = stream(DENSE, params, list(b"fish"), Sampler(temperature=0))
     assert text == [*b"fish", *(next(tokens) for _ in range(12))]
+
+
+def test_what_a_run_in_a_subspace_has_learnt_speaks_and_predicts_as_its_export_does(tmp_path: Path) -> None:
+    snapshot = write(tmp_path / "peer", SUBSPACE)
+    export(find_snapshots(tmp_path / "peer"), tmp_path / "out")
+    tokens_BT = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(5))
+    targets_BT = tokens_BT.roll(-1, dims=1)
+    run, folder = (load_model(where, device=CPU) for where in (snapshot, tmp_path / "out"))
+    assert (run.model.subspace, folder.model.subspace) == (0, 0)
+    logits_BTV = ours(SUBSPACE, tokens_BT)
+    wanted = float(torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())) * 48
+    for model in (run, folder):
+        assert model.loss_sum(tokens_BT, targets_BT) == pytest.approx(wanted, rel=1e-5)
+    wrote = [[*islice(model.stream(list(b"fish"), Sampler(temperature=0)), 12)] for model in (run, folder)]
+    assert wrote[0] == wrote[1]
+    assert write_sample(snapshot, num_tokens=5).text.startswith("def ")
 
 
 def test_a_run_with_a_tokenizer_is_exported_with_it_wherever_it_is_now(tmp_path: Path) -> None:
