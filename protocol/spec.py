@@ -749,9 +749,14 @@ def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
 
 def _check_subspace_run(spec: RunSpec) -> None:
     _require(
-        spec.adapter is None and not spec.initial.digests,
-        "model.subspace is for a model that is trained from its seed: the matrices of one that is there already write "
-        "into all of its width. Leave model.subspace out",
+        not spec.initial.digests,
+        "model.subspace is for a model that begins with its seed: the matrices of one that is there already write into "
+        "all of its width. Leave model.subspace out",
+    )
+    _require(
+        spec.adapter is None,
+        "model.subspace is for a run that trains all weights, and beside [adapter] they stay as they are: leave one of "
+        "the two out",
     )
     _require(
         not spec.swarm.expert_slots,

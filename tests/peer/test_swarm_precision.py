@@ -54,9 +54,11 @@ def ledger(swarm):
 
 
 @pytest.mark.sim
-def test_a_swarm_in_bfloat16_is_one_process_in_bfloat16(make_swarm, tiny_spec):
-    """What is left between them are float32's last bits, which now and then round to another bfloat16."""
-    spec = spec_of(tiny_spec, "bf16")
+@pytest.mark.parametrize("subspace", [0, 5])
+def test_a_swarm_in_bfloat16_is_one_process_in_bfloat16(make_swarm, tiny_spec, subspace):
+    """What is left between them are float32's last bits, which now and then round to another bfloat16; in a subspace
+    also what of an activation was rounded out of it."""
+    spec = spec_of(tiny_spec, "bf16", subspace=subspace)
     corpus = load_corpus(spec.data, context=spec.model.context)
     swarm = played(make_swarm, spec, [NARROW, NARROW])
     narrow = [step.loss for step in train(spec, corpus, steps=STEPS)]
