@@ -93,12 +93,21 @@ def test_every_even_width_gets_a_model_that_can_be(dim: int) -> None:
     assert 8 / 3 * dim <= model.ffn_dim < 8 / 3 * dim + 256
 
 
-def test_the_size_is_that_of_the_layers_without_norms() -> None:
-    model = of_width(192, 4, 64).model
+@pytest.mark.parametrize("subspace", [0, 24])
+def test_the_size_is_that_of_the_layers_without_norms(subspace: int) -> None:
+    model = spec_of({"model": {"dim": 192, "num_layers": 4, "context": 64, "subspace": subspace}}).model
     layers = [key for key in all_layer_keys(model) if key not in (EMBED, HEAD)]
     norms = 2 * model.dim
     expected = sum(layer_layout(model, key).numel - norms for key in layers)
     assert size_of(RunSpec(model=model, swarm=SwarmSpec(stages=1, min_peers=1))).parameters == expected
+
+
+def test_with_few_numbers_a_token_a_wide_model_takes_larger_microbatches() -> None:
+    """What bounds them is that an activation fits into what a stream takes at once."""
+    model = {"dim": 4096, "num_layers": 32, "context": 4096}
+    whole, reduced = (spec_of({"model": model | {"subspace": k}, "training": {}}).training for k in (0, 512))
+    assert (whole.microbatch_size, reduced.microbatch_size) == (1, 8)
+    assert whole.microbatches_per_step > 8 * reduced.microbatches_per_step
 
 
 def test_of_experts_those_count_that_a_token_passes() -> None:
