@@ -92,9 +92,10 @@ class ActivationWire:
         word_BT, weight_1, token_BN = self._words(payload, at)
         if self._spec.model.subspace:
             assert labels.tokens_BT is not None, "an activation of a subspace model without its tokens"
-            token_BN.copy_(labels.tokens_BT[:, : token_BN.shape[1]])
             x_BTD = self._subspace(x_BTD.device).coordinates(x_BTD, labels.tokens_BT.to(x_BTD.device))
         self._write(x_BTD, payload, form)
+        if labels.tokens_BT is not None:  # behind the tensor: a copy waits for the device
+            token_BN.copy_(labels.tokens_BT[:, : token_BN.shape[1]])
         targets_BT = labels.targets_BT
         if not self._leaves_out:
             word_BT.copy_(targets_BT)

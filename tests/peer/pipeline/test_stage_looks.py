@@ -3,6 +3,7 @@
 On torch's `meta` device, whose tensors have no numbers: a look raises.
 """
 
+import msgspec
 import pytest
 import torch
 
@@ -20,8 +21,9 @@ LOOK = "meta tensors"
 def made(monkeypatch):
     """Makes a stage of one layer that writes down what it has sent, in place of its bytes."""
 
-    def make(first, last, dtype):
-        runtime, sent = StageRuntime(SPEC, first, last, corpus=None, device=META, dtype=dtype), []
+    def make(first, last, dtype, subspace):
+        spec = msgspec.structs.replace(SPEC, model=msgspec.structs.replace(SPEC.model, subspace=subspace))
+        runtime, sent = StageRuntime(spec, first, last, corpus=None, device=META, dtype=dtype), []
         runtime.load(runtime.initial_state())
         wire = runtime._boundary._wire
         monkeypatch.setattr(wire, "encode_activation", lambda x_BTD, _: sent.append(x_BTD.shape) or bytearray())
@@ -33,8 +35,9 @@ def made(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_forward_never_looks_and_a_backward_when_its_gradient_has_been_sent(made, dtype):
-    runtime, (activation, gradient), sent = made(1, 2, dtype)
+@pytest.mark.parametrize("subspace", [0, 8])
+def test_a_forward_never_looks_and_a_backward_when_its_gradient_has_been_sent(made, dtype, subspace):
+    runtime, (activation, gradient), sent = made(1, 2, dtype, subspace)
     runtime.forward(AT, activation)
     assert len(sent) == 1
     with pytest.raises(RuntimeError, match=LOOK):
@@ -43,9 +46,10 @@ def test_a_forward_never_looks_and_a_backward_when_its_gradient_has_been_sent(ma
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nor_does_the_last_stage(made, dtype):
+@pytest.mark.parametrize("subspace", [0, 8])
+def test_nor_does_the_last_stage(made, dtype, subspace):
     last = SPEC.model.num_layers
-    runtime, (activation, _), sent = made(last - 1, last, dtype)
+    runtime, (activation, _), sent = made(last - 1, last, dtype, subspace)
     with pytest.raises(RuntimeError, match=LOOK):
         runtime.loss(AT, activation)
     assert len(sent) == 1
