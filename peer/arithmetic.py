@@ -23,7 +23,7 @@ from shoal.peer.model.mixture import ExpertLoads
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.pipeline.state import LayerState, StageState, step_layer
+from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, step_layer
 from shoal.peer.pipeline.trunk import StageTrunk
 from shoal.peer.precision import layer_job
 from shoal.peer.vectors import Vectors
@@ -51,11 +51,16 @@ class Held(Protocol):
     def is_stepping(self) -> bool: ...
 
     @property
+    def is_light(self) -> bool: ...
+
+    @property
     def remembers(self) -> bool: ...
 
     def initial_state(self) -> StageState: ...
 
     def load(self, state: StageState) -> None: ...
+
+    def load_weights(self, weights: RoundedWeights) -> None: ...
 
     def load_base(self, stored: Mapping[str, Tensor]) -> None: ...
 

@@ -105,9 +105,9 @@ class Departure:
     def _is_last(self, tenure: Tenure) -> bool:
         """Whether our layers would go with us. Of several last ones that leave at once the first by rank is it."""
         group = tenure.core.group
-        if not tenure.is_ready or tenure.version >= self._spec.training.steps:
+        if not tenure.is_ready or group.is_light or tenure.version >= self._spec.training.steps:
             return False
-        if any(not self._drains(mate, tenure) for mate in group.ready_mates):
+        if any(not self._drains(mate, tenure) for mate in group.whole_mates):
             return False  # whoever is here and in no plan drains too
         rank, _ = group.standing
         return rank == 0
@@ -223,7 +223,7 @@ class Departure:
             raise Refused(me, "does not know the sender as a holder")
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
-        tenures = [tenure for tenure in self._tenures() if tenure.is_ready]
+        tenures = [tenure for tenure in self._tenures() if tenure.is_ready and not tenure.core.group.is_light]
         newest = max((tenure.version for tenure in tenures), default=message.version)
         if not 0 < message.version <= newest + _STEPS_AHEAD_MAX:
             raise RemoteError(source, f"asks for version {message.version} to be saved, at version {newest}")

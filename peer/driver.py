@@ -428,7 +428,7 @@ class PeerDriver:
             revision=self._endpoint.revision,
             stage=replica.stage if replica else None,
             version=max(replica.version if replica else 0, self._archive.version_noted(self._endpoint.era)),
-            synced=replica.is_ready if replica else False,
+            synced=replica is not None and replica.is_ready and not replica.is_light,
             draining=self._is_leaving,
             commits=self.reports.take_commits(),
             validations=tuple(self.reports.validations),
@@ -458,7 +458,8 @@ class PeerDriver:
 
     @property
     def _unsaved_s(self) -> float:
-        keeps = self._archive.keeps and self.replica is not None and self.replica.is_ready
+        replica = self.replica
+        keeps = self._archive.keeps and replica is not None and replica.is_ready and not replica.is_light
         return self._clock.now_s() - self._saved_s if keeps else 0.0
 
     # --- plans ---
@@ -586,6 +587,7 @@ class PeerDriver:
             version=replica.version if replica else 0,
             ready=replica.is_ready if replica else False,
             is_open=replica.is_open if replica else False,
+            light=replica.is_light if replica else False,
             draining=self._is_leaving or (replica is not None and replica.is_draining),
             experts=self.experts.places,
         )

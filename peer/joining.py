@@ -1,5 +1,5 @@
 """How a replica comes by its stage's state: from the run's seed or the weights that it begins with, from snapshots, or
-from its mates.
+from its mates, as a light member (`light.py`) where their state comes slowly.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.initial import begins_with_weights, first_state, foreign_layers, layers_of
+from shoal.peer.light import LightMember
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.replica.views import GroupView
 from shoal.protocol.endpoint import Endpoint
@@ -77,6 +78,7 @@ class Joining:
         self._carried = carried
         self._ahead = ahead
         self._pass_on = pass_on
+        self._light: LightMember | None = None
         self._stepped = asyncio.Event()
         self.progress: FetchProgress | None = None
         """Of the fetch that is under way."""
@@ -85,8 +87,12 @@ class Joining:
         """The pipeline has stepped."""
         self._stepped.set()
 
-    async def run(self, plan: Plan) -> None:
-        """Until we hold what our mates hold, or what the era of `plan` begins with. Tries for as long as it takes."""
+    async def run(self, plan: Plan, light: LightMember | None = None) -> None:
+        """Until we hold what our mates hold, or what the era of `plan` begins with. Tries for as long as it takes.
+
+        Args: light: what we may be meanwhile, if what our mates hold comes slowly.
+        """
+        self._light = light
         try:
             await self._come_by(plan)
         finally:
@@ -212,6 +218,9 @@ class Joining:
         group, keys = self._group, self._runtime.keys
         while True:
             try:
+                if self._light is not None and await self._light.begin():
+                    await self._take_over(await self._light.run())
+                    return
                 state = await self._fetcher().fetch(
                     group.holders,
                     is_witnessed=lambda offer: is_witnessed(self._endpoint, offer, keys, group.voters(group.me)),

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _KEY = "hello"
 
-_Where = tuple[int, int, bool, bool, bool, tuple[ExpertPlace, ...]]
+_Where = tuple[int, int, bool, bool, bool, bool, tuple[ExpertPlace, ...]]
 
 
 class Neighbours:
@@ -165,4 +165,4 @@ class Neighbours:
 def _where(hello: Hello) -> _Where:
     """What others act on."""
     experts = tuple(msgspec.structs.replace(place, version=0) for place in hello.experts)
-    return hello.incarnation, hello.stage, hello.ready, hello.is_open, hello.draining, experts
+    return hello.incarnation, hello.stage, hello.ready, hello.is_open, hello.light, hello.draining, experts

@@ -29,6 +29,7 @@ from shoal.peer.group.telling import Telling
 from shoal.peer.group.tied import TiedGradient
 from shoal.peer.group.witnesses import Witnesses
 from shoal.peer.joining import Joining
+from shoal.peer.light import LightMember
 from shoal.peer.model.layout import state_layout, tied_spans
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.state import StageState, moment2_numel
@@ -129,7 +130,9 @@ class Tenure(ABC):
         self._tasks = Tasks(listeners.on_failure)
         self._outbox = Outbox(endpoint, on_trouble=listeners.on_unreachable)
         self._telling = Telling(core.group.me, self._outbox, self._audience_of)
-        self.reductions = Reductions(core.group, runtime, retained_from=surroundings.server.pinned_from)
+        self._light: LightMember | None = None
+        """While we are one."""
+        self.reductions = Reductions(core.group, runtime, retained_from=self._means_wanted_from)
         self._pressing = Pressing()
         self._pieces = Pieces(endpoint, runtime.vectors, self._tasks, self._clock, self.compute)
         self._catching_up = CatchingUp(
@@ -229,6 +232,11 @@ class Tenure(ABC):
     @property
     def is_ready(self) -> bool:
         return self.core.group.ready and not self._closed
+
+    @property
+    def is_light(self) -> bool:
+        """It takes part with weights alone."""
+        return self.core.group.is_light
 
     @property
     def is_open(self) -> bool:
@@ -404,7 +412,9 @@ class Tenure(ABC):
     async def _join(self) -> None:
         try:
             await self._bring_base()
-            await self.joining.run(self.core.plan)
+            self._light = self._make_light()
+            await self.joining.run(self.core.plan, self._light)
+            self._light = None
         except (OSError, RuntimeError, ValueError) as error:
             self._s.listeners.on_failure(error)
             return
@@ -517,8 +527,10 @@ class Tenure(ABC):
         self._step_if_reduced()
 
     def _step_if_reduced(self) -> None:
-        """Step if the reduced gradient of our version is here."""
-        if not self._closed and (mean_N := self.reductions.next_mean()) is not None:
+        """Step if the reduced gradient of our version is here, and our state is."""
+        if self._light is not None and not self._closed and self._held.state is None:
+            self._light.reduced()
+        elif not self._closed and (mean_N := self.reductions.next_mean()) is not None:
             version = self.core.group.version
             assert self.version == version, "the pipeline and the group disagree on the version"
             self._step(version, mean_N)
@@ -530,6 +542,8 @@ class Tenure(ABC):
         self._note_gradient(state)  # before the next round begins, which may drop it
         self._reached(state, digest, state.gradient_norm)
         self.witnesses.look(state)
+        if set(self.core.group.mates) == set(self.core.group.whole_mates):
+            self._s.server.forget_weights(self.keys)
         self.joining.stepped()
         self._s.listeners.on_state(self, state)
 
@@ -575,7 +589,11 @@ class Tenure(ABC):
         self._pieces.send(finished, reduction.start, GatherPart)
 
     def _catch_up(self, mate: PeerID, step: int) -> None:
-        """Fetch the reduced gradient of `step` from `mate`, if it is not on its way to us."""
+        """Fetch the reduced gradient of `step` from `mate`, if it is not on its way to us. What a light member lacks is
+        the next version's weights."""
+        if self._light is not None:
+            self._light.behind()
+            return
         owing: list[PeerID] = []
         reduction = self.reductions.get(step)
         if reduction is not None:
@@ -589,6 +607,15 @@ class Tenure(ABC):
         self._tasks.spawn(catch_up, f"catch up with step {step}")
 
     # --- inside ---
+
+    def _make_light(self) -> LightMember | None:
+        """What makes us a light member while our state comes; None: nothing does in this group."""
+        return None
+
+    def _means_wanted_from(self) -> int:
+        """The first step whose reduced gradient somebody is still to replay, or a layer of ours that is coming."""
+        wanted_from = self._s.server.pinned_from()
+        return wanted_from if self._light is None else min(wanted_from, self._light.needs_from())
 
     def _make_tied(self) -> TiedGradient | None:
         """What it takes to step a matrix that the other end of the pipeline has, too; None: there is none here."""

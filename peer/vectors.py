@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import codec
+from shoal.peer.handoff.difference import changed, difference
 from shoal.peer.pipeline.state import LayerState
 from shoal.peer.recycling import Recycling
 from shoal.protocol.limits import BULK_CHUNK_BYTES
@@ -122,6 +123,30 @@ class Vectors:
         total_n = total_n.to(self._mean_dtype).to(torch.float32)
         for span in spans:
             mean_N[span] = total_n
+
+    def rounded(self, values_N: Tensor) -> Tensor:
+        """bfloat16 [N] on the host: each number rounded to the nearest, of two as near to the even one."""
+        return self.on_host(values_N).to(torch.bfloat16)
+
+    def empty_rounded(self, size: int) -> Tensor:
+        """bfloat16 [size] on the host, of any values."""
+        return torch.empty(size, dtype=torch.bfloat16)
+
+    def rounded_payload(self, values_C: Tensor) -> Payload:
+        """The bytes of numbers that are rounded to bf16 already."""
+        return _payload(values_C, torch.bfloat16)
+
+    def difference_payload(self, before_C: Tensor, after_C: Tensor) -> Payload:
+        """What leads from one version of numbers in bf16 to another, exactly (`difference.py`)."""
+        return memoryview(difference(before_C, after_C).numpy().data)
+
+    def changed(self, before_C: Tensor, payload: Payload) -> Tensor:
+        """bfloat16 [C], the later version. Raises: ValueError: these are not the bytes of a difference."""
+        return changed(before_C, torch.frombuffer(payload, dtype=torch.uint8))
+
+    def rounded_of(self, payload: Payload) -> Tensor:
+        """bfloat16 [bytes / 2], without copying."""
+        return torch.frombuffer(payload, dtype=torch.bfloat16)
 
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
         return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)

@@ -598,6 +598,9 @@ class Hello(EraMessage, frozen=True, kw_only=True):
     """The sender holds its stage's state and takes part in rounds."""
     is_open: bool
     """The sender takes new traffic; a newcomer may be ready and not open yet."""
+    light: bool = False
+    """The sender takes part in rounds with its stage's weights alone, rounded to bf16: nobody may fetch state from it
+    or leave its stage to it, it owns no part of a sum, and it has no vote on digests."""
     draining: bool = False
     """The sender is about to leave: it is ready and not open until all it owes is done, whether or not a plan still
     names it."""
@@ -650,6 +653,8 @@ class RoundStart(EraMessage, frozen=True):
     staleness_sum: int
     form: WireFormat = "fp32"
     """The format in which its pieces travel, one of the run's `WireSpec.sums`."""
+    light: tuple[PeerID, ...] = ()
+    """The members that hold weights alone: they contribute, get the reduced gradient, and own no part of the sum."""
 
 
 class RoundEnded(EraMessage, frozen=True):
@@ -754,10 +759,12 @@ class StateRequest(EraMessage, frozen=True):
     version: int = -1
     stored_era: int = -1
     """If >= 0, the receiver describes its snapshot of that era's `version`, of as many of `layers` as it has, and not
-    what it trains."""
+    what it trains. -3: of what it trains the parameters alone, rounded to bf16."""
     ahead: bool = False
     """The sender is to hold the one layer of `layers` in the following layout: it fetches what is trained now, replays
     the steps that come, and compares the state with the holders' when the layout ends. So the offer has no digest."""
+    base: int = -1
+    """Of parameters alone: the version that the sender has; -1: none."""
 
 
 class StateOffer(EraMessage, frozen=True):
@@ -769,6 +776,9 @@ class StateOffer(EraMessage, frozen=True):
     signatures: tuple[tuple[PeerID, bytes], ...] = ()
     """Signatures for a newcomer of the group: which holders have signed the root of these very digests, and how
     (`Attestation`)."""
+    base: int = -1
+    """Of parameters alone: the version that was named in the request, if the sender still has that, too, and can send
+    the difference."""
 
 
 class Keep(EraMessage, frozen=True):
@@ -823,6 +833,9 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     stop: int
     holder: PeerID | None = None
     """Who has it; the receiver is to get it from there and to pass it on. None: the receiver has it."""
+    base: int = -1
+    """Of parameters alone: the version that the sender has, where the receiver offers the difference to it
+    (`StateOffer.base`). -1: send them as they are."""
 
 
 class ReducedRequest(EraMessage, frozen=True):
@@ -1102,8 +1115,8 @@ class GatherPart(EraMessage, frozen=True):
 
 
 class StateChunk(EraMessage, frozen=True, kw_only=True):
-    """Elements [start, start + n) of one tensor of one layer at `version`, fp32; a gradient as the run's wire has
-    it."""
+    """Elements [start, start + n) of one tensor of one layer at `version`, fp32; a gradient as the run's wire has it,
+    and parameters alone (`stored_era` -3) in bf16."""
 
     stored_era: int = -1
 
@@ -1111,6 +1124,9 @@ class StateChunk(EraMessage, frozen=True, kw_only=True):
     layer: str
     tensor: int
     start: int
+    base: int = -1
+    """Of parameters alone: the version to which this is the difference (`peer/handoff/difference.py`). -1: it is
+    none."""
 
 
 class ReducedChunk(EraMessage, frozen=True):

@@ -112,6 +112,24 @@ class ModelledVectors(Vectors):
     def meet(self, mean_N: Tensor, spans: Sequence[slice], others_n: Sequence[Tensor]) -> None:
         """Do nothing, since there is nothing to add."""
 
+    def rounded(self, values_N: Tensor) -> Tensor:
+        return values_N
+
+    def empty_rounded(self, size: int) -> Tensor:
+        return self.empty(size)
+
+    def rounded_payload(self, values_C: Tensor) -> Payload:
+        return phantom(2 * values_C.numel())
+
+    def difference_payload(self, before_C: Tensor, after_C: Tensor) -> Payload:
+        return phantom(after_C.numel())
+
+    def changed(self, before_C: Tensor, payload: Payload) -> Tensor:
+        return before_C
+
+    def rounded_of(self, payload: Payload) -> Tensor:
+        return self.empty(len(payload) // 2)
+
     def layer_state(self, param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor) -> LayerState:
         return ModelledLayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 

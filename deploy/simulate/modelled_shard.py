@@ -8,7 +8,7 @@ from shoal.deploy.simulate.extents import NOWHERE
 from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
-from shoal.peer.pipeline.state import StageState, moment2_numel
+from shoal.peer.pipeline.state import RoundedWeights, StageState, moment2_numel
 from shoal.peer.vectors import Vectors
 from shoal.protocol.spec import RunSpec
 
@@ -22,6 +22,7 @@ class ModelledShard:
         self.device = NOWHERE
         self.keys = keys
         self.state: StageState | None = None
+        self._light_version: int | None = None
         self.num_parameters = sum(state_layout(spec, key).numel for key in keys)
         self.step_flop = 20.0 * self.num_parameters
         self._contributions = Contributions(self.num_parameters, vectors)
@@ -30,8 +31,14 @@ class ModelledShard:
 
     @property
     def version(self) -> int:
+        if self._light_version is not None:
+            return self._light_version
         assert self.state is not None, "the stage has no state yet"
         return self.state.version
+
+    @property
+    def is_light(self) -> bool:
+        return self._light_version is not None
 
     @property
     def is_stepping(self) -> bool:
@@ -53,8 +60,13 @@ class ModelledShard:
 
     def load(self, state: StageState) -> None:
         assert tuple(state.layers) == self.keys, "the state is another stage's"
-        self.state = state
+        self.state, self._light_version = state, None
         self._has_stepped = False
+        self._contributions.forget_before(self.version)
+
+    def load_weights(self, weights: RoundedWeights) -> None:
+        assert tuple(weights.params) == self.keys, "the weights are another stage's"
+        self._light_version = weights.version
         self._contributions.forget_before(self.version)
 
     def load_base(self, stored: Mapping[str, Tensor]) -> None:

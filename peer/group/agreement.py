@@ -124,12 +124,11 @@ class Agreement:
         for step, start in sorted(rounds.items()):
             if step >= version:
                 break
-            spoken = [m.peer for m in start.members if self._spoken.get(m.peer, -1) > step]
+            spoken = [peer for peer in _voters(start) if self._spoken.get(peer, -1) > step]
             mute_s = self._since_s.setdefault(step, now_s) + (MUTE_AT_THE_END_S if has_ended else MUTE_S)
             overdue = now_s >= mute_s or step < version - UNCOMPARED_MAX
-            if all(m.peer in gone or m.peer in spoken for m in start.members) or (
-                overdue and 2 * len(spoken) > len(start.members)
-            ):
+            voters = _voters(start)
+            if all(peer in gone or peer in spoken for peer in voters) or (overdue and 2 * len(spoken) > len(voters)):
                 settled.append(start)
             elif now_s < mute_s:
                 self.next_s = min(self.next_s, mute_s)
@@ -139,10 +138,10 @@ class Agreement:
         """Compare what the members of a settled round have said; `in_plan`: the plan has a place for us."""
         version = start.step + 1
         digests = self._digests.pop(version, {})
-        voters = [member.peer for member in start.members if member.peer in digests]
+        voters = [peer for peer in _voters(start) if peer in digests]
         if not voters:
             return []
-        others = [member.peer for member in start.members if member.peer != self.me]
+        others = [peer for peer in _voters(start) if peer != self.me]
         if others and voters == [self.me] and not (in_plan and all(peer in gone for peer in others)):
             # Those who live have not come by this version this way: we slept, and they went on without us.
             return []
@@ -175,3 +174,8 @@ class Agreement:
             dissenting=dissenting,
             gradient_norm=self._norms.get(start.step + 1),
         )
+
+
+def _voters(start: RoundStart) -> list[PeerID]:
+    """Whose digests count after a round: those of the members that hold the state."""
+    return [member.peer for member in start.members if member.peer not in start.light]

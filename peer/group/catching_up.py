@@ -80,7 +80,8 @@ class CatchingUp:
     Args:
         kept: the reduced gradients that are.
         version: ours.
-        on_mean: the reduced gradient of our own version has come, (step, all of it, the same as it has travelled).
+        on_mean: the reduced gradient of a step that we have not made has come: (step, all of it, the same as it has
+            travelled).
         on_behind: we are too far behind `mate`: fetch the state from it.
         gives_to: whether a peer is of our group, so that it may ask.
     """
@@ -152,7 +153,8 @@ class CatchingUp:
         return step == self._version() and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
-        """Get the reduced gradient of `step` from `mate`; if that is still our version then, it is committed.
+        """Get the reduced gradient of `step` from `mate`; unless we are past that step by then, it is kept, and
+        committed if it is our version's.
 
         Raises: Unreachable; Refused: the mate no longer has it.
         """
@@ -165,7 +167,7 @@ class CatchingUp:
             await self._wait_for(fetch, step)  # the reply and the frames come by different roads
         finally:
             del self._fetches[step]
-        if step == self._version():
+        if step >= self._version():
             self._on_mean(step, fetch.mean_N, fetch.as_it_came)
         return "taken"
 

@@ -14,7 +14,9 @@ class Mate:
     """What one member knows of another."""
 
     is_ready: bool = False
-    """It holds the group's state and takes part."""
+    """It takes part: it holds the group's state, unless it is light."""
+    is_light: bool = False
+    """It takes part with weights alone."""
     is_open: bool = True
     """It takes traffic."""
     is_present: bool = False
@@ -22,7 +24,7 @@ class Mate:
     is_absent: bool = False
     """It died, or cannot be reached and is not ready. Nobody waits for its word."""
     without_state: bool = False
-    """It has said itself, as its last word, that it is not ready, or that it is elsewhere."""
+    """It has said itself, as its last word, that it is not ready, that it is light, or that it is elsewhere."""
     names: PeerID | None = None
     """Whom it takes for the leader; None: it has not said so. An empty name: it knows of none."""
     count: int = -1
@@ -42,6 +44,8 @@ class Members:
 
     me: PeerID
     ready: bool = False
+    is_light: bool = False
+    """We are ready, and hold weights alone."""
     is_open: bool = True
     planned: tuple[Member, ...] = ()
     """By rank, ourselves included if the plan names us."""
@@ -50,6 +54,10 @@ class Members:
     mates: tuple[PeerID, ...] = field(init=False, default=())
     """The others of the plan's group, ready or not, in rank order."""
     ready_mates: tuple[PeerID, ...] = field(init=False, default=())
+    whole_mates: tuple[PeerID, ...] = field(init=False, default=())
+    """Those of the ready ones that hold the state."""
+    light: frozenset[PeerID] = field(init=False, default=frozenset())
+    """Who is ready and holds weights alone, ourselves among them if we do."""
     ranked: tuple[PeerID, ...] = field(init=False, default=())
     """The ready members of the plan by rank, ourselves among them if we are."""
     open_mates: tuple[PeerID, ...] = field(init=False, default=())
@@ -57,7 +65,7 @@ class Members:
     departing: tuple[PeerID, ...] = field(init=False, default=())
     """Ready, but no longer in the plan: they drain."""
     lead: PeerID | None = field(init=False, default=None)
-    """The first ready and open member by rank; if all of them drain, the first ready one."""
+    """The first ready and open member by rank that holds the state; if all of them drain, the first that does."""
     doubtful: tuple[PeerID, ...] = field(init=False, default=())
     """Who could take somebody else than us for the leader, as far as we have heard."""
     is_lead: bool = field(init=False, default=False)
@@ -66,9 +74,9 @@ class Members:
 
     @property
     def standing(self) -> tuple[int, int]:
-        """(our rank among the ready members from 0, how many there are)."""
-        ready = self.ranked
-        return ready.index(self.me) if self.me in ready else len(ready), len(ready)
+        """(our rank among the members that hold the state from 0, how many there are)."""
+        whole = tuple(peer for peer in self.ranked if peer not in self.light)
+        return whole.index(self.me) if self.me in whole else len(whole), len(whole)
 
     @property
     def without_state(self) -> frozenset[PeerID]:
@@ -145,9 +153,9 @@ class Members:
                 del self._known[peer]
         self._changed()
 
-    def set_ready(self, ready: bool) -> None:
-        """We hold the group's state and take part, or do no longer."""
-        self.ready = ready
+    def set_ready(self, ready: bool, *, light: bool = False) -> None:
+        """We take part, with the group's state or with weights alone; or do no longer."""
+        self.ready, self.is_light = ready, ready and light
         self._changed()
 
     def set_open(self, is_open: bool) -> None:
@@ -155,11 +163,12 @@ class Members:
         self.is_open = is_open
         self._changed()
 
-    def state(self, peer: PeerID, *, ready: bool, is_open: bool) -> bool:
+    def state(self, peer: PeerID, *, ready: bool, is_open: bool, light: bool = False) -> bool:
         """A mate says how it is. Returns: whether that is news to us: it needs to know what is here."""
         mate = self._of(peer)
         news = not mate.is_present or (ready and not mate.is_ready)
-        mate.is_open, mate.is_ready, mate.without_state = is_open, ready, not ready
+        mate.is_open, mate.is_ready, mate.is_light = is_open, ready, ready and light
+        mate.without_state = light or not ready
         mate.is_present, mate.is_absent = True, False
         self._changed()
         return news
@@ -194,6 +203,7 @@ class Members:
         """It died or dropped its state; what it said before it says no more."""
         mate = self._of(peer)
         mate.is_absent, mate.is_present, mate.is_ready, mate.names = True, False, False, None
+        mate.is_light = False
         self._changed()
 
     def silent(self, peer: PeerID) -> None:
@@ -222,12 +232,16 @@ class Members:
         self.mates = tuple(member.peer for member in self.planned if member.peer != self.me)
         ready = {peer for peer, mate in known.items() if mate.is_ready}
         self.ready_mates = tuple(peer for peer in self.mates if peer in ready)
+        light = {peer for peer in ready if known[peer].is_light}
+        self.light = frozenset(light | {self.me}) if self.is_light else frozenset(light)
+        self.whole_mates = tuple(peer for peer in self.ready_mates if peer not in light)
         self.open_mates = tuple(peer for peer in self.ready_mates if known[peer].is_open)
         self.departing = tuple(sorted(ready.difference(self.mates)))
         here = {*ready, self.me} if self.ready else ready
         self.ranked = ranked = tuple(member.peer for member in self.planned if member.peer in here)
-        takes_traffic = (peer for peer in ranked if (self.is_open if peer == self.me else known[peer].is_open))
-        self.lead = next(takes_traffic, ranked[0] if ranked else None)
+        whole = [peer for peer in ranked if peer not in self.light]
+        takes_traffic = (peer for peer in whole if (self.is_open if peer == self.me else known[peer].is_open))
+        self.lead = next(takes_traffic, whole[0] if whole else None)
         asked = ready.union(self.mates) - {peer for peer, mate in known.items() if mate.is_absent}
         self.doubtful = tuple(sorted(peer for peer in asked if not self._stands_back(peer)))
         self.is_lead = self.lead == self.me and not self.doubtful

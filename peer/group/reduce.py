@@ -3,7 +3,8 @@
 The stage's gradient [N] is cut into one part a member, sized by bandwidth. Every contributor sends each part to its
 owner; the owner adds them **in rank order** (so that nobody's arrival time changes a bit), divides by the number of
 microbatches and sends the same bytes to all. So all members end with equal bits, each has sent and received about 2 N
-numbers whatever the group's size, and a chunk is on its way back before the next one has arrived. On the wire numbers
+numbers whatever the group's size, and a chunk is on its way back before the next one has arrived. A light member, which
+holds weights alone, owns no part: it contributes, and gets the mean. On the wire numbers
 have the format that whoever opens the round says (`RoundStart.form`, by the run's spec and the plan). Narrower than
 fp32, the owner rounds the mean before it sends it, and steps with that itself. In few bits (`kernels/codec`) sums and
 means are rounded by chance, so that they are right in the mean: nobody keeps what rounding has left over, and nothing
@@ -55,7 +56,8 @@ class Outgoing:
 
 
 def part_bounds(bandwidths: list[float], size: int) -> list[int]:
-    """Where each member's part begins, and the end: `len(bandwidths) + 1` integers from 0 to `size`."""
+    """Where each member's part begins, and the end: `len(bandwidths) + 1` integers from 0 to `size`. At least one
+    bandwidth is more than 0; whose is 0 has an empty part."""
     total = sum(bandwidths)
     bounds, reached = [0], 0.0
     for bandwidth in bandwidths[:-1]:
@@ -85,7 +87,9 @@ class Reduction:
         counts = [indices_from(member.indices, count=microbatches).bit_count() for member in start.members]
         self._contributors = [peer for peer, count in zip(self._peers, counts, strict=True) if count]
         self._scale = 1.0 / max(1, sum(counts))
-        self._bounds = part_bounds([member.bandwidth for member in start.members], size)
+        # Who holds weights alone owns no part: whoever owns one steps with it, and others count on that.
+        owning = [0.0 if member.peer in start.light else member.bandwidth for member in start.members]
+        self._bounds = part_bounds(owning, size)
         self._arrived: dict[int, dict[PeerID, Payload]] = {}
         self._under_way: set[int] = set()
         """Chunks whose numbers are being added up or copied on another thread."""

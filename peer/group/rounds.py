@@ -45,6 +45,8 @@ class Rounds:
         ahead = attempt(self.plan_sequence + _PLANS_AHEAD_MAX, 0, rank=0, incarnation=0)
         return (
             0 < len(peers) == len(start.members)
+            and len(start.light) < len(peers)
+            and peers.issuperset(start.light)
             and all(0.0 < member.bandwidth < _BANDWIDTH_MAX for member in start.members)
             and start.attempt < ahead
             and start.form in self.forms

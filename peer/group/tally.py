@@ -5,7 +5,7 @@ what runs again is kept apart from the sum until the step is committed, and whoe
 out. Then a repair changes nothing but the time. Only what ran twice without anyone knowing is counted twice.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.peer.pipeline.microbatch import Indices, bitmap_of, has_index, indices_from
@@ -48,6 +48,7 @@ def round_of(
     attempt: int,
     microbatches: int,
     form: WireFormat,
+    light: Collection[PeerID] = (),
 ) -> RoundStart:
     """Open a round: everybody brings what is firm, and of what is kept apart the first by rank that has it brings it.
 
@@ -55,6 +56,7 @@ def round_of(
         ranked: its members. Who is in no plan any more has no bandwidth: it reduces no more than the one with least.
         microbatches: those that a step has.
         form: how its pieces are to travel.
+        light: who holds weights alone.
     """
     present = [(peer, tallies[peer]) for peer in ranked if peer in tallies]
     union = 0
@@ -80,6 +82,7 @@ def round_of(
         loss_sum=loss_sum,
         staleness_sum=staleness_sum,
         form=form,
+        light=tuple(peer for peer in ranked if peer in light),
     )
 
 

@@ -1,7 +1,7 @@
 """One holder's part in what a newcomer may fetch: it signs what it steps to, keeps what the other holders are about to
 sign, and offers what most of them have.
 
-Nothing happens here while every member of the group is ready: no state is hashed, signed or kept beyond its step.
+Nothing happens here while every member of the group holds the state: none is hashed, signed or kept beyond its step.
 """
 
 import logging
@@ -62,7 +62,7 @@ class Witnesses:
     def look(self, state: StageState | None) -> None:
         """We have stepped to `state`, or there is a new plan."""
         core = self._core
-        if core.ready and state is not None and set(core.mates) - set(core.ready_mates):
+        if core.ready and state is not None and set(core.mates) - set(core.whole_mates):
             self._tasks.spawn(self._sign(state), f"sign version {state.version}")
         else:
             self._kept.clear()

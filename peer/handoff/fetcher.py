@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range, ranges
+from shoal.peer.group.attestations import is_majority
+from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
+from shoal.peer.handoff.ranges import RANGE_CHUNKS, RANGE_TIMEOUT_S, fetch_range, ranges
 from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
 from shoal.peer.initial import begun_numel
 from shoal.peer.model.layout import state_layout
-from shoal.peer.pipeline.state import LayerState, StageState, moment2_numel
+from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, moment2_numel
 from shoal.peer.vectors import VECTORS, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -49,6 +50,8 @@ Asked sooner, it would send the same bytes twice, and where a layer is a few ran
 _OTHERS_S_MIN = 0.5
 _OTHERS_S_FIRST = 2.0
 """The same where nothing has come from that holder yet."""
+_KEEP_S = 10.0
+"""A fetch that is held up asks its holders so often for what they have pinned for it: a pin lapses unasked."""
 _LOOK_S = 0.1
 """How often a request that is held back so looks again."""
 
@@ -86,7 +89,10 @@ class StateFetcher:
         compute: Compute,
         device: torch.device,
         vectors: Vectors = VECTORS,
+        patience_s: float = RANGE_TIMEOUT_S,
     ) -> None:
+        """Args: patience_s: how long a range may take from one holder."""
+        self._patience_s = patience_s
         self._vectors = vectors
         self._spec = spec
         self._keys = keys
@@ -100,6 +106,13 @@ class StateFetcher:
         self._version = -1
         self._stored_era = TRAINED
         self._is_witnessed: Callable[[StateOffer], bool] | None = None
+        self._voters: Sequence[PeerID] | None = None
+        self._at_least = 0
+        self._base: RoundedWeights | None = None
+        self._with_base: set[PeerID] = set()
+        """Holders that can send the difference to it."""
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
         self._relay: Relay | None = None
         self._mates: set[PeerID] = set()
         """Those of the relay's that can be reached."""
@@ -128,16 +141,23 @@ class StateFetcher:
         version: int = -1,
         stored_era: int = TRAINED,
         is_witnessed: Callable[[StateOffer], bool] | None = None,
+        voters: Sequence[PeerID] | None = None,
+        at_least: int = 0,
+        base: RoundedWeights | None = None,
         known: Mapping[str, LayerState] | None = None,
         begins: Mapping[str, Tensor] | None = None,
         relay: Relay | None = None,
         carriers: Sequence[PeerID] = (),
     ) -> StageState:
         """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots, or of
-        what the run begins with (`INITIAL`; then there are no moments).
+        what the run begins with (`INITIAL`), or parameters alone in bf16 of what they train (`WEIGHTS`); of the last
+        two there are no moments.
 
         Args:
             is_witnessed: of the newest, take nothing but what this says of an offer.
+            voters: of the newest, take the one of which more than half of these name the same digests.
+            at_least: of that, no version before this one.
+            base: of parameters alone: what we have, to which holders that have it, too, send the difference.
             known: layers that the caller believes it has at that version: what most holders name otherwise is fetched.
             begins: what the caller believes that a layer's parameters begin with, float32; only the rest is fetched,
                 unless the layer's digest says otherwise.
@@ -147,6 +167,7 @@ class StateFetcher:
             of a layer sent something else than it had said.
         """
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
+        self._voters, self._at_least, self._base = voters, at_least, base
         self._relay, self._mates = relay, set(relay.mates) if relay is not None else set()
         self._carriers = [peer for peer in carriers if peer not in self._mates][:_CARRIERS_MAX]
         digests = self._digests = self._choose(await self._offers(holders))
@@ -160,7 +181,8 @@ class StateFetcher:
         for key in missing:
             param, moment1, moment2 = self._sizes(key)
             empty = self._vectors.empty
-            self._tensors[key] = empty(param), empty(moment1), empty(moment2)
+            of_params = self._vectors.empty_rounded if stored_era == WEIGHTS else empty
+            self._tensors[key] = of_params(param), empty(moment1), empty(moment2)
             self._begin(key)
         for key, layer in has.items():
             self._tensors[key] = layer.tensors
@@ -187,6 +209,13 @@ class StateFetcher:
         layers = await self._compute.run_on_host(lambda: {key: self._on_device(key) for key in self._keys})
         return StageState(version=self._version, layers=layers)
 
+    def hold_up(self) -> None:
+        """Ask for nothing more until `go_on`: something else needs our line. What is on its way comes."""
+        self._goes_on.clear()
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
     # --- who has it ---
 
     async def _offers(self, holders: Sequence[PeerID]) -> dict[PeerID, StateOffer]:
@@ -195,15 +224,17 @@ class StateFetcher:
         if self._version >= 0 or not first:
             return first
         sound = first if self._is_witnessed is None else self._witnessed(first)
+        if self._voters is not None:
+            sound = self._of_most(first, self._voters)
         self._version = max(offer.version for offer in sound.values())
         same = {peer: offer for peer, offer in sound.items() if offer.version == self._version}
         others = [peer for peer in holders if peer not in same]
         same |= await self._ask_all(others, self._version)
-        if self._is_witnessed is None:
+        if self._is_witnessed is None and self._voters is None:
             return same
         # Who was asked by the number has not had to show who else has signed it: the same digests are enough.
-        digests = next(iter(same.values())).digests
-        return {peer: offer for peer, offer in same.items() if offer.digests == digests}
+        digests = dict(next(iter(same.values())).digests)
+        return {peer: offer for peer, offer in same.items() if dict(offer.digests) == digests}
 
     def _witnessed(self, offers: dict[PeerID, StateOffer]) -> dict[PeerID, StateOffer]:
         assert self._is_witnessed is not None
@@ -211,6 +242,15 @@ class StateFetcher:
         if not sound:
             raise Unreachable(self._endpoint.peer_id, "nobody offers a state that most of its holders have signed")
         return sound
+
+    def _of_most(self, offers: dict[PeerID, StateOffer], voters: Sequence[PeerID]) -> dict[PeerID, StateOffer]:
+        """The newest of which more than half of the voters say the same."""
+        said = {peer: (offer.version, tuple(sorted(offer.digests))) for peer, offer in offers.items()}
+        votes = Counter(said[peer] for peer in voters if peer in said)
+        named = [word for word, num in votes.items() if is_majority(num, voters) and word[0] >= self._at_least]
+        if not named:
+            raise Unreachable(self._endpoint.peer_id, "most holders do not offer the same version yet")
+        return {peer: offer for peer, offer in offers.items() if said[peer] == named[0]}
 
     def _choose(self, offers: dict[PeerID, StateOffer]) -> dict[str, str]:
         """The digest that most holders name for each layer; who names it is a source of it."""
@@ -225,7 +265,8 @@ class StateFetcher:
         return digests
 
     async def _ask_all(self, holders: Sequence[PeerID], version: int) -> dict[PeerID, StateOffer]:
-        request = StateRequest(layers=self._keys, version=version, stored_era=self._stored_era)
+        base = self._base.version if self._base is not None else -1
+        request = StateRequest(layers=self._keys, version=version, stored_era=self._stored_era, base=base)
 
         async def ask(peer: PeerID) -> StateOffer | None:
             try:
@@ -236,6 +277,9 @@ class StateFetcher:
             return offer if version < 0 or offer.version == version else None
 
         answers = await asyncio.gather(*(ask(peer) for peer in holders))
+        for peer, answer in zip(holders, answers, strict=True):
+            has_base = self._base is not None and answer is not None and answer.base == self._base.version
+            (self._with_base.add if has_base else self._with_base.discard)(peer)
         return {peer: answer for peer, answer in zip(holders, answers, strict=True) if answer is not None}
 
     # --- the bytes ---
@@ -273,6 +317,9 @@ class StateFetcher:
         async def work(peer: PeerID) -> None:
             may_renew = True
             while True:
+                if not self._goes_on.is_set():
+                    await self._held_up(peer)
+                    continue
                 wanted = self._next_own(peer, todo)
                 if wanted is None:
                     wanted = self._last_of_mates(peer, todo) or self._next_lent(peer, lent)
@@ -357,6 +404,14 @@ class StateFetcher:
         for error in ended:
             if isinstance(error, Exception):
                 raise error
+
+    async def _held_up(self, peer: PeerID) -> None:
+        """Wait until the fetch may go on, or until it is time to look after what a holder has pinned for it."""
+        try:
+            async with asyncio.timeout(_KEEP_S):
+                await self._goes_on.wait()
+        except TimeoutError:
+            await self._ask_all([peer], self._version)
 
     async def _is_offered_again(self, peer: PeerID) -> bool:
         """Whether a holder that refuses a range still has what it has offered: what it has pinned lapses if nobody asks
@@ -452,6 +507,8 @@ class StateFetcher:
         if self._stored_era == INITIAL:
             return begun_numel(self._spec, key), 0, 0
         numel = state_layout(self._spec, key).numel
+        if self._stored_era == WEIGHTS:
+            return numel, 0, 0
         return numel, numel, moment2_numel(self._spec, key)
 
     def _begin(self, key: str, *, whole: bool = False) -> None:
@@ -459,6 +516,7 @@ class StateFetcher:
             self._relay.begin(key, self._tensors[key], whole=whole)
 
     async def _fetch_range(self, peer: PeerID, wanted: _Range, *, holder: PeerID | None = None) -> None:
+        base = self._base if peer in self._with_base else None
         request = StateChunkRequest(
             stored_era=self._stored_era,
             version=self._version,
@@ -467,9 +525,19 @@ class StateFetcher:
             start=wanted.start,
             stop=wanted.stop,
             holder=holder,
+            base=base.version if base is not None else -1,
         )
         into_N = self._tensors[wanted.key][wanted.tensor]
-        await fetch_range(peer, request, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=self._vectors)
+        await fetch_range(
+            peer,
+            request,
+            into_N,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            vectors=self._vectors,
+            before_N=base.params[wanted.key] if base is not None else None,
+            patience_s=self._patience_s,
+        )
 
     def _differing(self, keys: Sequence[str], digests: Mapping[str, str]) -> list[str]:
         """Which of these layers are not what their digests say."""

@@ -17,6 +17,9 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import StateChunk
 from shoal.protocol.ports import Compute, Payload
 
+WEIGHTS = -3
+"""In place of a stored era: of what is trained now the parameters alone, rounded to bf16 (`light.py`)."""
+
 GRADIENT = 3
 """The tensor of a layer that is no part of its state: the reduced gradient with which it stepped to a version."""
 
@@ -32,6 +35,9 @@ class _Expected:
     first: int
     """The element of the tensor with which `into_N` begins."""
     event: asyncio.Event
+    before_N: Tensor | None = None
+    """The tensor at version `base`, to which the difference is expected."""
+    base: int = -1
     parts: set[int] = field(default_factory=set)
     """The first element of each part that has come (`Vectors.background_chunk`); all of them, if it came as a whole."""
 
@@ -60,16 +66,19 @@ class ChunkInbox:
         into_N: Tensor,
         *,
         first: int = 0,
+        before_N: Tensor | None = None,
+        base: int = -1,
     ) -> asyncio.Event:
         """The event is set when elements [start, start + chunk) have been filled in; call `forget` in any case.
 
         Args:
             start: a multiple of the chunk. It comes as a whole or in parts (`Vectors.background_chunk`).
             into_N: the tensor, or of a tensor that is not wanted as a whole what begins with element `first`.
+            before_N: the whole tensor at version `base`, if the difference to that has been asked for.
         """
         event = asyncio.Event()
         key = (peer, stored_era, version, layer, tensor, start)
-        self._expected.setdefault(key, []).append(_Expected(into_N, first, event))
+        self._expected.setdefault(key, []).append(_Expected(into_N, first, event, before_N, base))
         return event
 
     def forget(
@@ -85,11 +94,13 @@ class ChunkInbox:
         chunk, part = self._vectors.chunk, self._vectors.background_chunk
         begin = meta.start - meta.start % chunk
         key = (source, meta.stored_era, meta.version, meta.layer, meta.tensor, begin)
-        expected = tuple(self._expected.get(key, ()))
+        expected = tuple(each for each in self._expected.get(key, ()) if each.base == meta.base)
+        if meta.base >= 0:
+            await self._take_difference(source, meta, payload, expected)
+            return
         if not expected:
             return  # late, or never asked for
-        is_gradient = meta.tensor == GRADIENT
-        values_C = self._vectors.mean_of(payload) if is_gradient else self._vectors.values_of(payload)
+        values_C = self._read(source, meta, payload)
         count = values_C.numel()
         for each in expected:
             size = each.size(begin, chunk)
@@ -108,3 +119,35 @@ class ChunkInbox:
             each.parts.update(range(meta.start, meta.start + count, part))
             if len(each.parts) == math.ceil(each.size(begin, chunk) / part):
                 each.event.set()
+
+    def _read(self, source: PeerID, meta: StateChunk, payload: Payload) -> Tensor:
+        """Raises: RemoteError: these are not the bytes of any numbers."""
+        vectors = self._vectors
+        if meta.tensor == GRADIENT:
+            size, read = vectors.mean_bytes, vectors.mean_of
+        elif meta.stored_era == WEIGHTS:
+            size, read = 2, vectors.rounded_of
+        else:
+            size, read = 4, vectors.values_of
+        if len(payload) == 0 or len(payload) % size:
+            raise RemoteError(source, f"sent {len(payload)} bytes as numbers of {size} bytes of {meta.layer}")
+        return read(payload)
+
+    async def _take_difference(
+        self, source: PeerID, meta: StateChunk, payload: Payload, expected: tuple[_Expected, ...]
+    ) -> None:
+        """A whole chunk, as the difference to what each of `expected` has."""
+        for each in expected:
+            size, before_N = each.size(meta.start, self._vectors.chunk), each.before_N
+            if meta.start % self._vectors.chunk or before_N is None or not size <= len(payload) <= 3 * size:
+                raise RemoteError(source, f"sent {len(payload)} bytes as a difference at {meta.start} of {meta.layer}")
+
+            def take(each: _Expected = each, before_N: Tensor = before_N, size: int = size) -> None:
+                before_C = before_N[meta.start : meta.start + size]
+                each.into_N[meta.start : meta.start + size] = self._vectors.changed(before_C, payload)
+
+            try:
+                await self._compute.run_on_host(take)
+            except ValueError as error:
+                raise RemoteError(source, str(error)) from error
+            each.event.set()

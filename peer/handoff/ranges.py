@@ -13,7 +13,7 @@ from shoal.protocol.messages import Done, StateChunkRequest
 
 RANGE_CHUNKS = 4
 """What a chunk request asks for at most: 4 MiB, so that a round trip is small against the transfer."""
-_RANGE_TIMEOUT_S = 60.0
+RANGE_TIMEOUT_S = 60.0
 
 
 def ranges(size: int, vectors: Vectors) -> list[tuple[int, int]]:
@@ -31,18 +31,22 @@ async def fetch_range(
     inbox: ChunkInbox,
     vectors: Vectors,
     first: int = 0,
+    before_N: Tensor | None = None,
+    patience_s: float = RANGE_TIMEOUT_S,
 ) -> None:
     """Fill elements [start, stop) of a tensor with what `request` asks of `peer`.
 
-    Args: into_N: the tensor, or what of it begins with element `first`.
+    Args:
+        into_N: the tensor, or what of it begins with element `first`.
+        before_N: the same tensor at the version `request.base`, to which the difference is asked for.
     Raises: Unreachable, Refused, RemoteError.
     """
     what = (peer, request.stored_era, request.version, request.layer, request.tensor)
     starts = range(request.start, request.stop, vectors.chunk)
-    events = [inbox.expect(*what, start, into_N, first=first) for start in starts]
+    events = [inbox.expect(*what, start, into_N, first=first, before_N=before_N, base=request.base) for start in starts]
     try:
-        async with asyncio.timeout(_RANGE_TIMEOUT_S):
-            await endpoint.ask(peer, request, Done, timeout_s=_RANGE_TIMEOUT_S)
+        async with asyncio.timeout(patience_s):
+            await endpoint.ask(peer, request, Done, timeout_s=patience_s)
             for event in events:
                 await event.wait()
     except TimeoutError as error:

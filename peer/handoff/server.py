@@ -16,10 +16,11 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
+import msgspec
 from torch import Tensor
 
 from shoal.peer.group.witnesses import Signatures, Witnessed
-from shoal.peer.handoff.inbox import GRADIENT, ChunkInbox
+from shoal.peer.handoff.inbox import GRADIENT, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.ranges import RANGE_CHUNKS, fetch_range
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.trail import Trail
@@ -63,9 +64,14 @@ _Key = tuple[int, int]
 
 
 class _Pin:
-    def __init__(self, born_s: float) -> None:
+    """Args: is_followed: light members have what it holds, and come for the difference to the next version."""
+
+    def __init__(self, born_s: float, *, is_followed: bool = False) -> None:
         self._born_s = born_s
+        self._is_followed = is_followed
         self.until_s = born_s + PINNED_S
+        self.num_sending = 0
+        """Ranges that are leaving. On a busy line one may take longer than a pin lives unasked."""
         self.is_asked_for = False
         """By somebody else; what we have pinned ourselves is as much as we chose."""
         self.layers: dict[str, LayerState] = {}
@@ -83,6 +89,12 @@ class _Pin:
     def asked_for(self, now_s: float) -> None:
         """It is kept for a while more, but not for ever."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
+        if self._is_followed:
+            self.until_s = now_s + PINNED_S_MAX
+
+    def is_over(self, now_s: float) -> bool:
+        """Nobody wants it any more, or it has been kept for too long."""
+        return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
     @property
     def num_bytes(self) -> int:
@@ -214,11 +226,16 @@ class StateServer:
     def forget(self, keys: Collection[str]) -> None:
         """A tenure that held these layers is over: what it has pinned is of no use to anybody."""
         for (era, version), pin in list(self._pins.items()):
-            if era == TRAINED:
+            if era in (TRAINED, WEIGHTS):
                 pin.forget(keys)
                 if not pin.layers:
                     del self._pins[era, version]
         self._copies = {copy for copy in self._copies if copy[2] not in keys}
+
+    def forget_weights(self, keys: Collection[str]) -> None:
+        """Nobody follows these layers as a light member, or is about to: what is kept of their weights goes."""
+        for at in [at for at, pin in self._pins.items() if at[0] == WEIGHTS and not pin.layers.keys().isdisjoint(keys)]:
+            del self._pins[at]
 
     def forget_ahead(self) -> None:
         """Nobody gets ready for another layout any more."""
@@ -226,7 +243,7 @@ class StateServer:
 
     def _forget_old(self) -> None:
         now_s = self._clock.now_s()
-        self._pins = {key: pin for key, pin in self._pins.items() if pin.until_s >= now_s}
+        self._pins = {key: pin for key, pin in self._pins.items() if not pin.is_over(now_s)}
         self._newcomers = {peer: until_s for peer, until_s in self._newcomers.items() if until_s >= now_s}
         self._relays = [relay for relay in self._relays if not (relay.is_done and relay.until_s < now_s)]
 
@@ -240,7 +257,7 @@ class StateServer:
     ) -> _Pin:
         """Args: proofs: of these layers, where they are known."""
         now_s = self._clock.now_s()
-        pin = self._pins.setdefault(key, _Pin(now_s))
+        pin = self._pins.setdefault(key, _Pin(now_s, is_followed=key[0] == WEIGHTS))
         pin.asked_for(now_s)
         if asked_by is not None:
             pin.is_asked_for = True
@@ -255,7 +272,8 @@ class StateServer:
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
         """Whether somebody else may have us keep that version too."""
-        others = [pin for at, pin in self._pins.items() if pin.is_asked_for and at != key and at[0] != INITIAL]
+        counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
+        others = [self._pins[at] for at in counted if at != key]
         num_bytes = _num_bytes(layers) + sum(pin.num_bytes for pin in others)
         return not others or (len(others) < PINNED_VERSIONS_MAX and num_bytes <= PINNED_BYTES_MAX)
 
@@ -263,12 +281,14 @@ class StateServer:
         me = self._endpoint.peer_id
         if not self._knows(source):
             raise Refused(me, "does not know the sender from a plan")
-        if message.stored_era == TRAINED:
+        if message.stored_era in (TRAINED, WEIGHTS):
             await self._step_over(message.layers)
         self._forget_old()
         wanted = set(message.layers)
         if message.ahead:
             return self._offer_ahead(source, message)
+        if message.stored_era == WEIGHTS:
+            return await self._offer_weights(source, message)
         if message.stored_era == INITIAL:
             bare = await self._begun_with(message.layers)
             return await self._offer(source, (INITIAL, 0), bare, wanted)
@@ -289,8 +309,9 @@ class StateServer:
             given = await self._witnessed(source, message.layers, message.version)
         if given is not None:
             key = (TRAINED, given.state.version)
-            if key in self._pins or self._has_room(key, given.state.layers.values()):
-                return await self._offer(source, key, given.state.layers, wanted, given)
+            layers = {name: given.state.layers[name] for name in message.layers}
+            if key in self._pins or self._has_room(key, layers.values()):
+                return await self._offer(source, key, layers, wanted, given)
             return await self._offer_pinned(source, message.version, wanted, signed=True)
         if state is None:
             raise Refused(me, "does not hold that state")
@@ -314,6 +335,30 @@ class StateServer:
         if version >= 0 or not versions:
             raise Refused(self._endpoint.peer_id, "is giving other versions to others; ask again")
         return await self._offer(source, (TRAINED, max(versions)), {}, wanted)
+
+    async def _offer_weights(self, source: PeerID, message: StateRequest) -> StateOffer:
+        """Parameters of what is trained now, in bf16. Of these versions the two newest are kept: each is a sixth of
+        the state, and whoever is late for one asks for the next."""
+        state, me = self._current(message.layers), self._endpoint.peer_id
+        pin = self._pins.get((WEIGHTS, message.version))
+        if pin is not None and pin.digests.keys() >= set(message.layers):
+            return await self._offer(source, (WEIGHTS, message.version), {}, set(message.layers))
+        if state is None:
+            raise Refused(me, "does not hold that state")
+        if message.version not in (-1, state.version):
+            raise Refused(me, f"is at version {state.version}, not {message.version}")
+        key, vectors = (WEIGHTS, state.version), self._vectors
+        for superseded in sorted(at for at in self._pins if at[0] == WEIGHTS and at != key)[:-1]:
+            del self._pins[superseded]
+        pin = self._pins.get(key)
+        missing = [name for name in message.layers if pin is None or name not in pin.layers]
+        layers = await self._compute.run_on_host(
+            lambda: {name: bare_layer(vectors.rounded(state.layers[name].param_N), vectors) for name in missing}
+        )
+        offer = await self._offer(source, key, layers, set(message.layers))
+        before = self._pins.get((WEIGHTS, message.base))
+        has_base = before is not None and before.layers.keys() >= set(message.layers)
+        return msgspec.structs.replace(offer, base=message.base) if has_base else offer
 
     async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
         me = self._endpoint.peer_id
@@ -380,16 +425,31 @@ class StateServer:
             raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
         values_N = layer.tensors[message.tensor]
         starts = self._starts(source, message, values_N)
+        before_N = self._before(message)
         pin.asked_for(self._clock.now_s())
-        for start in starts:
-            priority = Priority.BULK if self._is_copy(source, message) else Priority.STATE
-            await self._send_chunk(source, message, values_N, start, priority)
+        pin.num_sending += 1
+        try:
+            for start in starts:
+                priority = Priority.BULK if self._is_copy(source, message) else Priority.STATE
+                await self._send_chunk(source, message, values_N, start, priority, before_N=before_N)
+        finally:
+            pin.num_sending -= 1
+            pin.asked_for(self._clock.now_s())
         left = pin.left.pop(source, 0) - (message.stop - message.start)
         if left > 0:
             pin.left[source] = left
         else:
             pin.served.add(source)
         return Done()
+
+    def _before(self, message: StateChunkRequest) -> Tensor | None:
+        """What the difference is to be sent to; None: none is wanted. Raises: Refused: it is not here."""
+        if message.base < 0 or message.stored_era != WEIGHTS or message.tensor != 0:
+            return None
+        pin = self._pins.get((WEIGHTS, message.base))
+        if pin is None or message.layer not in pin.layers:
+            raise Refused(self._endpoint.peer_id, f"has not kept version {message.base} of {message.layer}")
+        return pin.layers[message.layer].param_N
 
     async def _carry(self, source: PeerID, message: StateChunkRequest, holder: PeerID) -> Done:
         """Get a range from its holder for somebody whose own path from there is slow, and pass it on. Nothing is
@@ -490,15 +550,20 @@ class StateServer:
         priority: Priority,
         *,
         first: int = 0,
+        before_N: Tensor | None = None,
     ) -> None:
         """Send a chunk, in parts if nobody waits for it.
 
-        Args: values_N: the tensor, or what of it begins with element `first`.
+        Args:
+            values_N: the tensor, or what of it begins with element `first`.
+            before_N: the same tensor at the version to which the difference is sent; None: it is sent as it is.
         Raises: Refused: the network does not let us.
         """
         stop = min(start + self._vectors.chunk, message.stop)
         part = self._vectors.background_chunk if priority is Priority.BULK else self._vectors.chunk
-        make = self._gradient_payload_of if message.tensor == GRADIENT else self._payload_of
+        make = self._payload_of
+        if message.tensor == GRADIENT or message.stored_era == WEIGHTS:
+            make = self._gradient_payload_of if message.tensor == GRADIENT else self._vectors.rounded_payload
         for at in range(start, stop, part):
             meta = StateChunk(
                 stored_era=message.stored_era,
@@ -506,11 +571,16 @@ class StateServer:
                 layer=message.layer,
                 tensor=message.tensor,
                 start=at,
+                base=message.base if before_N is not None else -1,
             )
             if self._is_copy(source, message):
                 await self._give_way(message.version)
             part_C = values_N[at - first : min(at + part, stop) - first]
-            payload = await self._compute.run_on_host(functools.partial(make, part_C))
+            work = functools.partial(make, part_C)
+            if before_N is not None:
+                before_C = before_N[at : at + part_C.numel()]
+                work = functools.partial(self._vectors.difference_payload, before_C, part_C)
+            payload = await self._compute.run_on_host(work)
             try:
                 await self._endpoint.send(source, meta, payload, priority=priority, again=meta)
             except Unreachable as error:

@@ -18,7 +18,14 @@ from shoal.peer.pipeline.contributions import Contributions
 from shoal.peer.pipeline.microbatch import Indices, Microbatch
 from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.prediction import COMPENSATIONS
-from shoal.peer.pipeline.state import LayerState, StageState, clipped, initial_state, step_layer_clipped
+from shoal.peer.pipeline.state import (
+    LayerState,
+    RoundedWeights,
+    StageState,
+    clipped,
+    initial_state,
+    step_layer_clipped,
+)
 from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.peer.pipeline.weights import Weights
 from shoal.peer.vectors import Vectors
@@ -82,6 +89,8 @@ class Shard:
         self.state: StageState | None = None
         """None: none has come yet, or a step is being made."""
         self._version = -1
+        self._light: WeightSet | None = None
+        """All that is here, of a light member."""
         self._step: _Step | None = None
         sizes = [state_layout(spec, key).numel for key in keys]
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(keys)}
@@ -105,6 +114,11 @@ class Shard:
         return self._step is not None
 
     @property
+    def is_light(self) -> bool:
+        """There is no state, only weights to compute with."""
+        return self._light is not None
+
+    @property
     def remembers(self) -> bool:
         """Whether what others run again of the step before can be repaired here exactly (s_max = 0)."""
         return self._weights.remembers or self.spec.training.s_max > 0
@@ -116,9 +130,17 @@ class Shard:
     def load(self, state: StageState) -> None:
         """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
-        self._version, self._step = state.version, None
+        self._version, self._step, self._light = state.version, None, None
         self.state = self._offload.state(state)
         self._weights.loaded()
+        self._contributions.forget_before(self.version)
+
+    def load_weights(self, weights: RoundedWeights) -> None:
+        """Compute with weights alone, until a state is loaded. Contributions already summed stay."""
+        assert tuple(weights.params) == self.keys, "the weights are another stage's"
+        assert self.state is None, "weights alone in place of a state"
+        params = {key: param_N.to(self.device) for key, param_N in weights.params.items()}
+        self._version, self._light = weights.version, WeightSet(params, weights.version)
         self._contributions.forget_before(self.version)
 
     def load_base(self, stored: Mapping[str, Tensor]) -> None:
@@ -247,6 +269,8 @@ class Shard:
 
     def _wanted_by(self, microbatch: Microbatch) -> WeightSet:
         """Raises: MemoryError: a step that has found no memory has to come first."""
+        if (light := self._light) is not None:
+            return light  # no moments are here that could say where the steps between lead
         state = self.state
         if state is None and self.is_stepping:
             raise MemoryError("a step of the optimizer waits for memory")
@@ -270,4 +294,5 @@ class Shard:
             gradient_N = torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)
         for key, named in leaves.items():
             state_layout(self.spec, key).collect(named, gradient_N[self._spans[key]])
-        self._contributions.finish(microbatch, gradient_N, weights if self._weights.keeps_places else None)
+        keeps_place = self._weights.keeps_places and not self.is_light
+        self._contributions.finish(microbatch, gradient_N, weights if keeps_place else None)

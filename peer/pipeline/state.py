@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
-    """float32 [numel] each, in the layer's layout; `moment2_N` may be shorter or empty, see `moment2_numel`."""
+    """float32 [numel] each, in the layer's layout; `moment2_N` may be shorter or empty, see `moment2_numel`. Of weights
+    alone that are on their way to a light member `param_N` is bfloat16, and both moments are empty."""
 
     param_N: Tensor
     moment1_N: Tensor
@@ -60,7 +61,7 @@ class LayerState:
         hasher = blake3()
         for tensor in self.tensors:
             if tensor.numel():
-                hasher.update(tensor.detach().cpu().numpy().data.cast("B"))
+                hasher.update(tensor.detach().cpu().view(torch.uint8).numpy().data)
         return hasher.hexdigest(length=16)
 
 
@@ -82,6 +83,15 @@ class StageState:
         for key, layer in self.layers.items():
             hasher.update(f"{key}:{layer.digest()};".encode())
         return hasher.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedWeights:
+    """What a light member computes with: the weights of a stage at one version, without moments."""
+
+    version: int
+    params: Mapping[str, Tensor]
+    """Layer key -> bfloat16 [numel]."""
 
 
 def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) -> StageState:

@@ -15,7 +15,7 @@ class WeightSet:
     """Parameters of a stage. Equal only to itself."""
 
     params: Mapping[str, Tensor]
-    """Layer key -> float32 [numel]."""
+    """Layer key -> float32 [numel]; bfloat16 [numel] at a light member."""
     version: int
     """That it was made at."""
     num_seen: int = 0
@@ -23,8 +23,9 @@ class WeightSet:
     _narrow: dict[str, Tensor] = field(default_factory=dict)
 
     def computed_in(self, dtype: torch.dtype, key: str) -> Tensor:
-        """The parameters of one layer as jobs compute with them; those in another dtype than float32 are made once."""
-        if dtype == torch.float32:
+        """The parameters of one layer as jobs compute with them; those in another dtype than they are in are made
+        once."""
+        if self.params[key].dtype == dtype:
             return self.params[key]
         if key not in self._narrow:
             self._narrow[key] = self.params[key].to(dtype)

@@ -2,10 +2,10 @@
 
 Theory of operation. The group is the ready replicas of one stage, in the plan's order (rank). For each step every
 member tells its mates which microbatches it has accumulated (`Progress`). When the union is the whole step, the
-*lead* (the first ready and open member by rank) opens a round: it names the members and what each contributes
-(`RoundStart`). Members reduce exactly that, step, and tell each other the digest of the new state. Explicit rounds
-are what lets replicas come and go without agreeing on a step at which a plan takes effect: membership is per round,
-and an average never counts somebody who did not contribute to it.
+*lead* (the first ready and open member by rank that holds the state) opens a round: it names the members and what each
+contributes (`RoundStart`). Members reduce exactly that, step, and tell each other the digest of the new state. Explicit
+rounds are what lets replicas come and go without agreeing on a step at which a plan takes effect: membership is per
+round, and an average never counts somebody who did not contribute to it.
 
 Who is lead changes with readiness and with plans, and two leads at once would grant one microbatch twice or open two
 rounds. So a lead *acts* only when it has heard every member of the plan since it became ready itself, and every ready
@@ -19,6 +19,9 @@ begun of such a step the next layout makes again.
 `attempt` orders the leads' words for one step: plan sequence first, then the lead's own retries. Members obey the
 highest. A member that was left out of a round, or missed its end, sees from its mates' digests that it is behind and
 asks one of them for the reduced gradient (`CatchUp`).
+
+A *light* member (`peer/light.py`) is ready with weights alone. It contributes and takes part in rounds, which name it
+as light; it never leads, tells no digest, and nobody counts on it for a state.
 
 This file is long because every event of a group enters here: its parts (members, tallies, rounds, losses, agreement)
 are in files of their own, and nobody else calls them.
@@ -134,6 +137,16 @@ class Commit:
         return self._members.ready_mates
 
     @property
+    def whole_mates(self) -> tuple[PeerID, ...]:
+        """Ready, with the state and not with weights alone."""
+        return self._members.whole_mates
+
+    @property
+    def is_light(self) -> bool:
+        """We take part with weights alone."""
+        return self._members.is_light
+
+    @property
     def open_mates(self) -> tuple[PeerID, ...]:
         """Ready, and taking traffic."""
         return self._members.open_mates
@@ -146,16 +159,17 @@ class Commit:
     @property
     def holders(self) -> tuple[PeerID, ...]:
         """Who else has the stage's state, those who stay first."""
-        return (*self.ready_mates, *self.departing)
+        light = self._members.light
+        return (*self.whole_mates, *(peer for peer in self.departing if peer not in light))
 
     @property
     def lead(self) -> PeerID | None:
-        """The first ready and open member by rank; if all of them drain, the first ready one."""
+        """The first ready and open member by rank that holds the state; if all of them drain, the first that does."""
         return self._members.lead
 
     @property
     def standing(self) -> tuple[int, int]:
-        """(our rank among the ready members from 0, how many there are)."""
+        """(our rank among the members that hold the state from 0, how many there are)."""
         return self._members.standing
 
     @property
@@ -196,8 +210,8 @@ class Commit:
                 return self._stepped(event, now_s)
             case GroupPlanned():
                 return self._plan_changed(event, now_s)
-            case ReadySet(ready):
-                self._members.set_ready(ready)
+            case ReadySet(ready, light):
+                self._members.set_ready(ready, light=light)
                 self._look_ahead(now_s)
                 return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
             case OpenSet(is_open):
@@ -246,7 +260,7 @@ class Commit:
             # It has left, and nobody waits for it: nor for its part of a round that it has not heard of.
             self._members.has_no_state(peer)
             return [*forgotten, *reborn, *self._lose(peer, now_s)]
-        is_news = self._members.state(peer, ready=ready, is_open=event.is_open)
+        is_news = self._members.state(peer, ready=ready, is_open=event.is_open, light=event.light)
         told = self._tell_open_steps(to=peer) if is_news else []
         return [*forgotten, *reborn, *told, *self._lead_may_have_changed(now_s)]
 
@@ -365,7 +379,8 @@ class Commit:
         self._version_since_s = now_s
         self._rounds.retries = 0
         self._tallies.forget_before(version)
-        self._agreement.stepped(version, event.digest, event.gradient_norm)
+        if event.digest is not None:
+            self._agreement.stepped(version, event.digest, event.gradient_norm)
         commands: list[CommitCommand] = [*map(Tell, self._agreement.own), *self._compare(now_s)]
         for kept in (self._rounds, self._agreement):
             kept.forget_before(version - UNCOMPARED_MAX)
@@ -432,7 +447,9 @@ class Commit:
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
         """More than half of whom must have signed a state before `newcomer` fetches it."""
         members = self._members
-        leaving = self.departing if members.in_plan or not self.ready else (*self.departing, self.me)
+        leaving = tuple(peer for peer in self.departing if peer not in members.light)
+        if self.ready and not members.in_plan and not members.is_light:
+            leaving = (*leaving, self.me)
         return voters(members.planned, newcomer, without_state=members.without_state, departing=leaving)
 
     def has_round(self, step: int) -> bool:
@@ -453,7 +470,7 @@ class Commit:
     def owes(self) -> bool:
         """Others count on us: for what we have contributed, for our part of a round and our word on its result, or for
         a version that nobody else has reached."""
-        alone = self._agreement.is_alone_at(self.version, self.ready_mates)
+        alone = not self.is_light and self._agreement.is_alone_at(self.version, self.whole_mates)
         return alone or self._tallies.has_own or self.me in self._rounds.named
 
     @property
@@ -515,6 +532,7 @@ class Commit:
             attempt=self._attempt,
             microbatches=self.microbatches,
             form=self._form,
+            light=members.light,
         )
         return [Tell(start), *self._hold_to(start)]
 

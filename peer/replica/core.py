@@ -204,7 +204,7 @@ class ReplicaCore(MemberCore):
         if hello.stage != self._pipeline.stage:
             return MemberElsewhere(peer, hello.incarnation)
         has_moved = self._plan.has(peer)
-        return MemberState(peer, hello.ready, hello.is_open, hello.incarnation, hello.draining, has_moved)
+        return MemberState(peer, hello.ready, hello.is_open, hello.incarnation, hello.draining, has_moved, hello.light)
 
     def _peer_said(self, peer: PeerID, hello: Hello, now_s: float) -> list[Command]:
         commands = self._commit(self._what_it_is_here(peer, hello), now_s)

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from shoal.peer.experts.call import JobInParts
 from shoal.peer.experts.dispatch import ExpertDispatch
+from shoal.peer.light import LightMember
 from shoal.peer.model.flop import BACKWARD_PER_FORWARD
 from shoal.peer.pipeline.cargo import Hold
 from shoal.peer.pipeline.handing_back import HandingBack
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.queueing import LinkQueues
-from shoal.peer.pipeline.state import StageState
+from shoal.peer.pipeline.state import RoundedWeights, StageState
 from shoal.peer.pipeline.wire import ActivationWire
 from shoal.peer.replica.commands import (
     Command,
@@ -45,7 +46,9 @@ from shoal.peer.replica.events import (
     JobDropped,
     JobFailed,
     JobParked,
+    Joined,
     PeerLost,
+    Stepped,
     StepReady,
     VersionSet,
 )
@@ -132,7 +135,7 @@ class Replica(Tenure):
         if not pipeline.takes_from(source):
             logger.debug("an activation of %s, which is not of the stage before", source[-8:])
             return
-        if self.state is None and not self.runtime.is_stepping:
+        if self.state is None and not self.runtime.is_stepping and not self.runtime.is_light:
             logger.debug("an activation of %s before there are weights, though we are not ready", source[-8:])
             return
         if not self.is_ready:
@@ -321,6 +324,39 @@ class Replica(Tenure):
     def _load(self, state: StageState) -> None:
         self.runtime.load(state)
         self.handle(VersionSet(state.version))
+
+    def _make_light(self) -> LightMember | None:
+        """Not in a synchronous run, whose every step would wait for its weights; nor of a tied matrix, nor where the
+        state is adapters or a part of the layers: either is small beside what it computes with."""
+        spec = self._s.spec
+        if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
+            return None
+        reductions = self.reductions
+
+        def num_pieces(step: int) -> int | None:
+            reduction = reductions.get(step)
+            return reduction.num_taken if reduction is not None else None
+
+        return LightMember(
+            endpoint=self._endpoint,
+            compute=self.compute,
+            inbox=self._s.inbox,
+            runtime=self.runtime,
+            group=self.core.group,
+            fetch_mean=self._catching_up.fetch,
+            means=lambda: reductions.means,
+            num_pieces=num_pieces,
+            step_layer=self._s.arithmetic.step_layer,
+            take=self._take_weights,
+            join=lambda: self.handle(Joined(self.runtime.remembers, light=True)),
+        )
+
+    def _take_weights(self, weights: RoundedWeights) -> None:
+        """Compute with weights alone from now on, those of a step that others have made."""
+        self.runtime.load_weights(weights)
+        self.handle(VersionSet(weights.version))
+        self.reductions.reached(weights.version)
+        self.handle(Stepped(weights.version, None, remembers=self.runtime.remembers))
 
     # --- what others see ---
 

@@ -70,9 +70,11 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """We hold the group's state. `remembers`: what others run again of the step before can be repaired here exactly."""
+    """We hold the group's state, or of a `light` member its weights. `remembers`: what others run again of the step
+    before can be repaired here exactly."""
 
     remembers: bool
+    light: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,9 +446,10 @@ class GroupPlanned:
 
 @dataclass(frozen=True, slots=True)
 class ReadySet:
-    """We hold the group's state and take part, or do no longer."""
+    """We take part, with the group's state or, as a `light` member, with its weights alone; or do no longer."""
 
     ready: bool
+    light: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +464,7 @@ class MemberState:
     """A mate says whether it holds the state and takes part, and whether it takes traffic.
 
     `drains`: it is on its way out, and may have left the group before we came into it. `has_moved`: the plan has a
-    place for it elsewhere.
+    place for it elsewhere. `light`: it takes part, and holds weights alone.
     """
 
     peer: PeerID
@@ -470,6 +473,7 @@ class MemberState:
     incarnation: int
     drains: bool = False
     has_moved: bool = False
+    light: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,14 +541,14 @@ class DigestArrived:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """We hold `version`, by a step or by fetching it; `digest` is our state's.
+    """We hold `version`, by a step or by fetching it; `digest` is our state's, None while we hold weights alone.
 
     `by`: whose result we have stepped with, which we may have given up meanwhile, when a member died that had done its
     part. `gradient_norm`: of the step's gradient, for the ledger; None: we have fetched the state.
     """
 
     version: int
-    digest: str
+    digest: str | None
     by: RoundStart | None = None
     gradient_norm: float | None = None
     remembers: bool = False

@@ -4,6 +4,7 @@ pipeline, too (`core.py`). Pure.
 A member lives through these states. A plan begins its life, and the driver ends it:
 
     joining    not ready, closed   it fetches the group's state
+    light      ready, open         it has the group's weights, and computes with these until its state is whole
     closed     ready, closed       it takes no traffic yet: what runs again it could not repair exactly
     open       ready, open         it takes traffic
     paused     ready, closed       the owner wants the device: what is here goes back, what is contributed is reduced
@@ -94,9 +95,9 @@ class MemberCore(ABC):
                 return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
             case PeerReborn(peer):
                 return [*self._peer_began_anew(peer, now_s), *self._open_if_fit(now_s), *self._changed(now_s)]
-            case Joined(remembers):
+            case Joined(remembers, light):
                 self._remembers = remembers
-                commands = [*self._commit(ReadySet(True), now_s), *self._open_if_fit(now_s), SayHello()]
+                commands = [*self._commit(ReadySet(True, light), now_s), *self._open_if_fit(now_s), SayHello()]
                 return [*commands, *self._changed(now_s)]
             case Paused():
                 self.is_paused = True

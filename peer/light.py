@@ -1,0 +1,402 @@
+"""Makes a newcomer whose line is slow a *light* member of its group, until its state is whole.
+
+A newcomer's first microbatch needs weights and no moments, and bf16 is enough to compute with: a sixth of the state. A
+light member fetches those, takes traffic, and contributes its gradients to rounds, in which it owns no part of the sum.
+It makes no step of the group's: after each commit it fetches the next version's weights from those who have stepped.
+
+Meanwhile the state comes, layer by layer, behind everything else on its holders' lines and held up while weights come.
+A layer that is here steps with the others': its part of the reduced gradient has come by the round that the member took
+part in anyway. So a layer is fetched once, whatever the group commits meanwhile; its weights follow from its state and
+are fetched no more; and nobody keeps a version of the whole state for a fetch that may take an hour. Once all layers
+are here, and are what most holders have signed, the member holds the state, and is one like all others from the next
+commit on.
+
+What a light member computes with is the group's only as far as most holders name the same digest of the rounded
+weights. A liar among the others can make it learn nothing wrong, and what it holds in the end has their signatures.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.peer.arithmetic import Held
+from shoal.peer.group.catching_up import Answer
+from shoal.peer.group.witnesses import is_witnessed
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
+from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
+from shoal.peer.model.layout import state_layout
+from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, moment2_numel
+from shoal.peer.replica.views import GroupView
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.messages import StateOffer, StateRequest
+from shoal.protocol.ports import Compute
+
+logger = logging.getLogger(__name__)
+
+_SOON_S = 60.0
+"""A newcomer whose state comes within this time waits for it. Weights come in a sixth of it, and for less than a minute
+they are not worth coming beside the state."""
+_SEEN_S = 2.0
+"""So long is looked at least how quickly weights come."""
+_SMALL_BYTES = 16 << 20
+"""A state of less than this is fetched at once: on most lines that takes no longer than a look at its weights."""
+_RETRY_S = 1.0
+_RETRY_MATES_S = 0.25
+"""They may be making the step, or signing what they hold, which takes a round trip."""
+_STILL_S = 60.0
+"""A round of which no piece has come for so long will not end here. On slow lines pieces wait for minutes behind
+activations, but these come from several members."""
+_PATIENCE_S = 300.0
+"""A range may take so long. On its holder's line it stands behind our part of a reduction, which may take minutes."""
+_LOOK_S = 0.1
+
+_NEVER = 2**62
+
+StepLayer = Callable[[str, LayerState, Tensor, int], LayerState]
+"""As `Arithmetic.step_layer`."""
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A layer of the state that is here."""
+
+    version: int
+    layer: LayerState
+    """On the host."""
+
+
+class LightMember:
+    """The part of one tenure in which it is light.
+
+    Args:
+        fetch_mean: as `CatchingUp.fetch`.
+        means: step -> reduced gradient, of those that are kept.
+        num_pieces: (step) -> pieces that have come of our round of it; None: there is no such round.
+        step_layer: makes one step of one layer.
+        take: compute with these weights from now on; the pipeline and the group know it when this returns.
+        join: take part in the group, and take traffic.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        compute: Compute,
+        inbox: ChunkInbox,
+        runtime: Held,
+        group: GroupView,
+        fetch_mean: Callable[[PeerID, int], Awaitable[Answer]],
+        means: Callable[[], Mapping[int, Tensor]],
+        num_pieces: Callable[[int], int | None],
+        step_layer: StepLayer,
+        take: Callable[[RoundedWeights], None],
+        join: Callable[[], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._compute = compute
+        self._inbox = inbox
+        self._runtime = runtime
+        self._group = group
+        self._fetch_mean = fetch_mean
+        self._means = means
+        self._num_pieces = num_pieces
+        self._sizes = {key: state_layout(runtime.spec, key).numel for key in runtime.keys}
+        self._step_layer = step_layer
+        self._take = take
+        self._join = join
+        self._weights: RoundedWeights | None = None
+        """What we compute with, on the host."""
+        self._gathered: dict[str, _Gathered] = {}
+        self._fetching: StateFetcher | None = None
+        """Of the layer of the state that is coming."""
+        self._is_following = False
+        """Weights are coming, which the state gives way to."""
+        self._is_behind = False
+        """A mate is past our version."""
+        self._news = asyncio.Event()
+        self._takes_part = asyncio.Event()
+        """A round that we are in has ended, as all that follow will."""
+        self._from = _NEVER
+        """The layer of the state that is coming is of this version or a later one."""
+
+    # --- what the tenure hears ---
+
+    def behind(self) -> None:
+        """A mate has said that it is past our version."""
+        self._is_behind = True
+        self._news.set()
+
+    def reduced(self) -> None:
+        """The reduced gradient of a step has come."""
+        self._takes_part.set()
+        self._news.set()
+
+    def needs_from(self) -> int:
+        """The first step whose reduced gradient a layer may still lack that is here or on its way."""
+        return min((self._from, *(at.version for at in self._gathered.values())))
+
+    # --- the life of a light member ---
+
+    async def begin(self) -> bool:
+        """Fetch the first weights, and become a light member.
+
+        Returns: False: the state comes about as soon, so that being one is not worth it.
+        Raises: Unreachable, Refused, RemoteError: they do not come.
+        """
+        group, keys = self._group, self._runtime.keys
+        if sum(map(self._state_bytes, keys)) < _SMALL_BYTES:
+            return False
+        fetcher = self._fetcher(keys)
+        fetch = fetcher.fetch(group.holders, stored_era=WEIGHTS, voters=group.voters(group.me))
+        fetching = asyncio.create_task(fetch, name=f"fetch weights of group {group.stage}")
+        try:
+            if await self._is_quick(fetching, fetcher.progress):
+                return False
+            fetched = await fetching
+        finally:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+        await self._go_to(fetched.version, {key: layer.param_N for key, layer in fetched.layers.items()})
+        logger.info("group %d: computing with weights of version %d", group.stage, group.version)
+        self._join()
+        return True
+
+    async def _is_quick(self, fetching: "asyncio.Task[StageState]", progress: FetchProgress) -> bool:
+        """Whether the state would come soon at the rate at which weights are seen to."""
+        loop, since_s = asyncio.get_running_loop(), None
+        while not fetching.done():
+            await asyncio.wait([fetching], timeout=_LOOK_S)
+            if progress.total and since_s is None:
+                since_s = loop.time()
+            if since_s is not None and progress.done and (fetching.done() or loop.time() >= since_s + _SEEN_S):
+                weights_s = (loop.time() - since_s) * progress.total / progress.done
+                state_s = weights_s * sum(map(self._state_bytes, self._runtime.keys)) / (2.0 * progress.total)
+                logger.info("group %d: weights take %.0f s, the state %.0f", self._group.stage, weights_s, state_s)
+                return state_s < _SOON_S
+        return False  # it has failed, and says why
+
+    async def run(self) -> StageState:
+        """Be one until the state is here. Returns: the state, at the group's version, for the caller to take over."""
+        gathering = asyncio.create_task(self._gather(), name=f"gather the state of group {self._group.stage}")
+        try:
+            while (state := await self._whole()) is None:
+                await self._next()
+            return state
+        finally:
+            gathering.cancel()
+            await asyncio.gather(gathering, return_exceptions=True)
+
+    async def _next(self) -> None:
+        """Wait until something can be done, and do it."""
+        await self._news.wait()
+        self._news.clear()
+        version = self._group.version
+        await self._step_to(version, self._runtime.keys)  # what has come since
+        if all(self._has(key, version) for key in self._runtime.keys):
+            if version in self._means() or self._is_behind:
+                await self._step()
+        elif self._is_behind:
+            await self._follow()
+
+    # --- from one version to the next ---
+
+    async def _follow(self) -> None:
+        """Come to the newest version that most holders have: by fetching the weights of the layers that are not here,
+        and stepping those that are. Tries for as long as it takes."""
+        self._is_following = True
+        if self._fetching is not None:
+            self._fetching.hold_up()
+        try:
+            while True:
+                if await self._is_fetched():
+                    return
+                await asyncio.sleep(_RETRY_MATES_S)
+        finally:
+            self._is_following = False
+            if self._fetching is not None:
+                self._fetching.go_on()
+
+    async def _is_fetched(self) -> bool:
+        runtime, group = self._runtime, self._group
+        missing = tuple(key for key in runtime.keys if not self._has(key, group.version))
+        fetcher = self._fetcher(missing)
+        try:
+            fetched = await fetcher.fetch(
+                group.holders,
+                stored_era=WEIGHTS,
+                voters=group.voters(group.me),
+                at_least=group.version + 1,
+                base=self._weights,
+            )
+        except (Unreachable, Refused, RemoteError) as error:
+            logger.info("no weights yet: %s", error)
+            return False
+        for step in range(group.version, fetched.version):
+            await self._mean_by_round(step)  # a layer that is on its way may want it, and we would leave the round
+        params = {key: layer.param_N for key, layer in fetched.layers.items()}
+        stepped = [key for key in runtime.keys if key not in params]
+        await self._step_to(fetched.version, stepped)
+        if not all(self._has(key, fetched.version) for key in stepped):
+            return False  # one that was here has been given up
+        await self._go_to(fetched.version, params)
+        return True
+
+    async def _step(self) -> None:
+        """All layers are here: come to the next version as those do who hold the state."""
+        version = self._group.version + 1
+        await self._step_to(version, self._runtime.keys)
+        if all(self._has(key, version) for key in self._runtime.keys):
+            await self._go_to(version, {})
+        else:
+            self._news.set()  # what has been given up is fetched
+
+    async def _go_to(self, version: int, params: Mapping[str, Tensor]) -> None:
+        """Compute with the weights of `version`. Args: params: of the layers whose state is not here."""
+        gathered, vectors, keys = self._gathered, self._runtime.vectors, self._runtime.keys
+
+        def make() -> dict[str, Tensor]:
+            return {key: params[key] if key in params else vectors.rounded(gathered[key].layer.param_N) for key in keys}
+
+        made = await self._compute.run_on_host(make)
+        self._is_behind = False
+        self._weights = RoundedWeights(version=version, params=made)
+        self._take(self._weights)
+
+    async def _step_to(self, version: int, keys: tuple[str, ...] | list[str]) -> None:
+        """Step these layers until they are at `version`. One whose reduced gradient cannot be had is given up."""
+        oldest = min((self._gathered[key].version for key in keys if key in self._gathered), default=version)
+        for step in range(oldest, version):
+            due = [key for key in keys if key in self._gathered and self._gathered[key].version == step]
+            if not due:
+                continue
+            mean_N = await self._mean(step, due)
+            for key in due:
+                if mean_N is None:
+                    logger.info("step %d has passed layer %s by: it comes again", step, key)
+                    del self._gathered[key]
+                else:
+                    await self._step_one(key, mean_N)
+
+    async def _step_one(self, key: str, mean_N: Tensor) -> None:
+        at = self._gathered[key]
+        start = sum(self._sizes[other] for other in self._runtime.keys[: self._runtime.keys.index(key)])
+        part_N = mean_N[start : start + self._sizes[key]]
+        flop = self._runtime.step_flop * self._sizes[key] / self._runtime.num_parameters
+        timed = await self._compute.run("step", lambda: self._step_layer(key, at.layer, part_N, at.version), flop=flop)
+        self._gathered[key] = _Gathered(at.version + 1, timed.value)
+
+    async def _mean(self, step: int, due: list[str]) -> Tensor | None:
+        """The reduced gradient of a step that others have made, for the layers `due`. None: it is not to be had, or is
+        more than these layers are."""
+        mean_N = await self._mean_by_round(step)
+        whole_bytes = self._runtime.vectors.mean_bytes * self._runtime.num_parameters
+        if mean_N is not None or whole_bytes > sum(map(self._state_bytes, due)):
+            return mean_N
+        for holder in self._group.holders:
+            try:
+                await self._fetch_mean(holder, step)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no gradient of step %d: %s", step, error)
+            if (mean_N := self._means().get(step)) is not None:
+                return mean_N
+        return None
+
+    async def _mean_by_round(self, step: int) -> Tensor | None:
+        """What our round of a step ends in, once it has. None: there is none, or nothing more comes of it."""
+        loop = asyncio.get_running_loop()
+        before, since_s = -1, loop.time()
+        while step not in self._means():
+            num = self._num_pieces(step)
+            if num != before:
+                before, since_s = num if num is not None else -1, loop.time()
+            if num is None or loop.time() >= since_s + _STILL_S:
+                return None
+            await asyncio.sleep(_LOOK_S)
+        return self._means()[step]
+
+    # --- the state ---
+
+    async def _gather(self) -> None:
+        """Fetch the state of one layer after the other, as it is by then. Not before we have taken part in a round: the
+        first step after a newcomer's may be made without it, and a layer from before would lack that."""
+        group, keys = self._group, self._runtime.keys
+        await self._takes_part.wait()
+        while True:
+            missing = next((key for key in keys if key not in self._gathered), None)
+            if missing is None:
+                await asyncio.sleep(_RETRY_S)  # one that is here may be given up yet
+                continue
+            is_over = self._is_behind or self._is_following  # our version's step is: its holders are past it
+            self._fetching, self._from = self._fetcher((missing,)), group.version + is_over
+            if self._is_following:
+                self._fetching.hold_up()
+            try:
+                state = await self._fetching.fetch(group.holders, voters=group.voters(group.me), at_least=self._from)
+                self._gathered[missing] = _Gathered(state.version, state.layers[missing])
+                self._news.set()
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("layer %s of the state does not come yet: %s", missing, error)
+                await asyncio.sleep(_RETRY_S)
+            finally:
+                self._fetching, self._from = None, _NEVER
+
+    async def _whole(self) -> StageState | None:
+        """The state, if all of it is here at the group's version and is what most holders have signed. A layer that is
+        not is given up."""
+        version, gathered, keys = self._group.version, self._gathered, self._runtime.keys
+        if not all(self._has(key, version) for key in keys):
+            return None
+        digests = await self._signed(version)
+        if digests is None:
+            self._news.set()
+            await asyncio.sleep(_RETRY_MATES_S)
+            return None
+        layers = {key: gathered[key].layer for key in keys}
+        proofs = await self._compute.run_on_host(lambda: {key: layer.proof() for key, layer in layers.items()})
+        differing = [key for key in keys if proofs[key] != digests[key]]
+        for key in differing:
+            logger.warning("layer %s is not what its holders have signed: it comes again", key)
+            del gathered[key]
+        if differing:
+            self._news.set()
+            return None
+        device = self._runtime.device
+        return StageState(version=version, layers={key: layer.to(device) for key, layer in layers.items()})
+
+    async def _signed(self, version: int) -> Mapping[str, str] | None:
+        """The digest of each layer at `version` by the word of most holders. None: they are not there, or elsewhere."""
+        group, keys = self._group, self._runtime.keys
+        for holder in group.holders:
+            try:
+                offer = await self._endpoint.ask(holder, StateRequest(layers=keys), StateOffer)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("nothing to compare the state with yet: %s", error)
+                continue
+            if offer.version == version and is_witnessed(self._endpoint, offer, keys, group.voters(group.me)):
+                return dict(offer.digests)
+        return None
+
+    def _has(self, key: str, version: int) -> bool:
+        return key in self._gathered and self._gathered[key].version == version
+
+    def _state_bytes(self, key: str) -> int:
+        return 4 * (2 * self._sizes[key] + moment2_numel(self._runtime.spec, key))
+
+    def _fetcher(self, keys: tuple[str, ...]) -> StateFetcher:
+        """What it fetches stays on the host: layers step there, and weights go to the device as they are taken."""
+        runtime = self._runtime
+        return StateFetcher(
+            runtime.spec,
+            keys,
+            endpoint=self._endpoint,
+            inbox=self._inbox,
+            compute=self._compute,
+            device=runtime.vectors.host,
+            vectors=runtime.vectors,
+            patience_s=_PATIENCE_S,
+        )
