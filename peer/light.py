@@ -16,6 +16,7 @@ weights. A liar among the others can make it learn nothing wrong, and what it ho
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, moment2_numel
 from shoal.peer.replica.views import GroupView
+from shoal.peer.shortage import is_out_of_memory
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -275,20 +277,35 @@ class LightMember:
             if not due:
                 continue
             mean_N = await self._mean(step, due)
+            if mean_N is not None:
+                await self._step_due(due, mean_N)
+                continue
             for key in due:
-                if mean_N is None:
-                    logger.info("step %d has passed layer %s by: it comes again", step, key)
-                    del self._gathered[key]
-                else:
-                    await self._step_one(key, mean_N)
+                logger.info("step %d has passed layer %s by: it comes again", step, key)
+                del self._gathered[key]
 
-    async def _step_one(self, key: str, mean_N: Tensor) -> None:
-        at = self._gathered[key]
-        start = sum(self._sizes[other] for other in self._runtime.keys[: self._runtime.keys.index(key)])
-        part_N = mean_N[start : start + self._sizes[key]]
-        flop = self._runtime.step_flop * self._sizes[key] / self._runtime.num_parameters
-        timed = await self._compute.run("step", lambda: self._step_layer(key, at.layer, part_N, at.version), flop=flop)
-        self._gathered[key] = _Gathered(at.version + 1, timed.value)
+    async def _step_due(self, due: list[str], mean_N: Tensor) -> None:
+        """Make one step of the layers `due`, all in one job: each would wait for the job of a microbatch."""
+        ends = list(itertools.accumulate(self._sizes.values()))
+        parts = {key: slice(end - self._sizes[key], end) for key, end in zip(self._sizes, ends, strict=True)}
+        left = list(due)
+
+        def step() -> None:
+            while left:  # one after the other, so that the old state of a layer goes as its new one comes
+                at = self._gathered[left[0]]
+                after = self._step_layer(left[0], at.layer, mean_N[parts[left[0]]], at.version)
+                self._gathered[left[0]] = _Gathered(at.version + 1, after)
+                del left[0]
+
+        flop = self._runtime.step_flop * sum(self._sizes[key] for key in due) / self._runtime.num_parameters
+        while left:
+            try:
+                await self._compute.run("step", step, flop=flop)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                logger.warning("no memory to step layer %s: trying again", left[0])
+                await asyncio.sleep(_RETRY_S)
 
     async def _mean(self, step: int, due: list[str]) -> Tensor | None:
         """The reduced gradient of a step that others have made, for the layers `due`. None: it is not to be had, or is

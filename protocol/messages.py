@@ -764,7 +764,7 @@ class StateRequest(EraMessage, frozen=True):
     """The sender is to hold the one layer of `layers` in the following layout: it fetches what is trained now, replays
     the steps that come, and compares the state with the holders' when the layout ends. So the offer has no digest."""
     base: int = -1
-    """Of parameters alone: the version that the sender has; -1: none."""
+    """The version of parameters alone that the sender has; -1: none."""
 
 
 class StateOffer(EraMessage, frozen=True):
@@ -777,8 +777,8 @@ class StateOffer(EraMessage, frozen=True):
     """Signatures for a newcomer of the group: which holders have signed the root of these very digests, and how
     (`Attestation`)."""
     base: int = -1
-    """Of parameters alone: the version that was named in the request, if the sender still has that, too, and can send
-    the difference."""
+    """The version of parameters alone that was named in the request, if the sender has that, too, and can send the
+    difference to it; -1: it cannot."""
 
 
 class Keep(EraMessage, frozen=True):
@@ -834,7 +834,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     holder: PeerID | None = None
     """Who has it; the receiver is to get it from there and to pass it on. None: the receiver has it."""
     base: int = -1
-    """Of parameters alone: the version that the sender has, where the receiver offers the difference to it
+    """The version of parameters alone that the sender has, where the receiver offers the difference to it
     (`StateOffer.base`). -1: send them as they are."""
 
 
@@ -1125,7 +1125,7 @@ class StateChunk(EraMessage, frozen=True, kw_only=True):
     tensor: int
     start: int
     base: int = -1
-    """Of parameters alone: the version to which this is the difference (`peer/handoff/difference.py`). -1: it is
+    """The version of parameters alone to which this is the difference (`peer/handoff/difference.py`). -1: it is
     none."""
 
 

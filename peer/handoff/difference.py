@@ -20,7 +20,7 @@ def difference(before_C: Tensor, after_C: Tensor) -> Tensor:
     steps_C = _places(after_C) - _places(before_C)
     is_marked_C = steps_C.abs() > 127
     short_C = steps_C.masked_fill(is_marked_C, _MARK).to(torch.int8)
-    return torch.cat((short_C.view(torch.uint8), after_C[is_marked_C].contiguous().view(torch.uint8)))
+    return torch.cat((short_C.view(torch.uint8), _bits(after_C)[is_marked_C].view(torch.uint8)))
 
 
 def changed(before_C: Tensor, difference_B: Tensor) -> Tensor:
@@ -38,12 +38,16 @@ def changed(before_C: Tensor, difference_B: Tensor) -> Tensor:
     if bool((((places_C > 32767) | (places_C < -32768)) & ~is_marked_C).any()):
         raise ValueError("a difference leads out of all numbers")
     bits_C = torch.where(places_C < 0, -32768 - places_C - 1, places_C).masked_fill(is_marked_C, 0).to(torch.int16)
-    after_C = bits_C.view(torch.bfloat16).clone()
-    after_C[is_marked_C] = difference_B[size:].clone().view(torch.bfloat16)
-    return after_C
+    bits_C[is_marked_C] = difference_B[size:].clone().view(torch.int16)
+    return bits_C.view(torch.bfloat16)
 
 
 def _places(values_C: Tensor) -> Tensor:
     """int32 [C]: where each stands among all numbers of bf16 in their order. 0 for 0, -1 for -0."""
-    bits_C = values_C.contiguous().view(torch.int16).to(torch.int32)
+    bits_C = _bits(values_C).to(torch.int32)
     return torch.where(bits_C < 0, -32768 - bits_C - 1, bits_C)
+
+
+def _bits(values_C: Tensor) -> Tensor:
+    """int16 [C]: a NaN that is moved as a number may come out as another one."""
+    return values_C.contiguous().view(torch.int16)

@@ -379,9 +379,11 @@ class Commit:
         self._version_since_s = now_s
         self._rounds.retries = 0
         self._tallies.forget_before(version)
+        commands: list[CommitCommand] = []
         if event.digest is not None:
             self._agreement.stepped(version, event.digest, event.gradient_norm)
-        commands: list[CommitCommand] = [*map(Tell, self._agreement.own), *self._compare(now_s)]
+            commands += map(Tell, self._agreement.own)
+        commands += self._compare(now_s)
         for kept in (self._rounds, self._agreement):
             kept.forget_before(version - UNCOMPARED_MAX)
         self._behind_at_s = math.inf

@@ -1,5 +1,7 @@
 from collections.abc import Sequence
 
+import msgspec
+
 from shoal.peer.group.agreement import MUTE_AT_THE_END_S, MUTE_S, UNCOMPARED_MAX, Agreement
 from shoal.peer.pipeline.microbatch import bitmap_of
 from shoal.peer.replica.commands import CommitCommand, Report, Resync, Witness
@@ -107,3 +109,26 @@ def test_a_report_has_the_norm_of_the_gradient_that_the_reporter_stepped_with() 
         (said,) = conclude(made, 1, 0.0, rounds)
         assert isinstance(said, Report)
         assert said.report.gradient_norm == norm
+
+
+def test_nobody_waits_for_the_word_of_a_light_member_nor_counts_it() -> None:
+    made, rounds = agreement(), {0: msgspec.structs.replace(round_of(0), light=(C,))}
+    made.heard(A, 1, "d")
+    assert conclude(made, 1, 0.0, rounds) == []
+    made.heard(B, 1, "d")
+    (report,) = conclude(made, 1, 0.0, rounds)
+    assert isinstance(report, Report)
+    assert (report.report.members, report.report.dissenting) == (3, 0)
+
+
+def test_who_alone_of_a_round_holds_the_state_reports_it() -> None:
+    made, rounds = agreement(), {0: msgspec.structs.replace(round_of(0, (A, B)), light=(B,))}
+    made.heard(A, 1, "d")
+    assert [type(command) for command in conclude(made, 1, 0.0, rounds)] == [Report]
+
+
+def test_a_light_member_hears_what_the_others_agree_on_and_fetches_no_state_for_it() -> None:
+    made, rounds = agreement(C), {0: msgspec.structs.replace(round_of(0), light=(C,))}
+    for peer in (A, B):
+        made.heard(peer, 1, "d")
+    assert [type(command) for command in conclude(made, 1, 0.0, rounds)] == [Witness]

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -430,3 +431,24 @@ def test_what_comes_before_our_own_sum_is_made_waits_for_it() -> None:
     reduction.adding([0])()
     assert [(out.target, out.start) for out in reduction.added([0])] == [("1", 0)]
     assert torch.equal(reduction.mean_N[:CHUNK], torch.full((CHUNK,), 2.0))
+
+
+@given(
+    counts=st.lists(st.integers(0, M), min_size=2, max_size=6),
+    light=st.sets(st.integers(0, 5)),
+    size=st.integers(0, 6 * CHUNK),
+    seed=st.integers(0, 2**32),
+)
+def test_who_is_light_owns_no_part_contributes_and_gets_the_same_bits(
+    counts: list[int], light: set[int], size: int, seed: int
+) -> None:
+    light = {rank for rank in light if rank < len(counts)}
+    if len(light) == len(counts):
+        light.remove(min(light))
+    start = msgspec.structs.replace(round_of(counts), light=tuple(PeerID(str(rank)) for rank in sorted(light)))
+    made = Round(start, sums_of(start, size), random.Random(seed))
+    made.begin()
+    assert all(out.target not in start.light for _, kind, out in made.air if kind == "part")
+    assert all(source not in start.light for source, kind, _ in made.air if kind == "result")
+    made.play()
+    assert all(torch.equal(reduction.mean_N, made.mean()) for reduction in made.members.values())

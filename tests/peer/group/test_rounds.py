@@ -256,3 +256,61 @@ def test_all_are_past_a_step_when_each_mate_has_said_so_and_none_is_on_its_way()
 
 def test_whoever_is_alone_is_past_every_step() -> None:
     assert core(A, A).are_past(7)
+
+
+def a_light_mate(core: Commit, mate: PeerID, *, light: bool = True) -> list[CommitCommand]:
+    return core.handle(MemberState(mate, True, True, 1, light=light), now_s=1)
+
+
+def test_who_is_light_neither_leads_nor_is_a_holder_until_it_holds_the_state() -> None:
+    ours = core(C, A, B, C)
+    assert (ours.lead, ours.holders, ours.standing) == (A, (A, B), (2, 3))
+    a_light_mate(ours, A)
+    assert (ours.lead, ours.holders, ours.standing) == (B, (B,), (1, 2))
+    assert ours.ready_mates == ours.open_mates == (A, B), "it takes part, and traffic"
+    assert ours.whole_mates == (B,)
+    assert A not in ours.voters(B), "it has signed nothing"
+    a_light_mate(ours, A, light=False)
+    assert (ours.lead, ours.holders) == (A, (A, B))
+
+
+def test_where_all_are_light_nobody_leads() -> None:
+    ours = core(C, A, C)
+    a_light_mate(ours, A)
+    ours.handle(ReadySet(True, light=True), now_s=1)
+    assert (ours.lead, ours.is_lead, ours.holders) == (None, False, ())
+
+
+def test_a_round_says_who_of_it_is_light() -> None:
+    ours = core(A, A, B)
+    a_light_mate(ours, B)
+    names(ours, B, A, count=1)
+    (opened,) = reduced(contribute(ours, 1))
+    assert [member.peer for member in opened.members] == [A, B]
+    assert opened.light == (B,)
+
+
+@pytest.mark.parametrize("light", [(A, B), (C,)])
+def test_a_round_of_light_members_alone_or_with_one_that_is_not_in_it_is_refused(light: tuple[PeerID, ...]) -> None:
+    ours = core(B, A, B)
+    start = msgspec.structs.replace(a_round(1, 1, a=BOTH, b=b""), light=light)
+    with pytest.raises(RemoteError, match="nobody can reduce"):
+        hears(ours, start)
+
+
+def test_a_light_member_says_no_digest_and_asks_for_what_its_mates_have_stepped_to() -> None:
+    ours = core(B, A, B)
+    ours.handle(ReadySet(True, light=True), now_s=1)
+    said = ours.handle(Stepped(2, None), now_s=2)
+    assert not [command for command in said if isinstance(command, Tell) and isinstance(command.message, Digest)]
+    ours.handle(DigestArrived(A, Digest(stage=1, version=3, digest="3")), now_s=3)
+    asked = ours.handle(TimerFired(), now_s=ours.next_timer_s())
+    assert CatchUp(A, 2) in asked
+
+
+def test_a_light_member_owes_nobody_its_version_and_a_holder_does_not_leave_its_state_to_one() -> None:
+    ours = core(B, A, B)
+    ours.handle(Stepped(2, "2"), now_s=2)
+    assert ours.owes, "nobody else is there yet"
+    ours.handle(ReadySet(True, light=True), now_s=3)
+    assert not ours.owes

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
-from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
-from shoal.peer.pipeline.state import LayerState, StageState, initial_state
+from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -361,5 +361,185 @@ def test_a_request_within_a_step_waits_for_the_next_version_unless_that_takes_lo
         else:
             offer = await newcomer.endpoint.ask(stepping.name, message, StateOffer)
             assert offer.version == state.version
+
+    play(scene)
+
+
+# --- weights alone ---
+
+
+def next_version(state: StageState) -> StageState:
+    """A version whose weights are a small step away."""
+    layers = {key: replace(layer, param_N=layer.param_N * 1.01 + 1e-4) for key, layer in state.layers.items()}
+    return replace(state, version=state.version + 1, layers=layers)
+
+
+def as_weights(state: StageState) -> RoundedWeights:
+    return RoundedWeights(
+        version=state.version, params={key: layer.param_N.bfloat16() for key, layer in state.layers.items()}
+    )
+
+
+def assert_equal(fetched: StageState, state: StageState) -> None:
+    assert fetched.version == state.version
+    for key, param_N in as_weights(state).params.items():
+        assert torch.equal(fetched.layers[key].param_N, param_N)
+        assert fetched.layers[key].moment1_N.numel() == fetched.layers[key].moment2_N.numel() == 0
+
+
+async def fetch_weights(
+    newcomer: Holder, spec: RunSpec, keys: tuple[str, ...], voters: list[PeerID], **how: Any
+) -> StageState:
+    return await newcomer.fetcher(spec, keys).fetch(voters, stored_era=WEIGHTS, voters=voters, **how)
+
+
+def test_weights_come_rounded_to_bf16_and_without_moments(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, _ = holders
+        b.trained = c.trained = state
+        before = sum(newcomer.world.sent_bytes.values())
+        assert_equal(await fetch_weights(newcomer, tiny_spec, keys, [b.name, c.name]), state)
+        sent = sum(newcomer.world.sent_bytes.values()) - before
+        numel = sum(layer.param_N.numel() for layer in state.layers.values())
+        assert 2 * numel < sent < 3 * numel
+
+    play(scene)
+
+
+@pytest.mark.parametrize("keeps", [("b", "c"), ("b",)], ids=["all have the base", "one has not"])
+def test_the_next_weights_come_as_a_difference_from_those_who_kept_the_base(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState, keeps: tuple[str, ...]
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, _ = holders
+        b.trained = c.trained = state
+        voters = [b.name, c.name]
+        assert_equal(await fetch_weights(newcomer, tiny_spec, keys, voters), state)
+        after = b.trained = c.trained = next_version(state)
+        if "c" not in keeps:
+            c.server.forget_weights(keys)
+        asked: list[StateChunkRequest] = []
+        ask = newcomer.endpoint.ask
+
+        async def noted(peer: PeerID, message: Any, *args: Any, **how: Any) -> Any:
+            if isinstance(message, StateChunkRequest):
+                asked.append(message)
+                assert (message.base == VERSION) == (peer == b.name or "c" in keeps)
+            return await ask(peer, message, *args, **how)
+
+        newcomer.endpoint.ask = noted  # type: ignore[method-assign]
+        assert_equal(await fetch_weights(newcomer, tiny_spec, keys, voters, base=as_weights(state)), after)
+        assert any(message.base == VERSION for message in asked)
+
+    play(scene)
+
+
+def test_weights_that_one_of_three_holders_makes_up_are_not_fetched_whatever_version_it_claims(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, liar = holders
+        b.trained = c.trained = state
+        voters = [liar.name, b.name, c.name]
+        for ahead in (0, 1, 10**6):
+            liar.trained = replace(next_version(state), version=VERSION + ahead)
+            assert_equal(await fetch_weights(newcomer, tiny_spec, keys, voters), state)
+        with pytest.raises(Unreachable, match="do not offer the same"):
+            await fetch_weights(newcomer, tiny_spec, keys, [liar.name, b.name])
+        with pytest.raises(Unreachable, match="do not offer the same"):
+            await fetch_weights(newcomer, tiny_spec, keys, voters, at_least=VERSION + 1)
+
+    play(scene)
+
+
+def test_a_holder_that_sends_other_weights_than_it_has_named_is_found_out(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, _ = holders
+        b.trained = c.trained = state
+        for one in (b, c):
+            await newcomer.endpoint.ask(one.name, StateRequest(layers=keys, stored_era=WEIGHTS), StateOffer)
+        pin = b.server._pins[WEIGHTS, VERSION]
+        pin.layers = dict(next_version(state).layers)  # its digests stay
+        assert_equal(await fetch_weights(newcomer, tiny_spec, keys, [b.name, c.name]), state)
+
+    play(scene)
+
+
+def test_of_weights_the_two_newest_versions_are_kept_until_nobody_follows_them(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        b.trained = state
+        for _ in range(4):
+            await fetch_weights(newcomer, tiny_spec, keys, [b.name])
+            b.trained = next_version(b.trained)
+        assert sorted(b.server._pins) == [(WEIGHTS, VERSION + 2), (WEIGHTS, VERSION + 3)]
+        await asyncio.sleep(4 * PINNED_S)  # a step is longer than anybody asks
+        b.trained = replace(b.trained, version=VERSION + 4)
+        request = StateRequest(layers=keys, stored_era=WEIGHTS, base=VERSION + 3)
+        offer = await newcomer.endpoint.ask(b.name, request, StateOffer)
+        assert (offer.version, offer.base) == (VERSION + 4, VERSION + 3)
+        b.server.forget_weights(keys[:1])
+        assert b.server._pins == {}
+
+    play(scene)
+
+
+def test_whom_no_plan_names_is_given_no_weights(tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        b.trained = state
+        b.strangers.add(newcomer.name)
+        with pytest.raises(Unreachable):
+            await fetch_weights(newcomer, tiny_spec, keys, [b.name])
+
+    play(scene)
+
+
+def test_a_fetch_that_is_held_up_for_minutes_goes_on_where_it_was(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        b.trained = state
+        fetcher = newcomer.fetcher(tiny_spec, keys)
+        fetcher.hold_up()
+        fetching = asyncio.create_task(fetcher.fetch([b.name], version=VERSION))
+        await asyncio.sleep(10 * PINNED_S)
+        assert fetcher.progress.done == 0
+        assert not fetching.done()
+        b.trained = None  # what it has pinned is all that it has of that version
+        fetcher.go_on()
+        assert (await fetching).digest() == state.digest()
+
+    play(scene)
+
+
+def test_a_pin_lasts_while_a_range_of_it_waits_for_its_line(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, _ = holders
+        b.trained = state
+        send = b.endpoint.send
+
+        async def late(*args: Any, **how: Any) -> None:
+            await asyncio.sleep(1.5 * PINNED_S)
+            await send(*args, **how)
+
+        b.endpoint.send = late  # type: ignore[method-assign]
+        fetcher = newcomer.fetcher(tiny_spec, keys[:1])
+        fetching = asyncio.create_task(fetcher.fetch([b.name], version=VERSION))
+        await asyncio.sleep(1.2 * PINNED_S)
+        b.trained = None
+        with pytest.raises(Refused):  # and this looks what is over
+            await c.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
+        assert (TRAINED, VERSION) in b.server._pins
+        assert (await fetching).layers[keys[0]].proof() == state.layers[keys[0]].proof()
 
     play(scene)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.peer.handoff.inbox import ChunkInbox
+from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.vectors import Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
@@ -76,3 +76,64 @@ def test_a_part_that_comes_twice_is_one_part() -> None:
 def test_what_is_neither_a_chunk_nor_a_part_is_refused(span: tuple[int, int]) -> None:
     with pytest.raises(RemoteError, match="numbers at"):
         receive(span)
+
+
+def expecting_a_difference(base: int) -> tuple[Callable[..., Any], torch.Tensor, torch.Tensor, asyncio.Event]:
+    """Returns: (what delivers a frame to an inbox, the weights before, where those after go, whether they are here)."""
+    wire: Any = Wire()
+    inbox = ChunkInbox(wire, compute=wire, vectors=VECTORS)
+    before_N, into_N = torch.arange(26.0).bfloat16(), torch.zeros(26).bfloat16()
+    event = inbox.expect(HOLDER, WEIGHTS, 8, "layers.0", 0, 16, into_N, before_N=before_N, base=base)
+    return wire.deliver, before_N, into_N, event
+
+
+def weights_meta(base: int) -> StateChunk:
+    return StateChunk(stored_era=WEIGHTS, version=8, layer="layers.0", tensor=0, start=16, base=base)
+
+
+def test_a_difference_to_the_version_that_is_here_becomes_the_next_one_however_often_it_comes() -> None:
+    async def main() -> None:
+        deliver, before_N, into_N, event = expecting_a_difference(7)
+        after_C = before_N[16:] * 1.01
+        payload = bytearray(VECTORS.difference_payload(before_N[16:], after_C))
+        for _ in range(2):
+            await deliver(HOLDER, weights_meta(7), payload)
+        assert event.is_set()
+        assert torch.equal(into_N[16:], after_C)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("base", [-1, 6])
+def test_a_difference_to_another_version_or_none_at_all_is_let_fall(base: int) -> None:
+    async def main() -> None:
+        deliver, _, into_N, event = expecting_a_difference(7)
+        await deliver(HOLDER, weights_meta(base), bytearray(20))
+        assert not event.is_set()
+        assert not into_N.any()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("payload", [b"", bytes(9), bytes(11), bytes(31), b"\x80" + bytes(9), b"\x80" * 10])
+def test_what_is_no_difference_of_a_chunk_is_refused(payload: bytes) -> None:
+    async def main() -> None:
+        deliver, _, into_N, event = expecting_a_difference(7)
+        with pytest.raises(RemoteError, match="difference"):
+            await deliver(HOLDER, weights_meta(7), bytearray(payload))
+        assert not event.is_set()
+        assert not into_N.any()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("era", "num_bytes"), [(-1, 0), (-1, 6), (WEIGHTS, 0), (WEIGHTS, 7)])
+def test_bytes_that_are_no_numbers_are_refused(era: int, num_bytes: int) -> None:
+    async def main() -> None:
+        wire: Any = Wire()
+        ChunkInbox(wire, compute=wire, vectors=VECTORS).expect(HOLDER, era, 7, "layers.0", 0, 0, torch.zeros(16))
+        meta = StateChunk(stored_era=era, version=7, layer="layers.0", tensor=0, start=0)
+        with pytest.raises(RemoteError, match="as numbers of"):
+            await wire.deliver(HOLDER, meta, bytearray(num_bytes))
+
+    asyncio.run(main())
