@@ -9,7 +9,7 @@ A layer that is here steps with the others': its part of the reduced gradient ha
 part in anyway. So a layer is fetched once, whatever the group commits meanwhile; its weights follow from its state and
 are fetched no more; and nobody keeps a version of the whole state for a fetch that may take an hour. Once all layers
 are here, and are what most holders have signed, the member holds the state, and is one like all others from the next
-commit on.
+commit on. Where its line has no time left beside weights and rounds it stays light; its log says how much is here.
 
 What a light member computes with is the group's only as far as most holders name the same digest of the rounded
 weights. A liar among the others can make it learn nothing wrong, and what it holds in the end has their signatures.
@@ -164,7 +164,6 @@ class LightMember:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
         await self._go_to(fetched.version, {key: layer.param_N for key, layer in fetched.layers.items()})
-        logger.info("group %d: computing with weights of version %d", group.stage, group.version)
         self._join()
         return True
 
@@ -268,6 +267,8 @@ class LightMember:
         self._is_behind = False
         self._weights = RoundedWeights(version=version, params=made)
         self._take(self._weights)
+        come = f"{len(gathered)} of {len(keys)} layers of the state are here"
+        logger.info("group %d computes with weights of version %d: %s", self._group.stage, version, come)
 
     async def _step_to(self, version: int, keys: tuple[str, ...] | list[str]) -> None:
         """Step these layers until they are at `version`. One whose reduced gradient cannot be had is given up."""
@@ -390,7 +391,7 @@ class LightMember:
         group, keys = self._group, self._runtime.keys
         for holder in group.holders:
             try:
-                offer = await self._endpoint.ask(holder, StateRequest(layers=keys), StateOffer)
+                offer = await self._endpoint.ask(holder, StateRequest(layers=keys, to_compare=True), StateOffer)
             except (Unreachable, Refused, RemoteError) as error:
                 logger.info("nothing to compare the state with yet: %s", error)
                 continue

@@ -765,6 +765,9 @@ class StateRequest(EraMessage, frozen=True):
     the steps that come, and compares the state with the holders' when the layout ends. So the offer has no digest."""
     base: int = -1
     """The version of parameters alone that the sender has; -1: none."""
+    to_compare: bool = False
+    """The sender has the state of its group's layers already: describe what most holders have signed, and pin
+    nothing."""
 
 
 class StateOffer(EraMessage, frozen=True):

@@ -299,6 +299,8 @@ class StateServer:
             if not self._has_room((message.stored_era, message.version), layers.values()):
                 raise Refused(me, "is giving other versions to others; ask again")
             return await self._offer(source, (message.stored_era, message.version), layers, wanted)
+        if message.to_compare:
+            return await self._to_compare(source, message)
         if message.version < 0:
             self._newcomers[source] = self._clock.now_s() + PINNED_S
         pinned = self._pins.get((TRAINED, message.version))
@@ -320,6 +322,16 @@ class StateServer:
         if not self._has_room((TRAINED, state.version), state.layers.values()):
             return await self._offer_pinned(source, message.version, wanted, signed=False)
         return await self._offer(source, (TRAINED, state.version), state.layers, wanted)
+
+    async def _to_compare(self, source: PeerID, message: StateRequest) -> StateOffer:
+        """What most holders have signed, for a newcomer that has it already. Nothing is kept for it."""
+        state, given = self._current(message.layers), None
+        if state is not None:
+            given = await self._witnessed(source, message.layers, -1)
+        if given is None:
+            raise Refused(self._endpoint.peer_id, "does not hold that state, or the sender is no newcomer to it")
+        said = tuple((key, proof) for key, proof in given.proofs if key in message.layers)
+        return StateOffer(version=given.state.version, digests=said, pinned_s=0.0, signatures=given.signatures)
 
     async def _step_over(self, keys: Collection[str]) -> None:
         """Wait until there is a state of these layers, if a step makes one; long ones are not waited for."""

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.peer import light
 from shoal.peer.handoff.server import TRAINED
-from shoal.protocol.messages import StateChunkRequest
+from shoal.protocol.messages import GatherPart, StateChunkRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import LinkSpec, uniform
 
@@ -126,3 +126,84 @@ def test_a_newcomer_computes_with_its_mates_weights_until_its_state_is_theirs(ma
     whole = [(r.layer, r.tensor, r.start) for r in found.seen.ranges if r.stored_era == TRAINED]
     assert len(whole) == len(set(whole)), "nothing of the state is fetched twice"
     assert any(r.base >= 0 for r in found.seen.ranges), "weights of a next version come as a difference"
+
+
+@pytest.mark.sim
+def test_what_a_light_member_had_contributed_runs_again_and_counts_once_when_it_dies(make_swarm, tiny_spec):
+    async def scene(swarm):
+        seen = await newcomer_comes(swarm)
+        newcomer = seen.driver.replica
+        group = swarm.drivers["b"].replica.core.group
+        await swarm.until(lambda: newcomer.is_light and newcomer.core.group.owes)
+        assert swarm.peer("e").peer_id in group.ready_mates
+        swarm.world.crash(swarm.peer("e"))
+        del swarm.drivers["e"]
+        swarm.obey([HOLDERS], fresh=False)
+
+    swarm = play(make_swarm, tiny_spec, scene, steps=8)
+    commits = [swarm.commits[0][step] for step in range(8)]
+    assert {(c.microbatches, c.duplicates, c.given_up, c.dissenting) for c in commits} == {(6, 0, 0, 0)}
+
+
+@pytest.mark.sim
+def test_a_layer_that_is_not_what_holders_have_signed_comes_again_before_its_holder_is_whole(make_swarm, tiny_spec):
+    found = SimpleNamespace()
+
+    async def scene(swarm):
+        seen = await newcomer_comes(swarm)
+        newcomer, mate = seen.driver.replica, swarm.drivers["b"].replica
+        await swarm.until(lambda: newcomer._light is not None and "embed" in newcomer._light._gathered)
+        gathered = newcomer._light._gathered["embed"]
+        gathered.layer.moment1_N[0] += 1e-3  # as a holder's lie, or a bit that has tipped over
+        await swarm.until(lambda: not newcomer.is_light)
+        await swarm.until(lambda: newcomer.version == mate.version)
+        assert newcomer.state.digest() == mate.state.digest()
+        found.ranges = [r.layer for r in seen.ranges if r.stored_era == TRAINED]
+
+    swarm = play(make_swarm, tiny_spec, scene)
+    assert {found.ranges.count(layer) for layer in ("layers.0", "layers.1", "layers.2", "head")} == {3}
+    assert found.ranges.count("embed") == 6
+    assert {commit.dissenting for commit in swarm.commits[0].values()} == {0}
+
+
+@pytest.mark.sim
+def test_a_member_that_missed_a_round_gets_its_gradient_or_the_layers_again_and_goes_on(make_swarm, tiny_spec):
+    async def scene(swarm):
+        seen = await newcomer_comes(swarm)
+        newcomer, mate = seen.driver.replica, swarm.drivers["b"].replica
+        await swarm.until(lambda: newcomer._light is not None and len(newcomer._light._gathered) == 2)
+        for name in HOLDERS:  # what ends in the next rounds does not come to it
+            pieces, me = swarm.drivers[name].replica._pieces, swarm.peer("e").peer_id
+            send, until = pieces.send, mate.version + 2
+
+            def to_others(outgoing, start, kind, send=send, until=until, me=me):
+                is_lost = kind is GatherPart and start.step < until
+                send([out for out in outgoing if not (is_lost and out.target == me)], start, kind)
+
+            pieces.send = to_others
+        await swarm.until(lambda: not newcomer.is_light)
+        await swarm.until(lambda: newcomer.version == mate.version)
+        assert newcomer.state.digest() == mate.state.digest()
+
+    play(make_swarm, tiny_spec, scene)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(("rate", "s_max"), [(1e7, 1), (SLOW_BYTES_PER_S, 0)], ids=["a quick line", "synchronous"])
+def test_who_gains_nothing_by_it_is_never_light(make_swarm, tiny_spec, monkeypatch, rate, s_max):
+    seen_light = []
+
+    async def scene(swarm):
+        await swarm.add("e", device_flop_per_s=1e6)
+        slow_down(swarm, "e", rate=rate)
+        swarm.obey([["e", *HOLDERS]], fresh=False)
+        driver = swarm.drivers["e"]
+
+        def is_there():
+            seen_light.append(driver.replica is not None and driver.replica.is_light)
+            return driver.heartbeat().synced
+
+        await swarm.until(is_there)
+
+    play(make_swarm, tiny_spec, scene, steps=6 if s_max else 4, s_max=s_max)
+    assert not any(seen_light)

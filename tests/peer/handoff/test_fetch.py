@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
@@ -541,5 +542,29 @@ def test_a_pin_lasts_while_a_range_of_it_waits_for_its_line(
             await c.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
         assert (TRAINED, VERSION) in b.server._pins
         assert (await fetching).layers[keys[0]].proof() == state.layers[keys[0]].proof()
+
+    play(scene)
+
+
+def test_what_holders_have_signed_is_told_to_compare_with_and_nothing_is_kept_for_it(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    """A light member that has all layers asks again and again; a version kept for each time would leave no room."""
+
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, _ = holders
+        b.trained = c.trained = state
+
+        async def witnessed(source: PeerID, wanted: Any, version: int) -> Witnessed:
+            assert (source, version) == (newcomer.name, -1)
+            return Witnessed(state, state.proofs(), ((b.name, b"signed"),))
+
+        b.server._witnessed = witnessed
+        request = StateRequest(layers=keys, to_compare=True)
+        offer = await newcomer.endpoint.ask(b.name, request, StateOffer)
+        assert (offer.version, offer.digests, offer.signatures) == (VERSION, state.proofs(), ((b.name, b"signed"),))
+        assert b.server._pins == {}
+        with pytest.raises(Refused, match="no newcomer"):
+            await newcomer.endpoint.ask(c.name, request, StateOffer)
 
     play(scene)
