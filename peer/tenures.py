@@ -592,7 +592,7 @@ class Tenure(ABC):
         """Fetch the reduced gradient of `step` from `mate`, if it is not on its way to us. What a light member lacks is
         the next version's weights."""
         if self._light is not None:
-            self._light.behind()
+            self._behind()
             return
         owing: list[PeerID] = []
         reduction = self.reductions.get(step)
@@ -611,6 +611,11 @@ class Tenure(ABC):
     def _make_light(self) -> LightMember | None:
         """What makes us a light member while our state comes; None: nothing does in this group."""
         return None
+
+    def _behind(self) -> None:
+        """We are light, and a mate is past our version."""
+        if self._light is not None:
+            self._light.behind()
 
     def _means_wanted_from(self) -> int:
         """The first step whose reduced gradient somebody is still to replay, or a layer of ours that is coming."""

@@ -87,6 +87,10 @@ class Agreement:
         """Somebody has spoken of a later one."""
         return any(spoken > version for spoken in self._spoken.values())
 
+    def num_past(self, version: int, peers: Collection[PeerID]) -> int:
+        """How many of them have spoken of a later one."""
+        return sum(self._spoken.get(peer, -1) > version for peer in peers)
+
     def ahead_of(self, version: int, is_gone: Callable[[PeerID], bool]) -> list[PeerID]:
         """Who is past `version`: those who are least far, since who is further may have dropped what leads there."""
         ahead = {peer: spoken for peer, spoken in self._spoken.items() if spoken > version and not is_gone(peer)}

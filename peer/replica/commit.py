@@ -463,6 +463,10 @@ class Commit:
         is_whole = len(self.ready_mates) == len(self.mates)
         return is_whole and self._agreement.are_past(step, (*self.mates, *self.departing))
 
+    def most_are_past(self, version: int) -> bool:
+        """More than half of those who hold the state have said that they are past `version`."""
+        return 2 * self._agreement.num_past(version, self.whole_mates) > len(self.whole_mates)
+
     def waits_for(self) -> str:
         """What keeps us at this version, for the log."""
         missing = [index for index in range(self.microbatches) if self.lacks(self.version, index)]

@@ -24,6 +24,7 @@ from shoal.peer.replica.events import (
     DrainEnded,
     Event,
     GradientCounted,
+    Lagging,
     LossReported,
     Made,
     MemberElsewhere,
@@ -118,14 +119,22 @@ class ReplicaCore(MemberCore):
             case Resumed():
                 self.is_paused = False
                 commands = self._flow(event, now_s)
-                if not self.is_draining:
+                if not self.is_draining and not self.is_lagging:
                     commands += self._if_supplied(SupplyResumed(), now_s)
                 return commands + super().handle(event, now_s=now_s)
             case DrainBegun():
                 return [*self._if_supplied(SupplyStopped(), now_s), *super().handle(event, now_s=now_s)]
             case DrainEnded():
                 commands = super().handle(event, now_s=now_s)
-                return commands if self.is_paused else commands + self._if_supplied(SupplyResumed(), now_s)
+                if self.is_paused or self.is_lagging:
+                    return commands
+                return commands + self._if_supplied(SupplyResumed(), now_s)
+            case Lagging(lags):
+                commands = self._if_supplied(SupplyStopped(), now_s) if lags else []
+                commands += super().handle(event, now_s=now_s)
+                if not lags and not self.is_paused and not self.is_draining:
+                    commands += self._if_supplied(SupplyResumed(), now_s)
+                return commands
             case _:
                 return super().handle(event, now_s=now_s)
 

@@ -47,6 +47,7 @@ from shoal.peer.replica.events import (
     JobFailed,
     JobParked,
     Joined,
+    Lagging,
     PeerLost,
     Stepped,
     StepReady,
@@ -324,6 +325,8 @@ class Replica(Tenure):
     def _load(self, state: StageState) -> None:
         self.runtime.load(state)
         self.handle(VersionSet(state.version))
+        if self.core.is_lagging:
+            self.handle(Lagging(False))  # who holds the state comes after its mates as all others do
 
     def _make_light(self) -> LightMember | None:
         """Not in a synchronous run, whose every step would wait for its weights; nor of a tied matrix, nor where the
@@ -357,6 +360,18 @@ class Replica(Tenure):
         self.handle(VersionSet(weights.version))
         self.reductions.reached(weights.version)
         self.handle(Stepped(weights.version, None, remembers=self.runtime.remembers))
+        self._look_whether_we_lag()
+
+    def _behind(self) -> None:
+        super()._behind()
+        self._look_whether_we_lag()
+
+    def _look_whether_we_lag(self) -> None:
+        """A light member whose weights are too old for any microbatch takes none, which would wait here for the next:
+        the step of all others would wait, too."""
+        lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
+        if lags != self.core.is_lagging:
+            self.handle(Lagging(lags))
 
     # --- what others see ---
 

@@ -78,6 +78,13 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Lagging:
+    """We are light and, or no longer, so far behind our mates that no microbatch of theirs can run with our weights."""
+
+    lags: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DrainBegun:
     """We take nothing new, and leave when what is here is finished and committed."""
 
@@ -92,7 +99,7 @@ class Drained:
     """Nothing of ours is needed here any more."""
 
 
-LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | Joined | DrainBegun | DrainEnded | Drained
+LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | Joined | Lagging | DrainBegun | DrainEnded | Drained
 
 
 @dataclass(frozen=True, slots=True)

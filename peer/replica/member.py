@@ -4,7 +4,8 @@ pipeline, too (`core.py`). Pure.
 A member lives through these states. A plan begins its life, and the driver ends it:
 
     joining    not ready, closed   it fetches the group's state
-    light      ready, open         it has the group's weights, and computes with these until its state is whole
+    light      ready, open         it has the group's weights, and computes with these until its state is whole; closed
+                                   while it lags: no microbatch of its mates could run with its weights
     closed     ready, closed       it takes no traffic yet: what runs again it could not repair exactly
     open       ready, open         it takes traffic
     paused     ready, closed       the owner wants the device: what is here goes back, what is contributed is reduced
@@ -29,6 +30,7 @@ from shoal.peer.replica.events import (
     GradientCounted,
     GroupPlanned,
     Joined,
+    Lagging,
     MemberElsewhere,
     MemberLost,
     MemberSilent,
@@ -71,6 +73,8 @@ class MemberCore(ABC):
         self.is_open = False
         self.is_paused = False
         self.is_draining = False
+        self.is_lagging = False
+        """We are light, and too far behind to compute anything."""
         group.handle(OpenSet(False), now_s=0.0)
         self._group_due_s = group.next_timer_s()
 
@@ -99,6 +103,9 @@ class MemberCore(ABC):
                 self._remembers = remembers
                 commands = [*self._commit(ReadySet(True, light), now_s), *self._open_if_fit(now_s), SayHello()]
                 return [*commands, *self._changed(now_s)]
+            case Lagging(lags):
+                self.is_lagging = lags
+                return self._close(now_s) if lags else self._open_if_fit(now_s)
             case Paused():
                 self.is_paused = True
                 return self._close(now_s)
@@ -193,7 +200,8 @@ class MemberCore(ABC):
         """Take traffic. A newcomer to a synchronous run waits for its first step of its own: until then it could not
         repeat exactly what others may have to run again. Unless nobody else is there to take it.
         """
-        if self.is_open or self.is_draining or self.is_paused or not self._group.ready:
+        is_kept_closed = self.is_draining or self.is_paused or self.is_lagging
+        if self.is_open or is_kept_closed or not self._group.ready:
             return []
         at_the_beginning = self._group.version == self._plan.restore_version
         if not (self._remembers or at_the_beginning or not self._group.open_mates):

@@ -25,7 +25,7 @@ def slow_down(swarm, name, *, rate=SLOW_BYTES_PER_S):
             swarm.world.set_link(swarm.peer(other), swarm.peer(name), link)
 
 
-def play(make_swarm, tiny_spec, scene, *, steps=STEPS, s_max=1, **training):
+def play(make_swarm, tiny_spec, scene, *, steps=STEPS, s_max=1, flop_per_s=1e6, **training):
     """One stage has `HOLDERS` with a step behind it; `scene` lets a newcomer come."""
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"] |= {"steps": steps, "validation_interval_steps": 0, "s_max": s_max, **training}
@@ -35,7 +35,7 @@ def play(make_swarm, tiny_spec, scene, *, steps=STEPS, s_max=1, **training):
     async def main():
         swarm = make_swarm(spec, network=uniform(latency_s=0.05, rate_bytes_per_s=1e7))
         for name in HOLDERS:
-            await swarm.add(name, device_flop_per_s=1e6)
+            await swarm.add(name, device_flop_per_s=flop_per_s)
         swarm.obey([HOLDERS], fresh=True)
         await swarm.until_step(1)
         await scene(swarm)
@@ -207,3 +207,29 @@ def test_who_gains_nothing_by_it_is_never_light(make_swarm, tiny_spec, monkeypat
 
     play(make_swarm, tiny_spec, scene, steps=6 if s_max else 4, s_max=s_max)
     assert not any(seen_light)
+
+
+@pytest.mark.sim
+def test_who_is_too_far_behind_takes_no_traffic_until_its_weights_are_fresh_again(make_swarm, tiny_spec):
+    found = SimpleNamespace(closed_at=[], lags=[])
+
+    async def scene(swarm):
+        seen = await newcomer_comes(swarm)
+        newcomer, mate = seen.driver.replica, swarm.drivers["b"].replica
+
+        def is_over():
+            if newcomer.is_light:
+                lag = mate.version - newcomer.version
+                found.lags.append((lag, newcomer.is_open))
+                if not newcomer.is_open:
+                    found.closed_at.append(newcomer.version)
+            return len({*found.closed_at}) >= 3
+
+        await swarm.until(is_over)
+
+    swarm = play(make_swarm, tiny_spec, scene, steps=60, flop_per_s=2e6)
+    assert any(lag <= 1 and is_open for lag, is_open in found.lags), "it opens again"
+    behind = [is_open for lag, is_open in found.lags if lag > 1]
+    assert sum(behind) < 0.2 * len(behind), "it closes once it has heard that most are past it"
+    commits = [swarm.commits[0][step] for step in range(60)]
+    assert {(c.microbatches, c.duplicates, c.given_up, c.dissenting) for c in commits} == {(6, 0, 0, 0)}

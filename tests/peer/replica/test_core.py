@@ -26,6 +26,7 @@ from shoal.peer.replica.events import (
     GrantArrived,
     JobDone,
     Joined,
+    Lagging,
     Paused,
     PeerDied,
     PeerSaid,
@@ -340,3 +341,19 @@ def test_a_holder_of_an_expert_has_the_same_life_and_no_pipeline():
     feed(made, PeerSaid(MATE, hello(-1)))
     assert made.group.ready_mates == ()
     assert isinstance(of(Tell, commands)[0].message, Digest | Progress)
+
+
+def test_a_light_member_that_lags_is_closed_and_claims_nothing_until_it_does_not():
+    made = replica(plan([ME, MATE], [AFTER]), s_max=1)
+    feed(made, Stepped(0, None, remembers=True), Joined(True, light=True))
+    assert made.is_open
+    assert made.group.is_light
+    assert of(SayHello, feed(made, Lagging(True)))
+    assert not made.is_open
+    assert made._supply._stopped
+    feed(made, Resumed(), DrainEnded())
+    assert not made.is_open, "neither a pause that is over nor a plan opens it"
+    assert made._supply._stopped
+    assert of(SayHello, feed(made, Lagging(False)))
+    assert made.is_open
+    assert not made._supply._stopped
