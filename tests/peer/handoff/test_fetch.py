@@ -506,7 +506,7 @@ def test_a_fetch_that_is_held_up_for_minutes_goes_on_where_it_was(
     tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
 ) -> None:
     async def scene(holders: list[Holder]) -> None:
-        newcomer, b, _, _ = holders
+        newcomer, b, c, _ = holders
         b.trained = state
         fetcher = newcomer.fetcher(tiny_spec, keys)
         fetcher.hold_up()
@@ -515,6 +515,8 @@ def test_a_fetch_that_is_held_up_for_minutes_goes_on_where_it_was(
         assert fetcher.progress.done == 0
         assert not fetching.done()
         b.trained = None  # what it has pinned is all that it has of that version
+        with pytest.raises(Refused):  # and this looks what is over
+            await c.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
         fetcher.go_on()
         assert (await fetching).digest() == state.digest()
 
