@@ -218,8 +218,9 @@ class Joining:
         group, keys = self._group, self._runtime.keys
         while True:
             try:
-                if self._light is not None and await self._light.begin():
-                    await self._take_over(await self._light.run())
+                light = self._light if self._runtime.state is None else None  # else we lack steps alone
+                if light is not None and await light.begin():
+                    await self._take_over(await light.run())
                     return
                 state = await self._fetcher().fetch(
                     group.holders,

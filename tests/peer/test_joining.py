@@ -58,6 +58,10 @@ class Scene:
     """Whom it asked for what its mates have committed meanwhile."""
     committed: int = 0
     """The version that its mates have reached, all of whose steps they give."""
+    light: Any = None
+    """What it may be meanwhile."""
+    has_state: bool = False
+    """A state has come already, and the steps since have not."""
 
     def join(self, plan: Plan) -> list[int]:
         """Returns: the versions that it took over."""
@@ -133,7 +137,9 @@ class Scene:
         )
 
         async def main() -> None:
-            await asyncio.wait_for(joining.run(plan), 60.0)
+            if self.has_state:
+                joining._runtime.load(initial_state(self.spec, keys, torch.device("cpu")))
+            await asyncio.wait_for(joining.run(plan, self.light), 60.0)
 
         run(main())
         return self.taken
@@ -249,3 +255,39 @@ def test_a_replica_that_carries_a_part_asks_for_the_rest(scene: Scene) -> None:
     assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
     assert scene.fetched == [((ME, MATE, OTHER), 40, 2)]
     assert scene.wanted == [("embed",)]
+
+
+class Light:
+    """A light member that is not worth being, or one whose state has come at version 9."""
+
+    def __init__(self, scene: Scene, *, is_worth_it: bool) -> None:
+        self._scene, self._is_worth_it = scene, is_worth_it
+        self.num_begun = 0
+
+    async def begin(self) -> bool:
+        self.num_begun += 1
+        return self._is_worth_it
+
+    async def run(self) -> StageState:
+        keys = stage_layer_keys(self._scene.spec.model, 0, 1)
+        return StageState(version=9, layers=initial_state(self._scene.spec, keys, torch.device("cpu")).layers)
+
+
+@pytest.mark.parametrize("is_worth_it", [True, False])
+def test_the_mates_state_comes_to_a_light_member_or_at_once(scene: Scene, is_worth_it: bool) -> None:
+    scene.light = Light(scene, is_worth_it=is_worth_it)
+    assert scene.join(plan(fresh=False, restore_version=40)) == ([9] if is_worth_it else [7])
+    assert len(scene.fetched) == (0 if is_worth_it else 1)
+    assert scene.light.num_begun == 1
+
+
+def test_who_has_a_state_and_lacks_steps_becomes_no_light_member(scene: Scene) -> None:
+    scene.light, scene.has_state = Light(scene, is_worth_it=True), True
+    assert scene.join(plan(fresh=False, restore_version=40)) == [7]
+    assert scene.light.num_begun == 0
+
+
+def test_what_an_era_begins_with_is_fetched_whole(scene: Scene) -> None:
+    scene.light = Light(scene, is_worth_it=True)
+    assert scene.join(plan(fresh=True, restore_version=40, restore_era=2)) == [40]
+    assert scene.light.num_begun == 0
