@@ -147,6 +147,11 @@ class Commit:
         return self._members.is_light
 
     @property
+    def _whole(self) -> set[PeerID]:
+        """Who has said that it holds the state, ourselves among them if we do."""
+        return {*self.whole_mates, self.me} if self.ready and not self.is_light else set(self.whole_mates)
+
+    @property
     def open_mates(self) -> tuple[PeerID, ...]:
         """Ready, and taking traffic."""
         return self._members.open_mates
@@ -351,6 +356,8 @@ class Commit:
             return []  # It named an earlier tenure of ours, which had what this one lacks.
         if message.step < self.version or not self._rounds.outbids(message):
             return []
+        if not self._whole.isdisjoint(message.light):
+            return []  # It would leave out the digest of somebody who holds the state: of an old word, or a liar's.
         if self.is_lead and self._rounds.is_dead(message):
             return []  # Who holds to it will hold to ours instead.
         mine = next((member.indices for member in message.members if member.peer == self.me), None)

@@ -298,6 +298,19 @@ def test_a_round_of_light_members_alone_or_with_one_that_is_not_in_it_is_refused
         hears(ours, start)
 
 
+@pytest.mark.parametrize("named", [B, C])
+def test_a_round_that_calls_somebody_light_who_holds_the_state_is_not_taken(named: PeerID) -> None:
+    """A leader that lies so would have the only vote on what comes of it."""
+    ours = core(B, A, B, C)
+    called = msgspec.structs.replace(a_round(1, 1, a=BOTH, b=b"", c=b""), light=(named,))
+    assert hears(ours, called) == []
+    if named == C:
+        a_light_mate(ours, C)
+    else:
+        ours.handle(ReadySet(True, light=True), now_s=1)
+    assert reduced(hears(ours, called)) == [called]
+
+
 def test_a_light_member_says_no_digest_and_asks_for_what_its_mates_have_stepped_to() -> None:
     ours = core(B, A, B)
     ours.handle(ReadySet(True, light=True), now_s=1)
