@@ -3,7 +3,7 @@
     python tests/bench/slow_newcomer.py                # as a light member, until its state is whole
     python tests/bench/slow_newcomer.py --before       # without light members
 
-`peer/handoff/MEASURED.md` has the figures; `tests/lib/slow_newcomer.py` says who is there.
+`peer/handoff/MEASURED.md` has the figures; `tests/lib/newcomer_run.py` says who is there.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
-from slow_newcomer import COMES_S, first_microbatch_s, play
+from newcomer_run import COMES_S, first_microbatch_s, play
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """A newcomer whose line would take a quarter of an hour for its stage's state computes within three minutes."""
 
 import pytest
-from slow_newcomer import COMES_S, first_microbatch_s, play
+from newcomer_run import COMES_S, first_microbatch_s, play
 
 
 @pytest.mark.sim
