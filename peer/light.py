@@ -35,14 +35,12 @@ from shoal.peer.shortage import is_out_of_memory
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import LIGHT_STATE_S
 from shoal.protocol.messages import StateOffer, StateRequest
 from shoal.protocol.ports import Compute
 
 logger = logging.getLogger(__name__)
 
-_SOON_S = 60.0
-"""A newcomer whose state comes within this time waits for it. Weights come in a sixth of it, and for less than a minute
-they are not worth coming beside the state."""
 _SEEN_S = 2.0
 """So long is looked at least how quickly weights come."""
 _SMALL_BYTES = 16 << 20
@@ -178,7 +176,7 @@ class LightMember:
                 weights_s = (loop.time() - since_s) * progress.total / progress.done
                 state_s = weights_s * sum(map(self._state_bytes, self._runtime.keys)) / (2.0 * progress.total)
                 logger.info("group %d: weights take %.0f s, the state %.0f", self._group.stage, weights_s, state_s)
-                return state_s < _SOON_S
+                return state_s < LIGHT_STATE_S
         return False  # it has failed, and says why
 
     async def run(self) -> StageState:

@@ -214,3 +214,6 @@ REPLAYED_BYTES_MAX: Final = 1024**3
 REPLAYED_STEPS_MIN: Final = 16
 """A holder keeps at least so many reduced gradients, however large: a stage whose gradient is 400 MB steps every few
 seconds, and its state takes a minute on a home line."""
+LIGHT_STATE_S: Final = 60.0
+"""A newcomer whose state comes within so many seconds waits for it; with a slower line it computes with weights first
+(`../peer/light.py`). These come in a sixth of the time, and for less than this they are not worth coming beside it."""

@@ -54,6 +54,7 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.plan_layout import Layout, places_of
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import LIGHT_STATE_S
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology, make_topology
@@ -344,9 +345,12 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
 def _pays(
     objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
 ) -> bool:
-    """Whether within `horizon_s` the steps of `found` make up for the time in which those who move fetch their state:
-    only those who stay work then, and what travels has half of their lines."""
+    """Whether within `horizon_s` the steps of `found` make up for the time in which those who move fetch their state,
+    or what they compute with before it is whole: only those who stay work then, and what travels has half of their
+    lines."""
     travel_s = fetch_s(objective.topology, objective.workload, current, found) / STATE_PART
+    if travel_s > LIGHT_STATE_S:
+        travel_s *= objective.workload.needed_first
     stay = tuple(tuple(sorted({*a} & {*b})) for a, b in zip(current.stages, found.stages, strict=True))
     meanwhile = ThroughputObjective(_giving(objective.topology, stay, found), objective.workload)
     meanwhile_s = meanwhile.cost(replace(found, stages=stay)).seconds if all(stay) else math.inf

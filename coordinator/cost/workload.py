@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.coordinator.cost.layer_costs import layer_costs
-from shoal.coordinator.cost.memory import StageMemory, decoder_parameters
+from shoal.coordinator.cost.memory import BF16, StageMemory, decoder_parameters
 from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
@@ -116,6 +116,15 @@ class Workload:
         if self.memory.base is None:
             return STATE_BYTES_PER_PARAMETER
         return sum(self.layer_state_bytes) / sum(self.layer_parameters)
+
+    @property
+    def needed_first(self) -> float:
+        """The part of its state with which a newcomer on a slow line computes already, while the rest comes: its
+        weights in bfloat16 (`peer/light.py`). 1 where nobody does so."""
+        has_light_members = self.s_max > 0 and self.memory.base is None and self.experts is None
+        if not has_light_members or self.reduced.tied_parameters:
+            return 1.0
+        return BF16 / STATE_BYTES_PER_PARAMETER
 
     def job_flop(self, first_layer: int, last_layer: int) -> float:
         """The FLOP of a microbatch there and back through a stage of those layers."""

@@ -21,7 +21,8 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.measured import MeasuredNetwork
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
-from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec
+from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
+from shoal.protocol.topology import make_topology
 
 SPEC = RunSpec(
     model=ModelSpec(num_layers=6, dim=256, ffn_dim=704),
@@ -338,3 +339,31 @@ def test_a_move_pays_if_its_gain_makes_up_for_the_time_in_which_only_those_work_
     paying = [live_allocator._pays(objective, current, found, before_s, horizon_s) for horizon_s in (1.0, 10.0, 1e4)]
     assert paying == sorted(paying)
     assert (paying[0], paying[-1]) == (False, True)
+
+
+@pytest.mark.parametrize("computes_early", [False, True])
+def test_a_place_on_a_slow_line_pays_if_a_newcomer_computes_with_its_weights_first(monkeypatch, computes_early):
+    """The state of 11.6 GB takes 1,857 s on half of the newcomer's line, longer than the layout should last; its
+    weights in bf16 take 310 s."""
+    spec = RunSpec(
+        model=ModelSpec(dim=2048, num_layers=20, num_heads=16, num_kv_heads=16, ffn_dim=5632, context=1024),
+        training=TrainingSpec(microbatches_per_step=64, microbatch_size=2),
+        wire=WireSpec(gradients="hadamard4"),
+    )
+    rate = np.array([1.25e8, 1.25e8, 1.25e8, 1.25e7])
+    between = 1.0 - np.eye(4)
+    topology = make_topology(
+        0.02 * between,
+        1.25e8 * between,
+        flop_per_s=1.5e12,
+        memory_bytes=1e12,
+        up_bytes_per_s=rate,
+        down_bytes_per_s=rate,
+    )
+    objective = ThroughputObjective(topology, Workload.of(spec))
+    current, found = (Placement(stages=(stage,), bounds=(0, 20)) for stage in ((0, 1, 2), (0, 1, 2, 3)))
+    before_s = objective.cost(current).seconds
+    assert before_s > 1.15 * objective.cost(found).seconds
+    if not computes_early:
+        monkeypatch.setattr(Workload, "needed_first", 1.0)
+    assert live_allocator._pays(objective, current, found, before_s, 600.0) is computes_early

@@ -177,3 +177,20 @@ def test_stages_taken_for_layers_keep_their_base() -> None:
     assert memory.base is not None
     assert len(memory.base.layer_bytes) == len(memory.layer_fixed_bytes) == 2
     assert sum(memory.base.layer_bytes) == pytest.approx(4.79e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        (RunSpec(), 1 / 6),
+        (RunSpec(training=TrainingSpec(s_max=0)), 1.0),
+        (RunSpec(adapter=AdapterSpec(kind="lora", rank=8)), 1.0),
+        (RunSpec(model=ModelSpec(tied=True)), 1.0),
+        (RunSpec(model=ModelSpec(num_experts=4, experts_per_token=2), swarm=SwarmSpec(expert_slots=2)), 1.0),
+    ],
+    ids=["as by default", "synchronous", "adapters", "tied", "placed experts"],
+)
+def test_a_newcomer_computes_with_a_sixth_of_its_state_where_there_are_light_members(
+    spec: RunSpec, part: float
+) -> None:
+    assert Workload.of(spec).needed_first == pytest.approx(part)
