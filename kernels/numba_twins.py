@@ -10,11 +10,12 @@ logger = logging.getLogger(__name__)
 
 
 class NumbaTwin:
-    """One module of compiled kernels: importing numba takes a second, compiling takes some more the first time.
+    """Loads one module of compiled kernels in a thread, since importing numba takes a second and compiling takes
+    several.
 
     Args:
-        module: its name. Its function `prove` compiles all that it has and raises `RuntimeError` if a result differs
-            from the reference's.
+        module: the module's name. Its function `prove` compiles all of its kernels, and raises `RuntimeError` if a
+            result differs from the reference's.
     """
 
     def __init__(self, module: str) -> None:

@@ -345,9 +345,11 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
 def _pays(
     objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
 ) -> bool:
-    """Whether within `horizon_s` the steps of `found` make up for the time in which those who move fetch their state,
-    or what they compute with before it is whole: only those who stay work then, and what travels has half of their
-    lines."""
+    """Whether `found` makes more steps in `horizon_s` seconds than `current`, whose steps take `before_s` each.
+
+    Until the movers compute, only those who stay work, and what travels takes half of their lines. A mover computes
+    once its state is there; if that takes long and the run has light members, once its weights are.
+    """
     travel_s = fetch_s(objective.topology, objective.workload, current, found) / STATE_PART
     if travel_s > LIGHT_STATE_S:
         travel_s *= objective.workload.needed_first

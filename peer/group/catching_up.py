@@ -216,7 +216,11 @@ class CatchingUp:
             fetch.over.set()
 
     def _check(self, fetch: _Fetch, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
-        """Raises: RemoteError: no gradient of ours has such a piece, or the payload is not as long as it says."""
+        """Check what a mate has sent before any of it is kept.
+
+        Raises: RemoteError: the elements are not within our gradient, or have come already; this run has no such
+            format; or the payload has not the bytes of so many elements.
+        """
         vectors, end = self._vectors, meta.start + meta.size
         is_here = 0 <= meta.start < end <= self._size and meta.size <= vectors.chunk
         if not is_here or meta.form not in (vectors.mean_form, *vectors.sums) or fetch.overlaps(meta.start, meta.size):

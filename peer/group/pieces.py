@@ -69,7 +69,10 @@ class Pieces:
     def send_mean(
         self, target: PeerID, stage: int, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...] = ()
     ) -> None:
-        """Send a reduced gradient in the background. Args: pieces: the same in few bits, if it is there so."""
+        """Send a reduced gradient, float32 [N], in the background.
+
+        Args: pieces: the gradient as its round has sent it in few bits, which is sent then; empty: it is sent exactly.
+        """
         self._tasks.spawn(self._send_mean(target, stage, step, mean_N, pieces), "catch-up")
 
     async def _send(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _MARK = -128
-"""In place of a difference: the new number is behind the differences."""
+"""The int8 that says that a weight has moved too far for one: its new bits follow behind all int8."""
 
 
 def difference(before_C: Tensor, after_C: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ import time
 
 import msgspec
 import torch
-from wire_learning import GPT, MEMBERS, learn, wire_of
+from wire_learning import GPT, learn, training_of, wire_of
 
 from shoal.peer.model.layout import num_parameters
 from shoal.peer.pipeline.wire import ActivationWire
-from shoal.protocol.spec import OptimizerSpec, RunSpec, TrainingSpec
+from shoal.protocol.spec import OptimizerSpec, RunSpec
 from shoal.protocol.toml.defaults import ffn_dim_of
 
 
@@ -51,13 +51,7 @@ def main() -> None:
     ranks = options.ranks or [options.dim // 8, options.dim // 16]
     apart: dict[int, list[tuple[float, float]]] = {rank: [] for rank in ranks}
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        training = TrainingSpec(
-            steps=options.steps,
-            microbatches_per_step=MEMBERS,
-            microbatch_size=options.samples,
-            s_max=0,
-            validation_microbatches=64,
-        )
+        training = training_of(steps=options.steps, samples=options.samples)
         optimizer = OptimizerSpec(name=options.optimizer, learning_rate=options.rate, warmup_steps=0)  # `of_steps`
         spec = RunSpec(seed=seed, model=whole, training=training, optimizer=optimizer, wire=wire_of(options.wire))
         dense = trained(spec, options.steps)

@@ -56,6 +56,17 @@ def wire_of(name: str) -> WireSpec:
     return WireSpec(activations=forth, activation_gradients=back, gradients=sums)
 
 
+def training_of(*, steps: int, samples: int) -> TrainingSpec:
+    """A synchronous run in which each member has one microbatch a step. Args: samples: of a microbatch."""
+    return TrainingSpec(
+        steps=steps,
+        microbatches_per_step=MEMBERS,
+        microbatch_size=samples,
+        s_max=0,
+        validation_microbatches=64,
+    )
+
+
 def learn(spec: RunSpec, *, stages: int) -> float:
     """Validation loss at the end."""
     corpus, params = load_corpus(spec.data, context=spec.model.context), {}
@@ -92,13 +103,7 @@ def main() -> None:
     torch.set_num_threads(1)
     apart: dict[str, list[float]] = {name: [] for name in options.wires}
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        training = TrainingSpec(
-            steps=options.steps,
-            microbatches_per_step=MEMBERS,
-            microbatch_size=options.samples,
-            s_max=0,
-            validation_microbatches=64,
-        )
+        training = training_of(steps=options.steps, samples=options.samples)
         optimizer = OptimizerSpec(
             name=options.optimizer, learning_rate=options.rate, warmup_steps=min(40, options.steps // 4)
         )
