@@ -94,7 +94,13 @@ def _turn_eight(y_E, at, far):
 
 @_kernel
 def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second):
-    """Args: x_N: float32. scale_T: uint16, and code_TB: uint8, are filled. first, second: the key, uint32."""
+    """Write a tensor tile by tile.
+
+    Args:
+        x_N: float32 [N].
+        scale_T: uint16 [T], the scales in bfloat16, which are written here; so are the codes, code_TB, uint8 [T, B].
+        first, second: the key, uint32 each, if it `is_by_chance`.
+    """
     x_E = np.empty(TILE, np.float32)
     y_E = np.empty(TILE, np.float32)
     u_E = np.full(TILE, _NEAREST, np.float32)
@@ -221,7 +227,13 @@ def _unpack(code_B, q_E, bits):
 
 @_kernel
 def _decode(scale_TB, code_TB, x_TE, bits, is_rotated):
-    """Args: scale_TB: uint8 [2 T], since a payload may lie where numbers of two bytes may not. x_TE: is filled."""
+    """Read a tensor back, tile by tile.
+
+    Args:
+        scale_TB: uint8 [2 T], and not uint16 [T]: a payload may begin at an odd address.
+        code_TB: uint8 [T, B].
+        x_TE: float32 [T, 64], which is written here.
+    """
     q_E = np.empty(TILE, np.uint8)
     y_E = np.empty(TILE, np.float32)
     levels = np.float32((1 << (bits - 1)) - 1)

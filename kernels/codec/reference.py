@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.codec.formats import SCALE_BYTES, TILE, Format, num_tiles
+from shoal.kernels.words import shifted, signed
 
 FINE: Final = 2.0**17
 """A tile's largest magnitude before the Hadamard transform: 64 times that is 2^23."""
@@ -153,22 +154,12 @@ def _chance(key: tuple[int, int], start: int, stop: int, device: torch.device) -
     Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32, with half of the key added before its
     first round and the other half before its second.
     """
-    first, second = (_signed(half) for half in key)
+    first, second = (signed(half) for half in key)
     half = TILE // 2
     h_N = torch.arange(start * half, stop * half, dtype=torch.int32, device=device).add_(first)
-    h_N = h_N.bitwise_xor_(_shifted(h_N, 17)).mul_(_signed(0xED5AD4BB)).add_(second)
-    h_N = h_N.bitwise_xor_(_shifted(h_N, 11)).mul_(_signed(0xAC4C1B51))
-    h_N = h_N.bitwise_xor_(_shifted(h_N, 15)).mul_(_signed(0x31848BAB))
-    h_TE = h_N.bitwise_xor_(_shifted(h_N, 14)).view(-1, half)
-    low_high_TE = torch.cat([h_TE & _MASK, _shifted(h_TE, 16)], dim=1)
+    h_N = h_N.bitwise_xor_(shifted(h_N, 17)).mul_(signed(0xED5AD4BB)).add_(second)
+    h_N = h_N.bitwise_xor_(shifted(h_N, 11)).mul_(signed(0xAC4C1B51))
+    h_N = h_N.bitwise_xor_(shifted(h_N, 15)).mul_(signed(0x31848BAB))
+    h_TE = h_N.bitwise_xor_(shifted(h_N, 14)).view(-1, half)
+    low_high_TE = torch.cat([h_TE & _MASK, shifted(h_TE, 16)], dim=1)
     return low_high_TE.to(torch.float32).add_(0.5).mul_(2.0**-16)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right, as numbers without a sign."""
-    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
-
-
-def _signed(word: int) -> int:
-    """The bits of a number of 32 bits, as torch's int32 has them."""
-    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.kernels.codec.formats import SCALE_BYTES, TILE, Format, num_tiles
+from shoal.kernels.words import signed
 
 TILES: int = 32
 """Tiles a program."""
@@ -175,7 +176,7 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
     numel, tiles = x_N.numel(), num_tiles(x_N.numel())
     payload_B = torch.empty(form.payload_bytes(numel), dtype=torch.uint8, device=x_N.device)
     if tiles:
-        first, second = (_signed(half) for half in key or (0, 0))
+        first, second = (signed(half) for half in key or (0, 0))  # Triton chooses an argument's type by its value
         encode_kernel[(triton.cdiv(tiles, TILES),)](
             x_N, payload_B[: tiles * SCALE_BYTES].view(torch.int16), payload_B[tiles * SCALE_BYTES :], numel, tiles,
             first, second,
@@ -196,8 +197,3 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
             num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return x_N
-
-
-def _signed(word: int) -> int:
-    """The bits of a number of 32 bits as a number with a sign: Triton chooses the type of an argument by its value."""
-    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)

@@ -42,6 +42,7 @@ from blake3 import blake3
 from torch import Tensor
 from torch.nn import functional
 
+from shoal.kernels.words import shifted, signed
 from shoal.peer.model.layout import layer_layout
 from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
@@ -166,11 +167,11 @@ def _signs(tokens_BT: Tensor, key_2: Tensor, dim: int, dtype: torch.dtype) -> Te
     first, second = key_2
     word_W = torch.arange(-(-dim // _WORD), dtype=torch.int32, device=tokens_BT.device)
     h_BT1 = (tokens_BT.to(torch.int32) + first).unsqueeze(-1)
-    h_BT1 = (h_BT1 ^ _shifted(h_BT1, 17)) * _signed(0xED5AD4BB)
-    h_BTW = h_BT1 + (word_W * _signed(0x9E3779B9) + second)  # an odd number of turns: words are far apart
-    h_BTW = (h_BTW ^ _shifted(h_BTW, 11)) * _signed(0xAC4C1B51)
-    h_BTW = (h_BTW ^ _shifted(h_BTW, 15)) * _signed(0x31848BAB)
-    h_BTW = h_BTW ^ _shifted(h_BTW, 14)
+    h_BT1 = (h_BT1 ^ shifted(h_BT1, 17)) * signed(0xED5AD4BB)
+    h_BTW = h_BT1 + (word_W * signed(0x9E3779B9) + second)  # an odd number of turns: words are far apart
+    h_BTW = (h_BTW ^ shifted(h_BTW, 11)) * signed(0xAC4C1B51)
+    h_BTW = (h_BTW ^ shifted(h_BTW, 15)) * signed(0x31848BAB)
+    h_BTW = h_BTW ^ shifted(h_BTW, 14)
     byte_4 = torch.arange(0, _WORD, 8, dtype=torch.int32, device=tokens_BT.device)
     byte_BTW4 = (h_BTW.unsqueeze(-1) >> byte_4) & 255
     # Eight signs at a time: a hash for each would be the most of what an embedding does.
@@ -182,13 +183,3 @@ def _signs_of_bytes(device: torch.device, dtype: torch.dtype) -> Tensor:
     """[256, 8]: minus one where a bit of a byte is 1."""
     bit_8 = torch.arange(8)
     return (1 - 2 * ((torch.arange(256)[:, None] >> bit_8) & 1)).to(device, dtype)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right, as numbers without a sign."""
-    return (x >> bits) & ((1 << (_WORD - bits)) - 1)
-
-
-def _signed(word: int) -> int:
-    """The bits of a number of 32 bits, as torch's int32 has them."""
-    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
