@@ -32,6 +32,7 @@ from shoal.deploy.simulate.severing import Severing, check_severings
 from shoal.deploy.simulate.slowing import Slowing, check_slowings
 from shoal.deploy.simulate.standstill import Seen, why_no_step
 from shoal.protocol.errors import LocalError
+from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.sim.loop import run as run_in_virtual_time
 from shoal.protocol.sim.network import MatrixNetwork
 from shoal.protocol.sim.world import World
@@ -87,12 +88,27 @@ class ModelledRun:
     record_timeline: bool = False
     ports: Callable[[Seat], Ports] | None = None
     """What each node gets of its device; None: the device's own. Benchmarks put the habits of other systems here."""
-    chunk_bytes: int = 8 << 20
-    """Gradient sums and states travel in pieces of this size; 1 MiB in life, where a frame costs less than here."""
+    chunk_bytes: int | None = None
+    """Gradient sums and states travel in pieces of so many numbers, as fp32. None: `chunk_bytes_on` the network."""
     expert_loads: Sequence[float] | None = None
     """Where the run spec places experts (`swarm.expert_slots`): what part of the tokens wants each. None: all alike."""
     on_progress: Callable[[float], None] = lambda share: None
     """A function that is told at every step which share of the run is over, in [0, 1]."""
+
+
+CHUNK_BYTES_MAX = 8 << 20
+_CHUNK_S = 0.4
+
+
+def chunk_bytes_on(topology: Topology) -> int:
+    """How large the pieces are in which sums and states travel here, as fp32.
+
+    A simulation's time goes into its frames, so they are larger than a real peer's. But nothing more urgent stops them,
+    while a real peer's line takes 25 ms of a frame at a time: so the slowest uplink takes `_CHUNK_S` for a piece in
+    fp32, an eighth of that in 4 bits; no piece is smaller than a real peer's.
+    """
+    slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
+    return int(min(CHUNK_BYTES_MAX, max(BULK_CHUNK_BYTES, _CHUNK_S * slowest)))
 
 
 def run_modelled(run: ModelledRun) -> SimResult:
@@ -137,7 +153,7 @@ async def _play(run: ModelledRun) -> SimResult:
         spec,
         allocator,
         ledger,
-        chunk_bytes=run.chunk_bytes,
+        chunk_bytes=run.chunk_bytes or chunk_bytes_on(t),
         ports=run.ports,
         routing=Routing(spec, run.expert_loads) if spec.swarm.expert_slots else None,
     )

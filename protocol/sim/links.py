@@ -8,10 +8,11 @@ the stream's path is free, the receiver has credit, and the sender's uplink turn
     arrives    leaves + latency                               if the receiver's downlink is free all the while
                max(first byte, downlink free) + n / downlink  if that is later; first byte = start + latency
 
-With unshared cards this is max(now, free) + n / rate + latency. Streams share an uplink by start-time fair queueing
-in bytes, as TCP flows do; a downlink serves frames in the order of their first bytes. Nothing being sent is stopped
-for something more urgent, but it goes on at the path's new rate if that changes (`flights.py`). Credit returns one
-latency after the handler ends.
+With unshared cards this is max(now, free) + n / rate + latency. An uplink takes the most urgent frame that waits,
+whatever stream it is on, as `live/throttle.py` does; a sixth of it at least is for the stream that has waited longest,
+and frames of one priority share it by start-time fair queueing in bytes. A downlink serves frames in the order of their
+first bytes. Nothing being sent is stopped for something more urgent, but it goes on at the path's new rate if that
+changes (`flights.py`). Credit returns one latency after the handler ends.
 
 Loss and spikes delay a frame: a reliable stream retransmits, and keeps its order. A damaged one, or the credit that it
 comes back as, breaks the stream where the codec finds it: what arrived before is still handled, nothing behind it is.
@@ -20,7 +21,6 @@ A stream on which something waits breaks when its path, either way, has been cut
 the receiver's process or daemon ended. Opening a stream costs nothing, and one round trip where no daemon answers.
 """
 
-import heapq
 import math
 import random
 from collections.abc import Callable
@@ -37,6 +37,10 @@ from shoal.protocol.sim.stream import Card, Plug, SimFrame, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 Ts = TypeVarTuple("Ts")
+
+_EARNED = 0.2
+"""What the stream that has waited longest earns of each byte that leaves before it. So a sixth of the uplink is for it
+at least, as on a real one (`live/throttle.py`)."""
 
 
 class Links:
@@ -150,23 +154,32 @@ class Links:
             return
         plug = source.plug
         stream.is_offered = True
-        heapq.heappush(plug.offers, (max(stream.tag, plug.tag_served), destination.number, source.number, stream))
+        plug.offers.append(stream)
         self._grant(plug)
 
     def _grant(self, plug: Plug) -> None:
-        """Start frames while the uplink is free, from the stream that had the least of it."""
+        """Start frames while the uplink is free."""
         now_s = self._agenda.now_s()
         while plug.offers and plug.up_free_s <= now_s:
-            tag, _, _, stream = heapq.heappop(plug.offers)
+            has_earned = self._has_earned(plug)
+            stream = plug.offers[0] if has_earned else min(plug.offers, key=Stream.rank)
+            plug.offers.remove(stream)
             stream.is_offered = False
             if not stream.destination.is_serving or self.cuts.is_cut(stream.source.place, stream.destination.place):
                 continue  # since it was offered; healing and serving offer it again
+            priority, tag, *_ = stream.rank()
             nbytes = self._start(stream, now_s)
             if nbytes is not None:
-                plug.tag_served = tag
-                stream.tag = tag + nbytes
+                plug.tags_served[priority] = tag
+                stream.tags[priority] = tag + nbytes
+                plug.earned_bytes = 0.0 if has_earned else plug.earned_bytes + _EARNED * nbytes
         if plug.offers and plug.grant is None:
             plug.grant = self._agenda.at(plug.up_free_s, self._grant_again, plug)
+
+    def _has_earned(self, plug: Plug) -> bool:
+        """Whether the stream that has waited longest is the next one, however urgent the others' frames are."""
+        frame = plug.offers[0].next_frame()
+        return frame is not None and plug.earned_bytes >= frame.nbytes
 
     def _start(self, stream: Stream, now_s: float) -> int | None:
         """Let its next frame go, if it still has one that may. Returns: that one's bytes."""

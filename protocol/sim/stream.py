@@ -50,10 +50,12 @@ class Plug:
         self.spec = spec
         self.up_free_s = 0.0
         self.down_free_s = 0.0
-        self.offers: list[tuple[float, int, int, Stream]] = []
-        """Heap of the streams that have a frame ready for the uplink: (fair-queueing tag, destination, source,
-        stream)."""
-        self.tag_served = 0.0
+        self.offers: list[Stream] = []
+        """The streams that have a frame ready for the uplink; the first has waited longest."""
+        self.tags_served = [0.0] * _NUM_PRIORITIES
+        """By priority: the fair-queueing tag of the last frame that left."""
+        self.earned_bytes = 0.0
+        """How many bytes may leave of the stream that has waited longest, whatever is more urgent."""
         self.grant: asyncio.TimerHandle | None = None
 
 
@@ -113,7 +115,8 @@ class Stream:
         self.control_free_s = 0.0
         self.connection = 0
         """Grows when the daemon at either end dies: control messages of an earlier one are lost."""
-        self.tag = 0.0
+        self.tags = [0.0] * _NUM_PRIORITIES
+        """By priority: the fair-queueing tag of the next frame."""
         self.is_offered = False
         self.stall: asyncio.TimerHandle | None = None
         self.serving: asyncio.Task[None] | None = None
@@ -172,6 +175,14 @@ class Stream:
         frame.epoch = self.epoch
         self.window.take(frame.nbytes)
         return frame
+
+    def rank(self) -> tuple[int, float, int, int]:
+        """Where its next frame stands among those that wait for the uplink: the least is the most urgent, and of equals
+        the one whose stream has sent least."""
+        frame = self.next_frame()
+        priority = 0 if frame is None else int(frame.priority)
+        tag = max(self.tags[priority], self.source.plug.tags_served[priority])
+        return priority, tag, self.destination.number, self.source.number
 
     def unsent(self) -> list[SimFrame]:
         """Frames whose senders still wait, in the order in which they would leave."""

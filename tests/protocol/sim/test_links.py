@@ -1,4 +1,5 @@
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -177,6 +178,45 @@ def test_what_waits_leaves_by_priority_and_what_leaves_is_not_stopped(listen: An
         order = (Priority.BULK, Priority.BULK, Priority.ACTIVATION, Priority.GRADIENT, Priority.ACTIVATION)
         await asyncio.gather(*(send(a, b, str(i), 100_000, priority) for i, priority in enumerate(order)))
         assert [meta for _, meta in ear.frames] == ["0", "3", "2", "4", "1"]
+
+    run(main())
+
+
+def test_what_is_urgent_passes_whatever_waits_for_other_peers(listen: Any, send: Any) -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.05))
+        a = world.add_peer("a", up_bytes_per_s=1e6)
+        b, c, d = world.add_peer("b"), world.add_peer("c"), world.add_peer("d")
+        _, _, _, ear_d = await listen(world)
+        async with asyncio.TaskGroup() as group:
+            for number in range(5):
+                group.create_task(send(a, b, f"b{number}", 100_000, Priority.REDUCTION))
+                group.create_task(send(a, c, f"c{number}", 100_000, Priority.STATE))
+            await asyncio.sleep(0.01)
+            for number in range(3):
+                group.create_task(send(a, d, f"d{number}", 100_000, Priority.ACTIVATION))
+        await asyncio.sleep(1.0)
+        # One that leaves is not stopped; then all three, with two others before them in fair queueing.
+        assert arrivals(ear_d.frames) == NEAR({"d0": 0.25, "d1": 0.35, "d2": 0.45})
+
+    run(main())
+
+
+def test_a_sixth_of_an_uplink_is_for_what_is_least_urgent(listen: Any, send: Any) -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.05))
+        a = world.add_peer("a", up_bytes_per_s=1e6)
+        b, c = world.add_peer("b"), world.add_peer("c")
+        _, ear_b, ear_c = await listen(world)
+        async with asyncio.TaskGroup() as group:
+            for number in range(5):
+                group.create_task(send(a, c, f"c{number}", 100_000, Priority.BULK))
+            for number in range(25):
+                group.create_task(send(a, b, f"b{number}", 100_000, Priority.GRADIENT))
+        await asyncio.sleep(1.0)
+        assert len(ear_b.frames) == 25
+        apart_s = [later - sooner for (sooner, _), (later, _) in pairwise(ear_c.frames)]
+        assert apart_s == NEAR([0.5, 0.6, 0.6, 0.6])  # what left first, since nothing else was there, counts too
 
     run(main())
 
