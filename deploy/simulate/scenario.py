@@ -197,6 +197,8 @@ def load_scenario(path: Path) -> Scenario:
     try:
         training = msgspec.structs.replace(file.training, steps=steps)
         spec = _spec(path.stem, file.model, training, file.wire, file.experts, file.adapter)
+        for strategy in file.strategy:
+            strategy.applied_to(spec)
     except ValueError as error:
         raise LocalError(f"{path} is no scenario: {error}") from error
     trace = None

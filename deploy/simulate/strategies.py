@@ -178,7 +178,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
     events = tuple(churn) if strategy.churn else ()
     absent = absent_at_first(events)
     present = [device for device in range(scenario.topology.num_devices) if device not in absent]
-    spec = spec_of(scenario, strategy)
+    spec = strategy.applied_to(scenario.spec)
     placement, cost, problem = None, None, ""
     begun_s = time.perf_counter()
     try:
@@ -203,7 +203,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
 
 def at_once(scenario: Scenario, strategy: Strategy, options: Options) -> tuple[Placement, Cost] | None:
     """The layout by rule, without a search, and its cost; None: there is none that can be."""
-    request = _request(scenario, strategy, spec_of(scenario, strategy), range(scenario.topology.num_devices), options)
+    request = _request(scenario, strategy, strategy.applied_to(scenario.spec), range(scenario.topology.num_devices), options)
     try:
         return plan_at_once(request.topology, request.workload, num_stages=request.stages)
     except ShoalError:
@@ -270,17 +270,6 @@ def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: 
         goal=goal_of(wishes, scenario.spec, parameters=parameters, steps=None),
         price_kwh=wishes.price_kwh,
     )
-
-
-def spec_of(scenario: Scenario, strategy: Strategy) -> RunSpec:
-    spec = scenario.spec
-    training = spec.training
-    if strategy.s_max is not None:
-        training = msgspec.structs.replace(training, s_max=strategy.s_max)
-    swarm = spec.swarm
-    if not strategy.experts:
-        swarm = msgspec.structs.replace(swarm, expert_slots=0)
-    return msgspec.structs.replace(spec, training=training, wire=strategy.wire or spec.wire, swarm=swarm)
 
 
 def _request(

@@ -1,10 +1,12 @@
-"""Names what a simulation may try: a layout, a staleness, a way over the wire, with churn or without."""
+"""Names what a simulation may try: a layout, a staleness, a way over the wire, a subspace, with churn or without."""
 
 from typing import Literal
 
+import msgspec
+
 from shoal.deploy.planning.layouts import LayoutName
 from shoal.deploy.simulate.regions import Section, require
-from shoal.protocol.spec import WireSpec
+from shoal.protocol.spec import RunSpec, WireSpec
 
 Layout = Literal[LayoutName, "live"]
 """Who holds what; `live` is whatever the coordinators of the simulated swarm decide, again at every change."""
@@ -19,6 +21,8 @@ class Strategy(Section, frozen=True):
     """Largest staleness; None: the scenario's own."""
     wire: WireSpec | None = None
     """How tensors travel; None: as the scenario says."""
+    subspace: int | None = None
+    """As in `ModelSpec`, 0 for none; None: as the scenario's model has it."""
     stages: int | None = None
     """How many stages there are; None: as the scenario says, and else what the planner finds best."""
     churn: bool = True
@@ -29,7 +33,19 @@ class Strategy(Section, frozen=True):
     def __post_init__(self) -> None:
         require(0 < len(self.name) <= 40, "a strategy's name must have 1 to 40 characters")
         require(self.s_max is None or 0 <= self.s_max <= 8, f"s_max must be in [0, 8], is {self.s_max}")
+        require(self.subspace is None or self.subspace >= 0, f"subspace must be 0 or more, is {self.subspace}")
         require(self.stages is None or self.stages > 0, f"stages must be positive, is {self.stages}")
+
+    def applied_to(self, spec: RunSpec) -> RunSpec:
+        """What this strategy makes of a scenario's run. Raises: ValueError: the run cannot be had so."""
+        model, training, swarm = spec.model, spec.training, spec.swarm
+        if self.subspace is not None:
+            model = msgspec.structs.replace(model, subspace=self.subspace)
+        if self.s_max is not None:
+            training = msgspec.structs.replace(training, s_max=self.s_max)
+        if not self.experts:
+            swarm = msgspec.structs.replace(swarm, expert_slots=0)
+        return msgspec.structs.replace(spec, model=model, training=training, wire=self.wire or spec.wire, swarm=swarm)
 
 
 KNOWN: dict[str, Strategy] = {

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from shoal.deploy.simulate.scenario import SHIPPED, Scenario, find_scenario, load_scenario, shipped_names
-from shoal.deploy.simulate.strategies import spec_of
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import SwarmSpec
 
@@ -116,7 +115,7 @@ def test_experts_that_no_section_places_are_held_whole(tmp_path: Path) -> None:
 def test_a_strategy_may_place_no_experts(tmp_path: Path) -> None:
     whole = '[[strategy]]\nname = "whole"\nlayout = "ours"\nexperts = false\n'
     found = scenario(tmp_path, EXPERTS + whole + TWO_PLACES)
-    assert spec_of(found, found.strategies[0]).swarm.expert_slots == 0
+    assert found.strategies[0].applied_to(found.spec).swarm.expert_slots == 0
 
 
 @pytest.mark.parametrize("name", shipped_names())

@@ -25,7 +25,6 @@ from shoal.deploy.simulate.strategies import (
     churn_of,
     play,
     prepare,
-    spec_of,
     with_options,
 )
 from shoal.deploy.simulate.strategy import DEFAULT, KNOWN, Strategy
@@ -283,10 +282,19 @@ def test_where_nothing_is_named_churn_decides(tiny: Path) -> None:
 
 def test_a_strategy_changes_staleness_and_wire_only_where_it_says_so(tiny: Path) -> None:
     scenario = find_scenario(str(tiny))
-    assert spec_of(scenario, KNOWN["ours"]) == scenario.spec
-    changed = spec_of(scenario, Strategy(name="x", layout="mod", s_max=0, wire=WireSpec(activations="fp32")))
+    assert KNOWN["ours"].applied_to(scenario.spec) == scenario.spec
+    changed = Strategy(name="x", layout="mod", s_max=0, wire=WireSpec(activations="fp32")).applied_to(scenario.spec)
     assert changed.training == msgspec.structs.replace(scenario.spec.training, s_max=0)
     assert changed.wire.activations == "fp32"
+
+
+def test_a_strategy_may_have_the_model_in_a_subspace_and_is_told_where_that_cannot_be(tiny: Path) -> None:
+    scenario = find_scenario(str(tiny))
+    model = Strategy(name="x", layout="mod", subspace=8).applied_to(scenario.spec).model
+    assert model == msgspec.structs.replace(scenario.spec.model, subspace=8)
+    tiny.write_text(TINY + f'[[strategy]]\nname = "x"\nlayout = "mod"\nsubspace = {model.dim}\n')
+    with pytest.raises(LocalError, match="is no scenario: subspace must be in"):
+        find_scenario(str(tiny))
 
 
 def with_trace(tiny: Path, options: Options) -> Scenario:
