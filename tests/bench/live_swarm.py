@@ -27,7 +27,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
 from live import comparison, growth, slowed, traced
-from live.cases import SHIPPED, SIX_EQUAL, case, coarser, with_wire
+from live.cases import SHIPPED, SIX_EQUAL, case, coarser, in_subspace, with_wire
 
 from shoal.deploy.simulate.reached import WORK_S
 
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=WORK_S, help="of virtual time; of growth, for each size")
     parser.add_argument("--coarse", type=int, default=1, help="so many microbatches become one")
     parser.add_argument("--wire", metavar="FORTH,BACK,SUMS", help="formats in place of the case's, as int8,int8,int8")
+    parser.add_argument("--subspace", type=int, help="numbers a token over each cut, in place of all of the width")
     parser.add_argument("--without-other", action="store_true", help="play no other layout")
     parser.add_argument("--traces", type=Path, help="a folder of CSV files")
     parser.add_argument("--played", action="store_true", help="of traces: play what is planned, too")
@@ -78,6 +79,7 @@ def main() -> None:
         for name, seed in runs:
             scenario = coarser(case(name), options.coarse)
             scenario = with_wire(scenario, *options.wire.split(",")) if options.wire else scenario
+            scenario = in_subspace(scenario, options.subspace) if options.subspace else scenario
             line = comparison.compared(scenario, seed, options.seconds, known, with_other=not options.without_other)
             _tell(options.out, line, comparison.row(line))
     print(f"{time.time() - begun_s:,.0f} s")

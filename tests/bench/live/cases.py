@@ -111,3 +111,9 @@ def coarser(scenario: Scenario, times: int) -> Scenario:
     )
     spec = msgspec.structs.replace(scenario.spec, training=training)
     return replace(scenario, name=f"{scenario.name}/{times}", spec=spec)
+
+
+def in_subspace(scenario: Scenario, numbers: int) -> Scenario:
+    """The same with its model in a subspace of so many numbers a token."""
+    model = msgspec.structs.replace(scenario.spec.model, subspace=numbers)
+    return replace(scenario, spec=msgspec.structs.replace(scenario.spec, model=model))
