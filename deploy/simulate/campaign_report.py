@@ -45,6 +45,8 @@ def replay_command(seed: int, options: CampaignOptions) -> str:
     for option, name in _OPTIONS:
         if getattr(options, name) != getattr(defaults, name):
             words.append(f"{option} {getattr(options, name):g}")
+    if options.wire is not None:
+        words.append(f"--wire {options.wire.activations},{options.wire.activation_gradients},{options.wire.gradients}")
     if options.kinds != defaults.kinds:
         words += [f'--kind "{kind}"' for kind in options.kinds]
     return " ".join(words)

@@ -70,6 +70,10 @@ def simulate(
     first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
     peers: Annotated[int, typer.Option(min=1, help="Peers of a campaign's swarm.")] = 9,
     experts: Annotated[int, typer.Option(min=0, help="Experts of a campaign's model, placed among its peers.")] = 0,
+    wire: Annotated[
+        str | None,
+        typer.Option(metavar="FORTH,BACK,SUMS", help="Formats in a campaign's swarm, as int8,int8,hadamard4."),
+    ] = None,
     fault_seconds: Annotated[float, typer.Option(min=0, help="How long things go wrong in a campaign.")] = 60.0,
     kind: Annotated[
         list[str] | None, typer.Option(metavar="KIND", help="Only faults of this kind; may be repeated.")
@@ -95,7 +99,7 @@ def simulate(
     if campaign is not None:
         seeds = range(first_seed, first_seed + campaign)
         sizes = (peers, steps or _CAMPAIGN_STEPS, experts, fault_seconds)
-        return _campaign(seeds, *sizes, kind or (), json)
+        return _campaign(seeds, *sizes, kind or (), wire, json)
     from shoal.deploy.planning.figures import Wishes, parse_tokens
     from shoal.deploy.simulate.scenario import find_scenario
     from shoal.deploy.simulate.strategies import Options
@@ -232,14 +236,20 @@ def _campaign(
     experts: int,
     fault_seconds: float,
     kinds: Sequence[str],
+    wire: str | None,
     json: Path | None,
 ) -> None:
     from shoal.deploy.simulate.campaign import run_seed
     from shoal.deploy.simulate.campaign_report import failure, json_line, one_line, summary
-    from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds
+    from shoal.deploy.simulate.trial import CampaignOptions, parse_kinds, parse_wire
 
     options = CampaignOptions(
-        peers=peers, steps=steps, experts=experts, fault_s=fault_seconds, kinds=parse_kinds(kinds)
+        peers=peers,
+        steps=steps,
+        experts=experts,
+        fault_s=fault_seconds,
+        kinds=parse_kinds(kinds),
+        wire=parse_wire(wire),
     )
     verdicts = []
     with json.open("wb") if json else contextlib.nullcontext() as file:

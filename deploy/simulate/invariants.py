@@ -32,7 +32,7 @@ class Expectation:
     """The promises of a run.
 
     Args:
-        losses: of the same training in one process, by step; None where staleness makes it another training.
+        losses: of the same training in one process, by step; None where staleness or few bits make it another one.
         may_give_up: the spec has a commit deadline.
     """
 

@@ -203,7 +203,9 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
 
 def at_once(scenario: Scenario, strategy: Strategy, options: Options) -> tuple[Placement, Cost] | None:
     """The layout by rule, without a search, and its cost; None: there is none that can be."""
-    request = _request(scenario, strategy, strategy.applied_to(scenario.spec), range(scenario.topology.num_devices), options)
+    request = _request(
+        scenario, strategy, strategy.applied_to(scenario.spec), range(scenario.topology.num_devices), options
+    )
     try:
         return plan_at_once(request.topology, request.workload, num_stages=request.stages)
     except ShoalError:

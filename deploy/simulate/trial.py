@@ -1,15 +1,19 @@
 """Draws what a seed of a campaign decides: the network, the machines, the run and what goes wrong."""
 
 import random
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import FaultKind, Schedule, draw_schedule
 from shoal.protocol.sim.network import Network, uniform
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import RunSpec, WireSpec
+from shoal.protocol.wire_format import WireFormat
 
 STEP_S = 2.0
 """The time of a step, about, while all is well: longer than a round trip, so that faults hit all its parts."""
@@ -29,6 +33,8 @@ class CampaignOptions:
     mean_gap_s: float = 8.0
     """The time between the beginnings of two faults."""
     kinds: tuple[FaultKind, ...] = tuple(FaultKind)
+    wire: WireSpec | None = None
+    """How tensors travel; None: in fp32, so that a synchronous swarm trains as one process does."""
 
     def __post_init__(self) -> None:
         if self.peers < 2 * self.stages:
@@ -70,6 +76,8 @@ def draw_trial(seed: int, options: CampaignOptions) -> Trial:
         experts=options.experts,
         term_s=rng.choice((5.0, 15.0, 60.0)),
     )
+    if options.wire is not None:
+        spec = msgspec.structs.replace(spec, wire=options.wire)
     schedule = draw_schedule(rng, names, duration_s=options.fault_s, mean_gap_s=options.mean_gap_s, kinds=options.kinds)
     return Trial(
         seed=seed,
@@ -81,6 +89,21 @@ def draw_trial(seed: int, options: CampaignOptions) -> Trial:
         speeds={name: rng.choice((0.5, 1.0, 1.0, 1.0, 2.0)) for name in names},
         schedule=schedule,
     )
+
+
+def parse_wire(text: str | None) -> WireSpec | None:
+    """Read `FORTH,BACK,SUMS`: formats of activations, of their gradients, and of reductions. Raises: LocalError."""
+    if text is None:
+        return None
+    names = text.split(",")
+    try:
+        forth, back, sums = names
+        return msgspec.convert({"activations": forth, "activation_gradients": back, "gradients": sums}, WireSpec)
+    except ValueError as error:  # ValidationError is a ValueError
+        known = ", ".join(typing.get_args(WireFormat))
+        raise LocalError(
+            f"{text!r} names no three formats, as int8,int8,hadamard4 does: take some of {known}"
+        ) from error
 
 
 def parse_kinds(names: Sequence[str]) -> tuple[FaultKind, ...]:

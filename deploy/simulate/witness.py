@@ -13,7 +13,7 @@ from shoal.deploy.simulate.tiny_run import tiny_corpus
 from shoal.deploy.simulate.trial import Trial
 from shoal.peer.single_process import train
 from shoal.protocol.sim.chaos import FaultKind, Schedule
-from shoal.protocol.spec import RunSpec
+from shoal.protocol.spec import RunSpec, WireSpec
 
 LAST_EVENTS = 40
 
@@ -62,7 +62,7 @@ class Witness:
             steps=spec.training.steps,
             microbatches=spec.training.microbatches_per_step,
             stages=stages,
-            losses=single_process_losses(spec) if spec.training.s_max == 0 else None,
+            losses=single_process_losses(spec) if spec.training.s_max == 0 and _is_exact(spec.wire) else None,
         )
         self._last_stage = stages - 1
         self._invariants = all_invariants(expected)
@@ -118,6 +118,10 @@ class Witness:
         verdict.training_s = times_s[-1] - times_s[0] if times_s else 0.0
         verdict.recoveries_s = _until_next(self._kills_s, times_s)
         verdict.again_s = next(iter(_until_next([self.quiet_s], times_s)), math.inf)
+
+
+def _is_exact(wire: WireSpec) -> bool:
+    return wire == WireSpec(activations="fp32")
 
 
 @lru_cache(maxsize=8)

@@ -1,6 +1,7 @@
 """Gets one range of a tensor from one peer; the chunks arrive as frames."""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from shoal.protocol.messages import Done, StateChunkRequest
 RANGE_CHUNKS = 4
 """What a chunk request asks for at most: 4 MiB, so that a round trip is small against the transfer."""
 RANGE_TIMEOUT_S = 60.0
+"""The time that a range has to come. Whoever has more patience asks for it again each time that this has passed: the
+request or a chunk may have been lost. A holder that is still sending it does not send it twice."""
 
 
 def ranges(size: int, vectors: Vectors) -> list[tuple[int, int]]:
@@ -46,11 +49,31 @@ async def fetch_range(
     events = [inbox.expect(*what, start, into_N, first=first, before_N=before_N, base=request.base) for start in starts]
     try:
         async with asyncio.timeout(patience_s):
-            await endpoint.ask(peer, request, Done, timeout_s=patience_s)
-            for event in events:
-                await event.wait()
+            await _ask_until_here(lambda: endpoint.ask(peer, request, Done, timeout_s=patience_s), events)
     except TimeoutError as error:
         raise Unreachable(peer, "state did not arrive in time") from error
     finally:
         for start, event in zip(starts, events, strict=True):
             inbox.forget(*what, start, event)
+
+
+async def _ask_until_here(ask: Callable[[], Awaitable[Done]], events: Sequence[asyncio.Event]) -> None:
+    """Ask, and again after a while, until all events are set. Earlier requests go on: who ends one ends the sending.
+
+    Raises: what `ask` raises.
+    """
+    loop, asking = asyncio.get_running_loop(), set[asyncio.Future[Done]]()
+    here = asyncio.gather(*(event.wait() for event in events))
+    try:
+        while not here.done():
+            asking.add(asyncio.ensure_future(ask()))
+            again_s = loop.time() + RANGE_TIMEOUT_S
+            while not here.done() and (left_s := again_s - loop.time()) > 0.0:
+                await asyncio.wait({here, *asking}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                for answered in [each for each in asking if each.done()]:
+                    asking.remove(answered)
+                    answered.result()
+    finally:
+        for each in (here, *asking):
+            each.cancel()
+        await asyncio.gather(here, *asking, return_exceptions=True)

@@ -182,6 +182,8 @@ class StateServer:
         self._relays: list[Relay] = []
         """The fetches of this peer whose mates may ask for what has come."""
         self._inbox = inbox
+        self._leaving: dict[tuple[PeerID, StateChunkRequest], asyncio.Future[bool]] = {}
+        """(who asks, range) of what is leaving -> whether it has, in the end."""
         self._carried: set[tuple[PeerID, StateChunkRequest]] = set()
         """(holder, range) of what is on its way to us for others."""
         self._newcomers: dict[PeerID, float] = {}
@@ -439,12 +441,20 @@ class StateServer:
         starts = self._starts(source, message, values_N)
         before_N = self._before(message)
         pin.asked_for(self._clock.now_s())
+        while (leaving := self._leaving.get((source, message))) is not None:
+            if await asyncio.shield(leaving):
+                return Done()
+        leaving = self._leaving[source, message] = asyncio.get_running_loop().create_future()
+        is_sent = False
         pin.num_sending += 1
         try:
             for start in starts:
                 priority = Priority.BULK if self._is_copy(source, message) else Priority.STATE
                 await self._send_chunk(source, message, values_N, start, priority, before_N=before_N)
+            is_sent = True
         finally:
+            del self._leaving[source, message]
+            leaving.set_result(is_sent)
             pin.num_sending -= 1
             pin.asked_for(self._clock.now_s())
         left = pin.left.pop(source, 0) - (message.stop - message.start)

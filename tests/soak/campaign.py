@@ -4,6 +4,7 @@ Prints every seed that fails with the command that plays it again, and the sum o
 """
 
 import argparse
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -11,10 +12,21 @@ import sys
 import time
 from functools import partial
 
-from shoal.deploy.simulate.campaign import run_seed
+import msgspec
+
+from shoal.deploy.simulate.campaign import run_seed, run_trial
 from shoal.deploy.simulate.campaign_report import failure, one_line, summary
-from shoal.deploy.simulate.trial import CampaignOptions
+from shoal.deploy.simulate.trial import CampaignOptions, draw_trial, parse_wire
 from shoal.deploy.simulate.witness import Verdict
+from shoal.peer import light
+
+
+def run_light_seed(seed: int, options: CampaignOptions) -> Verdict:
+    """Play a seed with `s_max = 1` in which no state is small and none comes soon: so its fetcher is light first."""
+    light._SMALL_BYTES, light.LIGHT_STATE_S = 0, 0.0
+    trial = draw_trial(seed, options)
+    training = msgspec.structs.replace(trial.spec.training, s_max=1)
+    return run_trial(dataclasses.replace(trial, spec=msgspec.structs.replace(trial.spec, training=training))).verdict
 
 
 def main() -> int:
@@ -23,15 +35,19 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=0.0, help="Begin no seed after this long; 0: no limit.")
+    parser.add_argument("--wire", metavar="FORTH,BACK,SUMS", help="formats in place of fp32, as int8,int8,hadamard4")
+    parser.add_argument("--light", action="store_true", help="whoever joins a stale run is a light member at first")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    options = CampaignOptions()
+    options = CampaignOptions(wire=parse_wire(arguments.wire))
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     begun_s = time.monotonic()
     verdicts: list[Verdict] = []
     # Fresh processes: torch's threads do not survive a fork, and no seed may see what another left behind.
     with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=20) as pool:
-        for verdict in pool.imap_unordered(partial(run_seed, options=options), seeds):
+        for verdict in pool.imap_unordered(
+            partial(run_light_seed if arguments.light else run_seed, options=options), seeds
+        ):
             verdicts.append(verdict)
             if verdict.broken is not None:
                 sys.stdout.write(f"{one_line(verdict)}\n{failure(verdict, options)}\n")

@@ -13,7 +13,7 @@ from shoal.deploy.simulate.campaign_report import failure, json_line, one_line, 
 from shoal.deploy.simulate.sightings import Failed
 from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
-from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial, parse_kinds
+from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial, parse_kinds, parse_wire
 from shoal.deploy.simulate.witness import Verdict, Witness
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import Fault, FaultKind
@@ -184,3 +184,21 @@ def test_a_short_campaign(seed: int) -> None:
     assert verdict.broken is None, failure(verdict, options)
     assert verdict.steps == 20
     assert sum(verdict.injected.values()) >= 2
+
+
+@pytest.mark.sim
+def test_a_run_in_few_bits_breaks_nothing_either() -> None:
+    options = CampaignOptions(
+        peers=6, steps=8, fault_s=12.0, mean_gap_s=4.0, wire=parse_wire("int8,hadamard6,hadamard4")
+    )
+    verdict = run_trial(draw_trial(1, options)).verdict
+    assert (verdict.broken, verdict.detail) == (None, "")
+    assert sum(verdict.injected.values()) > 0
+    assert (verdict.steps, verdict.microbatches) == (8, 6 * 8 * 3)
+    assert "--wire int8,hadamard6,hadamard4" in replay_command(1, options)
+
+
+@pytest.mark.parametrize("text", ["int8", "int8,int8", "int8,int8,int7", "int8,int8,int8,int8", ""])
+def test_formats_that_do_not_exist_are_named_beside_those_that_do(text: str) -> None:
+    with pytest.raises(LocalError, match=r"names no three formats.*take some of fp32, bf16, int8"):
+        parse_wire(text)

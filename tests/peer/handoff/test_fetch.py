@@ -13,6 +13,7 @@ import torch
 from shoal.peer.group.witnesses import Witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
+from shoal.peer.handoff.ranges import RANGE_TIMEOUT_S
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
 from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
@@ -49,8 +50,16 @@ class Holder:
     def name(self) -> PeerID:
         return self.peer.peer_id
 
-    def fetcher(self, spec: RunSpec, keys: tuple[str, ...]) -> StateFetcher:
-        return StateFetcher(spec, keys, endpoint=self.endpoint, inbox=self.inbox, compute=self.peer.compute, device=CPU)
+    def fetcher(self, spec: RunSpec, keys: tuple[str, ...], *, patience_s: float = RANGE_TIMEOUT_S) -> StateFetcher:
+        return StateFetcher(
+            spec,
+            keys,
+            endpoint=self.endpoint,
+            inbox=self.inbox,
+            compute=self.peer.compute,
+            device=CPU,
+            patience_s=patience_s,
+        )
 
 
 def holder(world: World, name: str) -> Holder:
@@ -544,6 +553,52 @@ def test_a_pin_lasts_while_a_range_of_it_waits_for_its_line(
             await c.endpoint.ask(b.name, StateRequest(layers=keys), StateOffer)
         assert (TRAINED, VERSION) in b.server._pins
         assert (await fetching).layers[keys[0]].proof() == state.layers[keys[0]].proof()
+
+    play(scene)
+
+
+def test_a_patient_fetch_asks_again_for_a_range_that_was_lost(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        b.trained = state
+        send, lost = b.endpoint.send, []
+
+        async def once_lost(peer: PeerID, header: Any, *args: Any, **how: Any) -> None:
+            if not lost:
+                lost.append(header)
+                return
+            await send(peer, header, *args, **how)
+
+        b.endpoint.send = once_lost  # type: ignore[method-assign]
+        fetcher = newcomer.fetcher(tiny_spec, keys[:1], patience_s=300.0)
+        fetched = await fetcher.fetch([b.name], version=VERSION)
+        assert fetched.layers[keys[0]].proof() == state.layers[keys[0]].proof()
+        assert lost
+        assert RANGE_TIMEOUT_S < newcomer.peer.clock.now_s() < RANGE_TIMEOUT_S + 5.0
+
+    play(scene)
+
+
+def test_a_range_that_is_leaving_is_not_sent_twice_to_who_asks_again(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, _, _ = holders
+        b.trained = state
+        send, sent = b.endpoint.send, []
+
+        async def late(peer: PeerID, header: Any, *args: Any, **how: Any) -> None:
+            sent.append(header)
+            await asyncio.sleep(2.5 * RANGE_TIMEOUT_S)
+            await send(peer, header, *args, **how)
+
+        b.endpoint.send = late  # type: ignore[method-assign]
+        fetcher = newcomer.fetcher(tiny_spec, keys[:1], patience_s=300.0)
+        fetched = await fetcher.fetch([b.name], version=VERSION)
+        assert fetched.layers[keys[0]].proof() == state.layers[keys[0]].proof()
+        assert len(sent) == len(set(sent)) == 3  # parameters and two moments
 
     play(scene)
 
