@@ -1,4 +1,6 @@
-"""What a replica that pauses does not make goes back to whoever sent it, until that one has it."""
+"""What a replica does not make that pauses, or that is light and lags, goes back to whoever sent it, until that one has
+it.
+"""
 
 import asyncio
 import logging

@@ -62,7 +62,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Hello
 from shoal.protocol.plan import Plan
 
-_OF_THE_PIPELINE: Final = frozenset(get_args(ScheduleEvent)) - {Paused, Resumed}
+_OF_THE_PIPELINE: Final = frozenset(get_args(ScheduleEvent)) - {Paused, Resumed, Lagging}
 _OF_THE_SUPPLY: Final = frozenset(get_args(SupplyEvent)) - {TimerFired, PlanFollowed, MemberLost}
 _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contributed, Finished})
 """Commands from one part to another."""
@@ -134,7 +134,7 @@ class ReplicaCore(MemberCore):
                 commands += super().handle(event, now_s=now_s)
                 if not lags and not self.is_paused and not self.is_draining:
                     commands += self._if_supplied(SupplyResumed(), now_s)
-                return commands
+                return commands + self._flow(event, now_s)
             case _:
                 return super().handle(event, now_s=now_s)
 

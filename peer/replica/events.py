@@ -79,7 +79,8 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """We are light and, or no longer, so far behind our mates that no microbatch of theirs can run with our weights."""
+    """We are light and, or no longer, so far behind our mates that no microbatch of theirs can run with our weights:
+    what has no forward yet goes back to whoever sent it."""
 
     lags: bool
 
@@ -224,7 +225,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class HandedBack:
-    """`peer`, of the next stage, pauses and will not make the microbatch."""
+    """`peer`, of the next stage, pauses or lags and will not make the microbatch."""
 
     microbatch: Microbatch
     peer: PeerID
@@ -269,6 +270,7 @@ ScheduleEvent = (
     | RunAhead
     | Paused
     | Resumed
+    | Lagging
 )
 
 
@@ -341,7 +343,7 @@ class RepairDeclined:
 
 @dataclass(frozen=True, slots=True)
 class WorkReturned:
-    """A member pauses and will not make `microbatch`, which it may have `begun`."""
+    """A member pauses or lags and will not make `microbatch`, which it may have `begun`."""
 
     source: PeerID
     microbatch: Microbatch

@@ -47,6 +47,7 @@ from shoal.peer.replica.events import (
     JobDropped,
     JobFailed,
     JobParked,
+    Lagging,
     Paused,
     PeerClosed,
     PeerLost,
@@ -124,6 +125,7 @@ class Schedule:
     _commits: CommitTimes = field(init=False, default_factory=CommitTimes)
     _step_ready: bool = field(init=False, default=False)
     _pause: Paused | None = field(init=False, default=None)
+    _is_lagging: bool = field(init=False, default=False)
     _was_backward: bool = field(init=False, default=False)
     """The last of the jobs that take turns."""
 
@@ -221,8 +223,11 @@ class Schedule:
             case Paused() | Resumed():
                 self._pause = event if isinstance(event, Paused) else None
                 commands = []
-        if self._pause is not None:
-            commands += self._hand_back(all_of_it=self._pause.at_once)
+            case Lagging(lags):
+                self._is_lagging = lags
+                commands = []
+        if self._pause is not None or self._is_lagging:
+            commands += self._hand_back(all_of_it=self._pause is not None and self._pause.at_once)
         return commands if self._running is not None else commands + self._next_job(now_s)
 
     def _arrive(

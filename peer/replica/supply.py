@@ -504,7 +504,7 @@ class Supply:
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[SupplyCommand]:
-        """A member pauses and will not make it: it runs here, as a repair does."""
+        """A member pauses or lags and will not make it: it runs here, as a repair does."""
         if not self.group.is_lead or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         self._out.pop(microbatch, None)

@@ -5,6 +5,7 @@ from shoal.peer.replica.commands import (
     AskRepair,
     Count,
     Forget,
+    HandBack,
     HandOut,
     Reduce,
     SayHello,
@@ -354,6 +355,8 @@ def test_a_light_member_that_lags_is_closed_and_claims_nothing_until_it_does_not
     feed(made, Resumed(), DrainEnded())
     assert not made.is_open, "neither a pause that is over nor a plan opens it"
     assert made._supply._stopped
+    (back,) = of(HandBack, feed(made, Arrived(Microbatch(2, 0), None)))
+    assert back == HandBack(Microbatch(2, 0), None, False), "what is on its way goes back to the lead"
     assert of(SayHello, feed(made, Lagging(False)))
     assert made.is_open
     assert not made._supply._stopped

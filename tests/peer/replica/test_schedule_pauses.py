@@ -8,6 +8,7 @@ from shoal.peer.replica.events import (
     GradientArrived,
     HandedBack,
     JobDone,
+    Lagging,
     Paused,
     Resumed,
     StepReady,
@@ -35,6 +36,20 @@ def test_the_job_that_runs_when_everything_goes_back_still_counts() -> None:
     feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)), GradientArrived(A, DOWN))
     assert feed(made, Paused(at_once=True)) == []
     assert feed(made, JobDone(job("backward", 0, 0))) == [Contributed(A, 0), SendGradient(A, UP), Forget(A)]
+
+
+def test_who_lags_hands_back_what_has_not_begun_and_finishes_what_has() -> None:
+    made = core()
+    feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)), Arrived(B, UP), Arrived(C, OTHER))
+    assert feed(made, Lagging(True)) == [HandBack(C, OTHER, False), Forget(C)]
+    feed(made, JobDone(job("forward", 0, 1)))
+    assert feed(made, GradientArrived(A, DOWN)) == [job("backward", 0, 0)], "its gradient is as good as others'"
+    feed(made, JobDone(job("backward", 0, 0)))
+    assert feed(made, Arrived(C, UP)) == [HandBack(C, UP, False), Forget(C)], "it was on its way"
+    feed(made, Paused(at_once=False), Resumed())
+    assert feed(made, Arrived(C, UP)) == [HandBack(C, UP, False), Forget(C)], "it lags as before"
+    feed(made, Lagging(False))
+    assert feed(made, Arrived(C, UP)) == [job("forward", 0, 2)]
 
 
 def test_a_commit_is_stepped_during_a_pause() -> None:
