@@ -107,7 +107,8 @@ def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
     if paused_s is not None:
         return f"is paused, for {seconds(paused_s + silent_s)}"
     if not roster.has_state(peer, live):
-        return "is fetching its state"
+        light = roster.light(peer, live)
+        return "is fetching its state" if light is None else f"has {light[0]} of {light[1]} layers of its state"
     return "is leaving" if beat.draining else ""
 
 

@@ -27,6 +27,10 @@ DOUBT_HEARTBEATS = 2.0
 FORGOTTEN_HEARTBEATS = 60.0
 
 
+_ENDS = 2
+"""A stage may have embeddings and a head beside its layers."""
+
+
 def span(said_s: float | None) -> float | None:
     """A duration as another peer tells it, which may be anything."""
     if said_s is None:
@@ -257,6 +261,19 @@ class Roster:
             and beat.plan_sequence >= live.since_of(peer)
         )
 
+    def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
+        """(Layers whose state is there, layers of its stage) of who trains with weights alone in the place that `live`
+        gives it; within what that stage has, whatever was said."""
+        seen, stage = self.presences.get(peer), live.stage_of(peer)
+        beat = seen.heartbeat if seen is not None else None
+        if beat is None or beat.light is None or beat.synced or stage is None:
+            return None
+        if (beat.era, beat.stage) != (live.era, stage) or beat.plan_sequence < live.since_of(peer):
+            return None
+        first, last = live.stages[stage].layers
+        num = max(0, min(beat.light[1], last - first + _ENDS))
+        return max(0, min(beat.light[0], num)), num
+
     def may_coordinate(self, peer: PeerID, now_s: float) -> bool:
         """Whether `peer` is alive, has been heard, and is willing."""
         seen = self.presences.get(peer)
@@ -302,6 +319,7 @@ class Roster:
             flop_per_s=seen.advert.flop_per_s,
             paused_s=paused_s,
             shortages=max(0, beat.shortages) if beat else 0,
+            light=self.light(peer, live),
         )
 
     def _arrivals(self, peer: PeerID, now_s: float) -> Arrivals:

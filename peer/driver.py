@@ -429,6 +429,7 @@ class PeerDriver:
             stage=replica.stage if replica else None,
             version=max(replica.version if replica else 0, self._archive.version_noted(self._endpoint.era)),
             synced=replica is not None and replica.is_ready and not replica.is_light,
+            light=replica.light_layers if replica is not None and replica.is_ready else None,
             draining=self._is_leaving,
             commits=self.reports.take_commits(),
             validations=tuple(self.reports.validations),

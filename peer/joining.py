@@ -80,8 +80,13 @@ class Joining:
         self._pass_on = pass_on
         self._light: LightMember | None = None
         self._stepped = asyncio.Event()
-        self.progress: FetchProgress | None = None
+        self._progress: FetchProgress | None = None
+
+    @property
+    def progress(self) -> FetchProgress | None:
         """Of the fetch that is under way."""
+        of_light = self._light.progress if self._light is not None else None
+        return self._progress if of_light is None else of_light
 
     def stepped(self) -> None:
         """The pipeline has stepped."""
@@ -96,7 +101,7 @@ class Joining:
         try:
             await self._come_by(plan)
         finally:
-            self.progress = None
+            self._progress = self._light = None
 
     async def _come_by(self, plan: Plan) -> None:
         if not plan.fresh or not self._begin_era(plan.era):
@@ -273,5 +278,5 @@ class Joining:
             device=runtime.device,
             vectors=runtime.vectors,
         )
-        self.progress = fetcher.progress
+        self._progress = fetcher.progress
         return fetcher

@@ -114,6 +114,7 @@ class LightMember:
         self._gathered: dict[str, _Gathered] = {}
         self._fetching: StateFetcher | None = None
         """Of the layer of the state that is coming."""
+        self._progress: FetchProgress | None = None
         self._is_following = False
         """Weights are coming, which the state gives way to."""
         self._is_behind = False
@@ -123,6 +124,22 @@ class LightMember:
         """A round that we are in has ended, as all that follow will."""
         self._from = _NEVER
         """The layer of the state that is coming is of this version or a later one."""
+
+    # --- what others see ---
+
+    @property
+    def num_layers(self) -> tuple[int, int]:
+        """(Layers whose state is here, layers)."""
+        return len(self._gathered), len(self._sizes)
+
+    @property
+    def progress(self) -> FetchProgress | None:
+        """Of the first weights, or once we compute with them of the state. None: neither is being fetched."""
+        if self._progress is not None and self._weights is not None:
+            coming = self._fetching.progress.done if self._fetching is not None else 0
+            here_bytes = sum(map(self._state_bytes, self._gathered))
+            self._progress.done = here_bytes // 4 + coming
+        return self._progress
 
     # --- what the tenure hears ---
 
@@ -152,6 +169,8 @@ class LightMember:
         if sum(map(self._state_bytes, keys)) < _SMALL_BYTES:
             return False
         fetcher = self._fetcher(keys)
+        self._progress = fetcher.progress
+        self._progress.what = "weights"
         fetch = fetcher.fetch(group.holders, stored_era=WEIGHTS, voters=group.voters(group.me))
         fetching = asyncio.create_task(fetch, name=f"fetch weights of group {group.stage}")
         try:
@@ -159,8 +178,10 @@ class LightMember:
                 return False
             fetched = await fetching
         finally:
+            self._progress = None
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
+        self._progress = FetchProgress(total=sum(map(self._state_bytes, keys)) // 4, what="state while training")
         await self._go_to(fetched.version, {key: layer.param_N for key, layer in fetched.layers.items()})
         self._join()
         return True

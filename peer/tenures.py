@@ -239,6 +239,11 @@ class Tenure(ABC):
         return self.core.group.is_light
 
     @property
+    def light_layers(self) -> tuple[int, int] | None:
+        """(Layers whose state is here, layers of the group) while we take part with weights alone."""
+        return self._light.num_layers if self._light is not None and self.is_light else None
+
+    @property
     def is_open(self) -> bool:
         """It takes traffic."""
         return self.core.is_open and not self._closed

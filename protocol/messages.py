@@ -135,7 +135,7 @@ class PaceMark(_Part, frozen=True, array_like=True):
 # --- peer and coordinator ---
 
 
-class Heartbeat(_Message, frozen=True, kw_only=True):
+class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Goes every `heartbeat_s` from every peer to the coordinator that the peer knows."""
 
     advert: Advert
@@ -147,6 +147,9 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     version: int
     synced: bool
     """The sender holds its stage's state and takes traffic."""
+    light: tuple[int, int] | None = None
+    """Of a sender that computes with its stage's weights while the state comes: (layers whose state is here, layers of
+    the stage, embeddings and head counted). None: the sender is not light."""
     draining: bool
     commits: tuple[CommitReport, ...] = ()
     validations: tuple[ValidationReport, ...] = ()
@@ -434,6 +437,8 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     """How long the peer's owner has had the device back; None: the peer is not paused."""
     shortages: int = 0
     """How often the peer had no memory for what a plan had given it."""
+    light: tuple[int, int] | None = None
+    """Of a peer that trains with weights while its state comes: (layers whose state it has, layers of its stage)."""
 
 
 class ExpertStatus(_Part, frozen=True, omit_defaults=True):
@@ -716,8 +721,8 @@ class Again(EraMessage, frozen=True):
 
 
 class HandBack(EraMessage, frozen=True):
-    """The sender, of `stage`, pauses and will not make these: (step, index, whether it may have run). The peer that
-    sent them sends them elsewhere; those of stage 0 are made by its leader."""
+    """The sender, of `stage`, pauses or lags and will not make these: (step, index, whether it may have run). The peer
+    that sent them sends them elsewhere; those of stage 0 are made by its leader."""
 
     stage: int
     items: tuple[tuple[int, int, bool], ...]

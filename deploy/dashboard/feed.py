@@ -378,6 +378,7 @@ class Feed:
             is_me=peer.peer == self.me,
             is_new=now_s - self._census.since_s(peer.peer) < NEW_S,
             shortages=peer.shortages,
+            light=peer.light,
         )
 
     def _mine(self, told: Contribution) -> MineView:

@@ -63,7 +63,8 @@ def slowest_stage(peers: Sequence[PeerStatus], *, num_stages: int) -> int | None
     """The stage that could do the fewest microbatches a second; None while one is not known."""
     rates = [0.0] * num_stages
     for peer in peers:
-        if peer.stage is not None and peer.stage < num_stages and peer.synced and peer.forward_s > 0.0:
+        is_at_work = peer.synced or peer.light is not None
+        if peer.stage is not None and peer.stage < num_stages and is_at_work and peer.forward_s > 0.0:
             times = 1.0 if peer.stage == num_stages - 1 else FORWARDS_OF_A_MICROBATCH
             rates[peer.stage] += 1.0 / (times * peer.forward_s)
     if not rates or min(rates) == 0.0:

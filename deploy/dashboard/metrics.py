@@ -11,6 +11,9 @@ from shoal.deploy.dashboard.view import MineView, PeerState, View
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_TRAIN: Sequence[PeerState] = ("training", "light")
+"""States of those who do their stage's work."""
+
 Sample = tuple[Mapping[str, str], float]
 
 
@@ -48,7 +51,7 @@ def _stages(view: View) -> Iterator[str]:
     counts = {state: float(sum(peer.state == state for peer in view.peers)) for state in states}
     yield from _family("shoal_peers", "gauge", "Peers by what they do.", [({"state": s}, n) for s, n in counts.items()])
     replicas = [
-        ({"stage": str(stage)}, float(sum(peer.stage == stage and peer.state == "training" for peer in view.peers)))
+        ({"stage": str(stage)}, float(sum(peer.stage == stage and peer.state in _TRAIN for peer in view.peers)))
         for stage in range(len(view.stages))
     ]
     yield from _family("shoal_stage_replicas", "gauge", "Peers that train a stage.", replicas)

@@ -16,7 +16,7 @@ from shoal.protocol.messages import PeerStatus, SwarmStatus
 SILENT_S = 3.0
 """How long a peer has not been heard when a view says so."""
 
-PeerState = Literal["training", "fetching", "paused", "draining", "silent", "spare", "unheard"]
+PeerState = Literal["training", "light", "fetching", "paused", "draining", "silent", "spare", "unheard"]
 
 
 def peer_state(peer: PeerStatus) -> PeerState:
@@ -31,7 +31,9 @@ def peer_state(peer: PeerStatus) -> PeerState:
         return "spare"
     if peer.version < 0:
         return "unheard"
-    return "training" if peer.synced else "fetching"
+    if peer.synced:
+        return "training"
+    return "fetching" if peer.light is None else "light"
 
 
 TRAINING = "training"
@@ -93,6 +95,8 @@ class PeerView(_Shown, frozen=True):
     """Whether the peer joined a short while ago."""
     shortages: int = 0
     """How often it had no memory for what a plan had given it."""
+    light: tuple[int, int] | None = None
+    """(Layers whose state is there, layers of its stage) of who trains with weights while its state comes."""
 
 
 class GoneView(_Shown, frozen=True):

@@ -50,7 +50,7 @@ class FetchWatch:
             return None
         part = progress.done / progress.total if progress.total else 0.0
         left_s = (now_s - self._began_s) * (1.0 - part) / part if part > 0.0 else None
-        return Phase(name="fetching state", part=part, left_s=left_s)
+        return Phase(name=f"fetching {progress.what}", part=part, left_s=left_s)
 
 
 class JoiningView:

@@ -37,6 +37,7 @@ _STATES: Mapping[PeerState, tuple[str, str]] = {
     "spare": ("standing by", "dim"),
     "unheard": ("not heard yet", "dim"),
     "fetching": ("fetching state", "yellow"),
+    "light": ("training, its state comes", "green"),
     "training": ("training", "green"),
 }
 
@@ -98,6 +99,8 @@ def _peer_cells(peer: PeerView) -> tuple[Text, str, str, str, str, str, Text]:
         words = f"silent for {duration(peer.seen_s_ago)}"
     elif peer.state == "paused" and peer.paused_s is not None:
         words = f"paused for {duration(peer.paused_s)}"
+    elif peer.state == "light" and peer.light is not None:
+        words = f"training, {peer.light[0]}/{peer.light[1]} layers of state here"
     if peer.shortages:
         words += ", short of memory"
     return (

@@ -74,6 +74,8 @@ class FetchProgress:
 
     done: int = 0
     total: int = 0
+    what: str = "state"
+    """In words, for whoever waits for it."""
 
 
 class StateFetcher:

@@ -51,6 +51,7 @@ def test_a_run_that_goes_on_waits_for_nothing(swarm):
         ({"paused_s": 40.0, "draining": True}, "is paused, for 40 s"),
         ({"draining": True}, "is leaving"),
         ({"synced": False}, "is fetching its state"),
+        ({"synced": False, "light": (2, 6)}, "has 2 of 4 layers of its state"),
         ({"era": 3}, "is fetching its state"),
         ({"heard": False}, "does not answer, for 10 s"),
         ({"paused_s": float("nan")}, "is paused, for 0 s"),

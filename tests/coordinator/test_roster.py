@@ -129,6 +129,25 @@ def test_a_member_has_the_state_of_its_place_not_of_a_place_before(roster, make_
     assert not roster.has_state("nobody", plan)
 
 
+def test_who_trains_with_weights_alone_is_told_of_within_what_its_stage_has(roster, make_heartbeat, make_plan):
+    plan = make_plan([["a"], ["b"]], coordinator="a").plan
+    first, last = plan.stages[1].layers
+    place = {"stage": 1, "synced": False, "plan_sequence": plan.sequence, "era": plan.era}
+
+    def told(**says):
+        roster.heard("b", make_heartbeat("b", **{**place, "light": (1, 3), **says}), 0.0)
+        return roster.status("b", plan, 0.0).light
+
+    most = last - first + 2
+    assert told(light=(1, 2)) == (1, 2)
+    assert told(light=(2**60, 2**60)) == (most, most)
+    assert told(light=(-4, 2)) == (0, 2)
+    assert told(light=(1, -2)) == (0, 0)
+    for not_there in ({"light": None}, {"synced": True}, {"stage": 0}, {"era": plan.era + 1}, {"plan_sequence": -1}):
+        assert told(**not_there) is None, not_there
+    assert not roster.has_state("b", plan)
+
+
 def test_who_may_coordinate(roster, make_heartbeat, make_advert):
     roster.heard("a", make_heartbeat("a"), 0.0)
     roster.heard("b", make_heartbeat("b", draining=True), 0.0)

@@ -1,5 +1,6 @@
 """A newcomer on a slow line computes with its group's weights before its state is whole."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -45,6 +46,11 @@ def play(make_swarm, tiny_spec, scene, *, steps=STEPS, s_max=1, flop_per_s=1e6, 
         return swarm
 
     return run(main())
+
+
+def mate_beats(swarm):
+    """What the others say of themselves as light members."""
+    return {swarm.drivers[name].heartbeat().light for name in HOLDERS}
 
 
 def remember(replica):
@@ -102,17 +108,31 @@ def test_a_newcomer_computes_with_its_mates_weights_until_its_state_is_theirs(ma
         await swarm.until(lambda: newcomer.is_open)
         assert (newcomer.is_ready, newcomer.is_light, newcomer.state) == (True, True, None)
         assert not seen.driver.heartbeat().synced
+        assert (seen.driver.heartbeat().light, mate_beats(swarm)) == ((0, 5), {None})
+        found.told, found.progress = set(), []
         assert all(request.stored_era != TRAINED for request in seen.ranges), "weights come before anything else"
         assert mate.core.group.lead != swarm.peer("e").peer_id, "who is light does not lead, whatever its rank"
-        found.light_from = newcomer.version
-        await swarm.until(lambda: not newcomer.is_light)
+        found.light_from, found.num_parameters = newcomer.version, newcomer.runtime.num_parameters
+
+        def is_whole():
+            found.told.add(seen.driver.heartbeat().light)
+            if newcomer.joining.progress is not None:
+                found.progress.append(replace(newcomer.joining.progress))
+            return not newcomer.is_light
+
+        await swarm.until(is_whole)
         found.whole_at = newcomer.version
         assert seen.driver.heartbeat().synced
+        assert newcomer.joining.progress is None
         assert newcomer is seen.driver.replica
         await swarm.until(lambda: newcomer.version == mate.version > found.whole_at)
         assert newcomer.state.digest() == mate.state.digest()
 
     swarm = play(make_swarm, tiny_spec, scene)
+    assert found.told == {None, *((num, 5) for num in range(5 + 1))}
+    whole = [each for each in found.progress if each.what == "state while training"]
+    assert whole == sorted(whole, key=lambda each: each.done)
+    assert whole[-1].done == whole[-1].total == 3 * found.num_parameters
     while_light = [swarm.commits[0][step] for step in range(found.light_from + 1, found.whole_at)]
     assert len(while_light) >= 3
     assert {commit.members for commit in while_light} == {4}
@@ -211,14 +231,23 @@ def test_who_gains_nothing_by_it_is_never_light(make_swarm, tiny_spec, monkeypat
 
 @pytest.mark.sim
 def test_who_is_too_far_behind_takes_no_traffic_until_its_weights_are_fresh_again(make_swarm, tiny_spec):
-    found = SimpleNamespace(closed_at=[], lags=[])
+    found = SimpleNamespace(closed_at=[], lags=[], waiting=[], given_back=0)
 
     async def scene(swarm):
         seen = await newcomer_comes(swarm)
         newcomer, mate = seen.driver.replica, swarm.drivers["b"].replica
+        soon = newcomer._handing_back.soon
+
+        def counted(command):
+            found.given_back += 1
+            soon(command)
+
+        newcomer._handing_back.soon = counted
 
         def is_over():
             if newcomer.is_light:
+                if newcomer.core.is_lagging:
+                    found.waiting.append(newcomer.core.pipeline.num_waiting)
                 lag = mate.version - newcomer.version
                 found.lags.append((lag, newcomer.is_open))
                 if not newcomer.is_open:
@@ -231,5 +260,7 @@ def test_who_is_too_far_behind_takes_no_traffic_until_its_weights_are_fresh_agai
     assert any(lag <= 1 and is_open for lag, is_open in found.lags), "it opens again"
     behind = [is_open for lag, is_open in found.lags if lag > 1]
     assert sum(behind) < 0.2 * len(behind), "it closes once it has heard that most are past it"
+    assert found.given_back
+    assert set(found.waiting) == {0}, "what it cannot begin is made by others"
     commits = [swarm.commits[0][step] for step in range(60)]
     assert {(c.microbatches, c.duplicates, c.given_up, c.dissenting) for c in commits} == {(6, 0, 0, 0)}

@@ -2,7 +2,7 @@
 
 import { ago, byId, compact, duration, element, loss, mark, percent, plural, say } from "./format.js";
 
-const WORDS = { training: "training", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
+const WORDS = { training: "training", light: "training light", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
 const SIGNS = { plan: "◆", joined: "+", left: "−", turn: "↻", note: "·" };
 
 export function headline(view) {
@@ -133,6 +133,7 @@ function kindOf(change) {
 
 const stateOf = (peer) => {
   if (peer.state === "silent") return `silent for ${duration(peer.seen_s_ago)}`;
+  if (peer.state === "light" && peer.light) return `${WORDS.light}, ${peer.light[0]}/${peer.light[1]} layers of state here`;
   return peer.state === "paused" && peer.paused_s !== null ? `paused for ${duration(peer.paused_s)}` : WORDS[peer.state];
 };
 

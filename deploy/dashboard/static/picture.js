@@ -9,7 +9,7 @@ const CARDS_MAX = 48, STACK_MAX = 9;
 const CARD = { height: 50, gap: 12 }, ROOMY = { height: 74, gap: 54 }, HEAD = 44, MARGIN = 6;
 const COLUMN_MIN = 140, COLUMN_ROOMY = 190, STACK_ROOMY = 3;
 const DOT = 21, DOT_RADIUS = 7.5, DOT_PITCH_ROOMY = 25, ROWS_ROOMY = 10;
-const WORDS = { training: "training", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
+const WORDS = { training: "training", light: "training light", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
 
 export class Picture {
   constructor() {
@@ -260,7 +260,7 @@ export class Picture {
       say(cell.copies, String(expert.replicas));
       say(cell.title, aboutExpert(expert, view.peers));
     }
-    const shown = view.peers.filter((peer) => peer.state === "training").length;
+    const shown = view.peers.filter((peer) => isAtWork(peer)).length;
     mark(this.drawing, "aria-label", `${view.peers.length} peers on ${view.stages.length} stages, ${shown} training`);
     say(byId("flow"), view.flows.length && view.tokens_per_s ? `≈ ${compact(view.flows[0], "B/s")} between stages` : "");
     if (this.pointed) this.showTip(this.pointed);
@@ -294,6 +294,7 @@ export class Picture {
 }
 
 const byName = (a, b) => a.name.localeCompare(b.name, "en", { numeric: true }) || (a.id < b.id ? -1 : 1);
+const isAtWork = (peer) => peer.state === "training" || peer.state === "light";
 const ids = (peers) => peers.map((peer) => peer.id);
 const layers = ([first, last]) => (last - first === 1 ? `layer ${first}` : `layers ${first}–${last - 1}`);
 const nameOf = (everyone, id) => everyone.get(id)?.name ?? id.slice(-8);
@@ -312,6 +313,6 @@ function aboutExpert(expert, peers) {
 function about(peer) {
   if (peer.state === "silent") return `silent for ${duration(peer.seen_s_ago)}`;
   if (peer.state === "paused" && peer.paused_s !== null) return `paused for ${duration(peer.paused_s)}`;
-  if (peer.state !== "training") return WORDS[peer.state];
+  if (!isAtWork(peer)) return WORDS[peer.state];
   return `v${peer.version}${peer.forward_s ? ` · ${(1000 * peer.forward_s).toFixed(1)} ms` : ""}`;
 }

@@ -1,5 +1,6 @@
 """What keeps a peer from giving more."""
 
+import msgspec
 import pytest
 
 from shoal.deploy.dashboard.limiting import limited_by, slowest_stage
@@ -55,3 +56,10 @@ def test_with_a_stage_of_which_nothing_is_known_none_is_the_slowest(make_peer):
     assert slowest_stage([make_peer("a", 0)], num_stages=2) is None
     assert slowest_stage([make_peer("a", 0), make_peer("b", 1, synced=False)], num_stages=2) is None
     assert slowest_stage([], num_stages=0) is None
+
+
+def test_who_trains_with_weights_alone_counts_as_one_that_computes(make_peer):
+    peers = [make_peer("a", 0), make_peer("b", 1, forward_s=0.1), make_peer("c", 0, synced=False, light=(0, 3))]
+    peers = [msgspec.structs.replace(peer, forward_s=0.1) for peer in peers]
+    assert slowest_stage(peers, num_stages=2) == 0, "three forwards of 100 ms by two against 100 ms by one"
+    assert slowest_stage(peers[1:], num_stages=2) == 0, "it alone"

@@ -56,6 +56,15 @@ def test_time_left_follows_the_pace() -> None:
     assert watch.look(again, 30.0) == Phase(name="fetching state", part=0.5, left_s=0.0)
 
 
+def test_who_waits_is_told_what_comes() -> None:
+    watch = FetchWatch()
+    assert watch.look(FetchProgress(1, 2, "weights"), 1.0) == Phase(name="fetching weights", part=0.5, left_s=0.0)
+    state = FetchProgress(0, 4, "state while training")
+    assert watch.look(state, 2.0) == Phase(name="fetching state while training", part=0.0)
+    state.done = 2
+    assert watch.look(state, 5.0) == Phase(name="fetching state while training", part=0.5, left_s=pytest.approx(3.0))
+
+
 def test_the_panel_of_a_run_shows_the_fetch_until_it_is_over() -> None:
     presenter = Presenter(RunFacts(name="shoal", steps=10, num_layers=1), console=Console(file=io.StringIO()))
     assert "fetching" not in drawn(presenter.panel())

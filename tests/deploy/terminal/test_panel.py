@@ -118,6 +118,8 @@ def test_a_narrow_terminal_has_fewer_columns_and_cuts_none(width: int) -> None:
         ({"draining": True}, "leaving"),
         ({"paused_s": 70.0, "draining": True}, "paused for 1:10"),
         ({"synced": False}, "fetching state"),
+        ({"synced": False, "light": (3, 22)}, "training, 3/22 layers of state here"),
+        ({"synced": False, "light": (3, 22), "draining": True}, "leaving"),
     ],
 )
 def test_a_peer_in_trouble_says_so(change: dict[str, object], text: str) -> None:
