@@ -28,6 +28,7 @@ from shoal.peer.group.catching_up import Answer
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
+from shoal.peer.handoff.unfinished import Unfinished
 from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, moment2_numel
 from shoal.peer.replica.views import GroupView
@@ -114,6 +115,8 @@ class LightMember:
         self._gathered: dict[str, _Gathered] = {}
         self._fetching: StateFetcher | None = None
         """Of the layer of the state that is coming."""
+        self._unfinished: dict[str, Unfinished] = {}
+        """What has come of that layer by a fetch that failed."""
         self._progress: FetchProgress | None = None
         self._is_following = False
         """Weights are coming, which the state gives way to."""
@@ -368,19 +371,46 @@ class LightMember:
             if missing is None:
                 await asyncio.sleep(_RETRY_S)  # one that is here may be given up yet
                 continue
-            is_over = self._is_behind or self._is_following  # our version's step is: its holders are past it
-            self._fetching, self._from = self._fetcher((missing,)), group.version + is_over
-            if self._is_following:
-                self._fetching.hold_up()
             try:
-                state = await self._fetching.fetch(group.holders, voters=group.voters(group.me), at_least=self._from)
-                self._gathered[missing] = _Gathered(state.version, state.layers[missing])
+                await self._come_by(missing)
                 self._news.set()
             except (Unreachable, Refused, RemoteError) as error:
                 logger.info("layer %s of the state does not come yet: %s", missing, error)
                 await asyncio.sleep(_RETRY_S)
-            finally:
-                self._fetching, self._from = None, _NEVER
+
+    async def _come_by(self, key: str) -> None:
+        """Fetch the state of a layer; if a fetch has failed, the rest of it from whoever still has that version."""
+        begun = self._unfinished.get(key)
+        if begun is not None:
+            try:
+                await self._fetch_layer(key, begun)
+            except (Unreachable, Refused, RemoteError) as error:
+                logger.info("no more of version %d of layer %s: %s", begun.version, key, error)
+            else:
+                return
+        await self._fetch_layer(key, None)
+
+    async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
+        """Args: begun: what has come of it. Raises: as `StateFetcher.fetch`."""
+        group, fetcher = self._group, self._fetcher((key,))
+        is_over = self._is_behind or self._is_following  # our version's step is: its holders are past it
+        self._fetching, self._from = fetcher, group.version + is_over if begun is None else begun.version
+        if self._is_following:
+            fetcher.hold_up()
+        try:
+            if begun is not None:
+                fetch = fetcher.fetch(group.holders, version=begun.version, begun={key: begun})
+            else:
+                fetch = fetcher.fetch(group.holders, voters=group.voters(group.me), at_least=self._from)
+            state = await fetch
+            self._gathered[key] = _Gathered(state.version, state.layers[key])
+            self._unfinished = {}
+        except (Unreachable, Refused, RemoteError):
+            self._unfinished = fetcher.unfinished() or self._unfinished
+            raise
+        finally:
+            self._fetching = None
+            self._from = min((at.version for at in self._unfinished.values()), default=_NEVER)
 
     async def _whole(self) -> StageState | None:
         """The state, if all of it is here at the group's version and is what most holders have signed. A layer that is

@@ -18,6 +18,7 @@ from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.handoff.ranges import RANGE_CHUNKS, RANGE_TIMEOUT_S, fetch_range, ranges
 from shoal.peer.handoff.relay import Relay, owner_of
 from shoal.peer.handoff.server import INITIAL, TRAINED
+from shoal.peer.handoff.unfinished import Unfinished
 from shoal.peer.initial import begun_numel
 from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, moment2_numel
@@ -132,6 +133,10 @@ class StateFetcher:
         """Requests to mates so far."""
         self._known: dict[str, int] = {}
         """Layer -> elements that its parameters begin with and that were here before anything was fetched."""
+        self._begun: dict[str, Unfinished] = {}
+        """Layers of which an earlier fetch has got some ranges that are used here."""
+        self._here: dict[str, set[tuple[int, int]]] = {}
+        """Layer -> (tensor, first element) of the ranges that are here."""
         self._passed: dict[str, bool] = {}
         """Whether mates have given us a part of a layer; False: none may any more."""
         self.progress = FetchProgress()
@@ -148,6 +153,7 @@ class StateFetcher:
         base: RoundedWeights | None = None,
         known: Mapping[str, LayerState] | None = None,
         begins: Mapping[str, Tensor] | None = None,
+        begun: Mapping[str, Unfinished] | None = None,
         relay: Relay | None = None,
         carriers: Sequence[PeerID] = (),
     ) -> StageState:
@@ -163,6 +169,8 @@ class StateFetcher:
             known: layers that the caller believes it has at that version: what most holders name otherwise is fetched.
             begins: what the caller believes that a layer's parameters begin with, float32; only the rest is fetched,
                 unless the layer's digest says otherwise.
+            begun: of `version`, what an earlier fetch has got of layers; they come under the digests that it went by,
+                or not at all.
             relay: gets what comes, for the mates who fetch the same, and who are asked for what has come to them.
             carriers: peers that are asked to get ranges of a lone holder for us, over paths of their own.
         Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
@@ -171,6 +179,7 @@ class StateFetcher:
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
         self._voters, self._at_least, self._base = voters, at_least, base
         self._relay, self._mates = relay, set(relay.mates) if relay is not None else set()
+        self._begun = dict(begun or {})
         self._carriers = [peer for peer in carriers if peer not in self._mates][:_CARRIERS_MAX]
         digests = self._digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
@@ -184,7 +193,8 @@ class StateFetcher:
             param, moment1, moment2 = self._sizes(key)
             empty = self._vectors.empty
             of_params = self._vectors.empty_rounded if stored_era == WEIGHTS else empty
-            self._tensors[key] = of_params(param), empty(moment1), empty(moment2)
+            at = self._begun.get(key)
+            self._tensors[key] = (of_params(param), empty(moment1), empty(moment2)) if at is None else at.tensors
             self._begin(key)
         for key, layer in has.items():
             self._tensors[key] = layer.tensors
@@ -193,13 +203,17 @@ class StateFetcher:
         for key in missing:
             if key in (begins or {}):
                 self._fill(key, (begins or {})[key])
+            if key in self._begun:
+                self._take_up(key, self._begun[key])
         while missing:
             await self._fetch_layers(missing)
             missing = await self._compute.run_on_host(functools.partial(self._differing, missing, digests))
             for key in missing:
                 culprit = self._sources[key][0]
-                is_passed = self._passed.get(key, False) or self._known.pop(key, 0) > 0
+                is_begun = self._begun.pop(key, None) is not None
+                is_passed = self._passed.get(key, False) or self._known.pop(key, 0) > 0 or is_begun
                 if len(self._sources[key]) == 1 and not is_passed:
+                    self._here[key] = set()
                     raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
                 # With several sources nobody knows who erred: fetch it again without one, then without the next.
                 logger.warning("layer %s did not match its digest: fetching it again", key)
@@ -217,6 +231,15 @@ class StateFetcher:
 
     def go_on(self) -> None:
         self._goes_on.set()
+
+    def unfinished(self) -> dict[str, Unfinished]:
+        """What has come of each layer, if something has, for another fetch of the same version. For a fetch that has
+        failed."""
+        return {
+            key: Unfinished(self._version, self._digests[key], self._tensors[key], here)
+            for key, here in self._here.items()
+            if here
+        }
 
     # --- who has it ---
 
@@ -259,6 +282,9 @@ class StateFetcher:
         digests: dict[str, str] = {}
         for key in self._keys:
             named = {peer: dict(offer.digests).get(key) for peer, offer in offers.items()}
+            if key in self._begun:
+                before = self._begun[key].digest
+                named = {peer: digest if digest == before else None for peer, digest in named.items()}
             votes = Counter(digest for digest in named.values() if digest is not None)
             if not votes:
                 raise Unreachable(self._endpoint.peer_id, f"nobody offers the state of {key}")
@@ -436,7 +462,7 @@ class StateFetcher:
         found = []
         for index, tensor in enumerate(self._tensors[key]):
             for number, (start, stop) in enumerate(ranges(tensor.numel(), self._vectors)):
-                if index == 0 and stop <= self._known.get(key, 0):
+                if (index, start) in self._here[key] or (index == 0 and stop <= self._known.get(key, 0)):
                     continue
                 owner = owner_of(key, index, number, fetching)
                 found.append(_Range(key, index, start, stop, owner if owner != me else None))
@@ -450,6 +476,13 @@ class StateFetcher:
                 into_N[start:stop] = begin_N[start:stop]
                 self._known[key] = stop
                 self._came(_Range(key, 0, start, stop))
+
+    def _take_up(self, key: str, at: Unfinished) -> None:
+        """Take over what an earlier fetch has got of a layer."""
+        for index, tensor in enumerate(self._tensors[key]):
+            for start, stop in ranges(tensor.numel(), self._vectors):
+                if (index, start) in at.here:
+                    self._came(_Range(key, index, start, stop))
 
     def _next_own(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
         """What to get from a holder: our own ranges."""
@@ -470,6 +503,7 @@ class StateFetcher:
 
     def _came(self, wanted: _Range) -> None:
         self.progress.done += wanted.stop - wanted.start
+        self._here[wanted.key].add((wanted.tensor, wanted.start))
         if self._relay is not None:
             self._relay.came(wanted.key, wanted.tensor, wanted.start)
 
@@ -514,6 +548,7 @@ class StateFetcher:
         return numel, numel, moment2_numel(self._spec, key)
 
     def _begin(self, key: str, *, whole: bool = False) -> None:
+        self._here[key] = set()
         if self._relay is not None:
             self._relay.begin(key, self._tensors[key], whole=whole)
 

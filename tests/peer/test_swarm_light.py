@@ -8,6 +8,7 @@ import pytest
 
 from shoal.peer import light
 from shoal.peer.handoff.server import TRAINED
+from shoal.protocol.errors import Unreachable
 from shoal.protocol.messages import GatherPart, StateChunkRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import LinkSpec, uniform
@@ -71,11 +72,13 @@ async def newcomer_comes(swarm, stages=None):
     await swarm.add("e", device_flop_per_s=1e6)
     slow_down(swarm, "e")
     driver = swarm.drivers["e"]
-    seen = SimpleNamespace(ranges=[], weights=[], driver=driver)
+    seen = SimpleNamespace(ranges=[], weights=[], driver=driver, is_lost=lambda request: False)
     ask = driver._endpoint.ask
 
     def noted(peer, message, expect, **options):
         if isinstance(message, StateChunkRequest):
+            if seen.is_lost(message):
+                raise Unreachable(peer, "is gone")
             seen.ranges.append(message)
         return ask(peer, message, expect, **options)
 
@@ -183,6 +186,37 @@ def test_a_layer_that_is_not_what_holders_have_signed_comes_again_before_its_hol
     swarm = play(make_swarm, tiny_spec, scene)
     assert {found.ranges.count(layer) for layer in ("layers.0", "layers.1", "layers.2", "head")} == {3}
     assert found.ranges.count("embed") == 6
+    assert {commit.dissenting for commit in swarm.commits[0].values()} == {0}
+
+
+@pytest.mark.sim
+def test_a_layer_whose_holders_were_out_of_reach_half_way_goes_on_where_it_was(make_swarm, tiny_spec):
+    found = SimpleNamespace()
+
+    async def scene(swarm):
+        seen = await newcomer_comes(swarm)
+        newcomer, mate = seen.driver.replica, swarm.drivers["b"].replica
+        lost = set()
+
+        def is_lost(request):
+            is_half_way = request.stored_era == TRAINED and request.tensor > 0 and request.layer not in lost
+            if is_half_way and newcomer._light._unfinished:
+                lost.add(request.layer)
+            return is_half_way
+
+        seen.is_lost = is_lost
+        await swarm.until(lambda: newcomer.is_light)
+        await swarm.until(lambda: not newcomer.is_light)
+        assert len(lost) == 5
+        await swarm.until(lambda: newcomer.version == mate.version)
+        assert newcomer.state.digest() == mate.state.digest()
+        found.ranges = [r for r in seen.ranges if r.stored_era == TRAINED]
+
+    swarm = play(make_swarm, tiny_spec, scene)
+    came = [(r.layer, r.tensor, r.start) for r in found.ranges]
+    assert len(came) == len(set(came)) == 15, "nothing of the state is fetched twice"
+    for layer in {r.layer for r in found.ranges}:
+        assert len({r.version for r in found.ranges if r.layer == layer}) == 1
     assert {commit.dissenting for commit in swarm.commits[0].values()} == {0}
 
 

@@ -15,6 +15,7 @@ from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.handoff.ranges import RANGE_TIMEOUT_S
 from shoal.peer.handoff.server import PINNED_S, TRAINED, StateServer
+from shoal.peer.handoff.unfinished import Unfinished
 from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
@@ -206,6 +207,83 @@ def test_when_the_last_holder_is_lost_on_the_way_the_fetch_says_so(
             lost.world.crash(lost.peer)
         with pytest.raises(Unreachable):
             await fetch
+
+    play(scene)
+
+
+def lacking(holder: Holder, num: int) -> list[StateChunkRequest]:
+    """`holder` gives so many ranges, and dies when it is asked for more. Returns: what it is asked for."""
+    give, asked = holder.server._on_chunk_request, list[StateChunkRequest]()
+
+    async def some(source: PeerID, message: StateChunkRequest) -> Done:
+        asked.append(message)
+        if len(asked) > num:
+            await asyncio.sleep(1.0)  # what it gives is on its way
+            holder.world.crash(holder.peer)
+        return await give(source, message)
+
+    holder.endpoint.on(StateChunkRequest, some)
+    return asked
+
+
+async def begun_by_one(newcomer: Holder, holder: Holder, spec: RunSpec, key: str, num: int) -> dict[str, Unfinished]:
+    """What a fetch from `holder` has got when it fails after `num` ranges."""
+    fetcher = newcomer.fetcher(spec, (key,))
+    lacking(holder, num)
+    with pytest.raises(Unreachable):
+        await fetcher.fetch([holder.name], version=VERSION)
+    return fetcher.unfinished()
+
+
+def test_what_a_failed_fetch_has_got_of_a_layer_does_not_come_again(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, _ = holders
+        b.trained = c.trained = state
+        begun = await begun_by_one(newcomer, b, tiny_spec, keys[1], 1)
+        came = set(begun[keys[1]].here)
+        assert len(came) == 1
+        asked = lacking(c, 9)
+        fetcher = newcomer.fetcher(tiny_spec, keys[1:2])
+        fetched = await fetcher.fetch([c.name], version=VERSION, begun=begun)
+        assert fetched.layers[keys[1]].proof() == state.layers[keys[1]].proof()
+        assert came.isdisjoint((request.tensor, request.start) for request in asked)
+        assert len(asked) == 2
+        assert fetcher.progress.done == fetcher.progress.total
+
+    play(scene)
+
+
+def test_what_a_failed_fetch_has_got_is_checked_with_the_rest(
+    tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState
+) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, c, d = holders
+        b.trained = c.trained = state
+        d.trained = replace(initial_state(tiny_spec, keys, CPU), version=VERSION)
+        d.trained.layers[keys[1]].param_N[0] += 1.0
+        begun = await begun_by_one(newcomer, b, tiny_spec, keys[1], 1)
+        ((tensor, start),) = begun[keys[1]].here
+        begun[keys[1]].tensors[tensor][start] += 1.0
+        with pytest.raises(Unreachable, match="nobody offers"):
+            await newcomer.fetcher(tiny_spec, keys[1:2]).fetch([d.name], version=VERSION, begun=begun)
+        fetched = await newcomer.fetcher(tiny_spec, keys[1:2]).fetch([c.name, d.name], version=VERSION, begun=begun)
+        assert fetched.layers[keys[1]].proof() == state.layers[keys[1]].proof(), "c is not blamed for what b sent"
+
+    play(scene)
+
+
+def test_what_a_liar_has_sent_is_not_gone_on_with(tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState) -> None:
+    async def scene(holders: list[Holder]) -> None:
+        newcomer, b, *_ = holders
+        b.trained = state
+        payload_of = b.server._vectors.payload_of
+        fetcher = newcomer.fetcher(tiny_spec, keys[1:2])
+        b.server._payload_of = lambda values_C: payload_of(values_C + 1.0)
+        with pytest.raises(RemoteError, match="contradicts"):
+            await fetcher.fetch([b.name], version=VERSION)
+        assert fetcher.unfinished() == {}
 
     play(scene)
 
