@@ -3,8 +3,9 @@
 One heartbeat is one peer's word. A version of a group counts once a majority of those members that hold the group's
 state say that theirs is as high. A member that only fetches the state has seen nothing yet, and while it fetches the
 run is not to stand still on the screen. The end of a run counts once a majority of *all* members of every group has
-signed that it has come to the last version: a peer that ends cannot come back, so here silence is no consent. The
-signatures travel with the news (`HeartbeatReply.ends`), and each peer checks them before it ends.
+signed that it has come to the last version, a light member with its weights alone: a peer that ends cannot come back,
+so here silence is no consent. The signatures travel with the news (`HeartbeatReply.ends`), and each peer checks them
+before it ends.
 """
 
 from collections.abc import Collection, Iterable

@@ -583,9 +583,12 @@ class Coordination:
         self.turned_away = error.reason if often and isinstance(error, Refused) else ""
 
     def _end(self, own: Heartbeat) -> bytes:
-        """Our signature under the run's end, once all that we hold has come to it; empty before that."""
+        """Our signature under the run's end, once all that we hold has come to it; empty before that. A light member
+        signs with the last version's weights, which it has as most holders name them: its state may take an hour yet.
+        """
         plan, steps = self._core.plan, self._spec.training.steps
-        if plan is None or own.era != plan.era or not (own.held or (own.synced and own.stage is not None)):
+        takes_part = own.stage is not None and (own.synced or own.light is not None)
+        if plan is None or own.era != plan.era or not (own.held or takes_part):
             return b""
         versions = [version for _, version in own.held] + ([own.version] if own.stage is not None else [])
         if min(versions) < steps:

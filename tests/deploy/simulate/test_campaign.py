@@ -1,5 +1,6 @@
 """A campaign's seed is one history; what breaks an invariant is found and told so that it can be seen again."""
 
+import asyncio
 import dataclasses
 
 import msgspec
@@ -15,6 +16,7 @@ from shoal.deploy.simulate.swarm import SimSwarm
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.deploy.simulate.trial import CampaignOptions, Trial, draw_trial, parse_kinds, parse_wire
 from shoal.deploy.simulate.witness import Verdict, Witness
+from shoal.peer import light
 from shoal.protocol.errors import LocalError
 from shoal.protocol.sim.chaos import Fault, FaultKind
 
@@ -202,3 +204,22 @@ def test_a_run_in_few_bits_breaks_nothing_either() -> None:
 def test_formats_that_do_not_exist_are_named_beside_those_that_do(text: str) -> None:
     with pytest.raises(LocalError, match=r"names no three formats.*take some of fp32, bf16, int8"):
         parse_wire(text)
+
+
+@pytest.mark.sim
+def test_a_run_ends_though_a_member_is_light_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    lit: list[bool] = []
+
+    async def never(self: light.LightMember) -> None:
+        lit.append(True)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(light, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(light, "LIGHT_STATE_S", 0.0)
+    monkeypatch.setattr(light.LightMember, "_gather", never)
+    crash = Fault(kind=FaultKind.CRASH, at_s=2.0, lasts_s=3.0, whom=("n1",))
+    trial = quiet_trial(spec=tiny_spec(steps=30, peers=2, stages=1, s_max=1), speeds={"n0": 1.0, "n1": 1.0})
+    verdict = run_trial(dataclasses.replace(trial, schedule=(crash,))).verdict
+    assert lit, "it came back as a light member"
+    assert (verdict.broken, verdict.detail) == (None, "")
+    assert verdict.steps == 30
