@@ -17,7 +17,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 sys.path.insert(0, str(Path(__file__).parent / "staleness"))
-from tasks import GPT
+from layers import Layer
+from settings import Method
+from tasks import GPT, ByteGPT
+from tasks import validate as study_validate
 
 from cuts import Sums, cuts
 from shoal.peer.data.corpus import load_corpus
@@ -89,6 +92,38 @@ def learn(spec: RunSpec, *, stages: int) -> float:
     return validate(spec, corpus, params)
 
 
+def learn_stale(spec: RunSpec, *, stages: int) -> float:
+    """As `learn`, with every gradient taken at weights that are one step old and moved on by the run's prediction, as in
+    a swarm with `s_max = 1`."""
+    task, wire, training = ByteGPT(spec), spec.wire, spec.training
+    firsts = {f"layers.{spec.model.num_layers * stage // stages}" for stage in range(1, stages)}
+    cut = cuts(spec, task.corpus)
+    is_cut = (wire.activations, wire.backward_of(wire.activations)) != ("fp32", "fp32")
+    add_up = None if wire.gradients == "fp32" else Sums(spec, MEMBERS)
+    method = Method(training.compensation)
+    layers = {key: Layer(task, key, spec.optimizer, method, updates=training.steps) for key in task.keys}
+    weights = {key: layer.weights(0) for key, layer in layers.items()}
+    for step in range(training.steps):
+        sums = {key: torch.zeros(layer.layout.numel) for key, layer in layers.items()}
+        whole = {key: {"all": torch.nn.Parameter(torch.empty(0))} for key in layers}
+        for index in range(training.microbatches_per_step):
+            x, targets = task.microbatch(step, index)
+            for number, (key, layer) in enumerate(layers.items()):
+                if key in firsts and is_cut:
+                    x = cut(x, Microbatch(step, index), number)
+                x = task.run((key,), {key: layer.leaves(weights[key], sums[key])}, x)
+            torch.autograd.backward(task.loss(x, targets) / training.microbatches_per_step)
+            for key, tensors in whole.items():
+                tensors["all"].data, tensors["all"].grad = sums[key], sums[key]
+            if add_up is not None:
+                add_up(Microbatch(step, index), whole)
+        weights = {key: layer.weights(1) for key, layer in layers.items()}
+        for key, layer in layers.items():
+            layer.step(sums[key])
+    leaves = {key: layer.leaves(layer.state.param_N, torch.zeros(layer.layout.numel)) for key, layer in layers.items()}
+    return study_validate(task, leaves)[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
@@ -99,7 +134,9 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["nadam", "adamw", "muon"], default="nadam")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--samples", type=int, default=4, help="a microbatch, of four a step")
+    parser.add_argument("--stale", action="store_true", help="every gradient is of weights one step old, and predicted")
     options = parser.parse_args()
+    learned = learn_stale if options.stale else learn
     torch.set_num_threads(1)
     apart: dict[str, list[float]] = {name: [] for name in options.wires}
     for seed in range(options.first_seed, options.first_seed + options.seeds):
@@ -108,10 +145,10 @@ def main() -> None:
             name=options.optimizer, learning_rate=options.rate, warmup_steps=min(40, options.steps // 4)
         )
         spec = RunSpec(seed=seed, model=GPT, training=training, optimizer=optimizer)
-        plain = learn(msgspec.structs.replace(spec, wire=wire_of("32,32,32")), stages=options.stages)
+        plain = learned(msgspec.structs.replace(spec, wire=wire_of("32,32,32")), stages=options.stages)
         print(f"seed {seed}: fp32 {plain:.4f} nats", flush=True)
         for name in options.wires:
-            found = learn(msgspec.structs.replace(spec, wire=wire_of(name)), stages=options.stages)
+            found = learned(msgspec.structs.replace(spec, wire=wire_of(name)), stages=options.stages)
             apart[name].append(found - plain)
             print(f"seed {seed}: {name:8s} {found:.4f} nats, {found - plain:+.4f}", flush=True)
     for name, differences in apart.items():
