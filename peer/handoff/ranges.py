@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -69,11 +70,13 @@ async def _ask_until_here(ask: Callable[[], Awaitable[Done]], events: Sequence[a
             asking.add(asyncio.ensure_future(ask()))
             again_s = loop.time() + RANGE_TIMEOUT_S
             while not here.done() and (left_s := again_s - loop.time()) > 0.0:
-                await asyncio.wait({here, *asking}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                waited: set[asyncio.Future[Any]] = {here, *asking}
+                await asyncio.wait(waited, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 for answered in [each for each in asking if each.done()]:
                     asking.remove(answered)
                     answered.result()
     finally:
-        for each in (here, *asking):
+        here.cancel()
+        for each in asking:
             each.cancel()
         await asyncio.gather(here, *asking, return_exceptions=True)

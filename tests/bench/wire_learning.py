@@ -93,8 +93,8 @@ def learn(spec: RunSpec, *, stages: int) -> float:
 
 
 def learn_stale(spec: RunSpec, *, stages: int) -> float:
-    """As `learn`, with every gradient taken at weights that are one step old and moved on by the run's prediction, as in
-    a swarm with `s_max = 1`."""
+    """As `learn`, with every gradient taken at weights that are one step old and moved on by the run's prediction: as a
+    swarm does it with `s_max = 1`."""
     task, wire, training = ByteGPT(spec), spec.wire, spec.training
     firsts = {f"layers.{spec.model.num_layers * stage // stages}" for stage in range(1, stages)}
     cut = cuts(spec, task.corpus)
