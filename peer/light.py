@@ -364,7 +364,7 @@ class LightMember:
     async def _gather(self) -> None:
         """Fetch the state of one layer after the other, as it is by then. Not before we have taken part in a round: the
         first step after a newcomer's may be made without it, and a layer from before would lack that."""
-        group, keys = self._group, self._runtime.keys
+        keys = self._runtime.keys
         await self._takes_part.wait()
         while True:
             missing = next((key for key in keys if key not in self._gathered), None)

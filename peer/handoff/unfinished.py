@@ -7,8 +7,8 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Unfinished:
-    """Good for a fetch of the same layer at the same version, under the same digest. Nothing here has been compared with
-    it: whoever ends the fetch does that, with the whole layer."""
+    """Good for a fetch of the same layer at the same version, under the same digest. Nothing here has been compared
+    with it: whoever ends the fetch does that, with the whole layer."""
 
     version: int
     digest: str
