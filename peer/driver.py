@@ -27,6 +27,7 @@ from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.inference.service import InferenceService
 from shoal.peer.initial import InitialWeights, begun_numel
+from shoal.peer.kept_layers import KeptLayers
 from shoal.peer.links import LinkMeter
 from shoal.peer.neighbours import Neighbours
 from shoal.peer.pausing import Pausing
@@ -263,7 +264,12 @@ class PeerDriver:
             ),
             inbox=self._inbox,
             server=self.server,
-            between=BetweenLayouts(carried=self._carried, ahead=self._ahead, base=self._base),
+            between=BetweenLayouts(
+                carried=self._carried,
+                ahead=self._ahead,
+                base=self._base,
+                kept=KeptLayers(disk, run=endpoint.run, spec=spec, run_blocking=run_blocking),
+            ),
             recent=self._recent,
             experts=ExpertServer(arithmetic.tokens, endpoint=endpoint, compute=compute, spec=spec, tasks=self._tasks),
         )

@@ -29,6 +29,7 @@ from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.inbox import WEIGHTS, ChunkInbox
 from shoal.peer.handoff.unfinished import Unfinished
+from shoal.peer.kept_layers import KeptLayers
 from shoal.peer.model.layout import state_layout
 from shoal.peer.pipeline.state import LayerState, RoundedWeights, StageState, moment2_numel
 from shoal.peer.replica.views import GroupView
@@ -81,6 +82,7 @@ class LightMember:
         step_layer: makes one step of one layer.
         take: compute with these weights from now on; the pipeline and the group know it when this returns.
         join: take part in the group, and take traffic.
+        kept: layers of the state from an earlier life, and for the next.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class LightMember:
         step_layer: StepLayer,
         take: Callable[[RoundedWeights], None],
         join: Callable[[], None],
+        kept: KeptLayers,
     ) -> None:
         self._endpoint = endpoint
         self._compute = compute
@@ -110,6 +113,8 @@ class LightMember:
         self._step_layer = step_layer
         self._take = take
         self._join = join
+        self._kept = kept
+        self._era = -1
         self._weights: RoundedWeights | None = None
         """What we compute with, on the host."""
         self._gathered: dict[str, _Gathered] = {}
@@ -153,8 +158,11 @@ class LightMember:
 
     def reduced(self) -> None:
         """The reduced gradient of a step has come."""
-        self._takes_part.set()
         self._news.set()
+
+    def took_part(self) -> None:
+        """A round that we were in has ended."""
+        self._takes_part.set()
 
     def needs_from(self) -> int:
         """The first step whose reduced gradient a layer may still lack that is here or on its way."""
@@ -205,6 +213,11 @@ class LightMember:
 
     async def run(self) -> StageState:
         """Be one until the state is here. Returns: the state, at the group's version, for the caller to take over."""
+        self._era = self._endpoint.era
+        for key, (version, layer) in (await self._kept.take(self._era, self._runtime.keys)).items():
+            logger.info("layer %s of version %d is here from before", key, version)
+            self._gathered[key] = _Gathered(version, layer)
+            self._news.set()  # it lacks the steps since
         gathering = asyncio.create_task(self._gather(), name=f"gather the state of group {self._group.stage}")
         try:
             while (state := await self._whole()) is None:
@@ -213,6 +226,12 @@ class LightMember:
         finally:
             gathering.cancel()
             await asyncio.gather(gathering, return_exceptions=True)
+
+    async def keep(self) -> None:
+        """It ends before the state is whole: what is here of it is for the next life of this peer."""
+        if self._gathered and self._endpoint.era == self._era:
+            timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # none steps meanwhile
+            await self._kept.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
 
     async def _next(self) -> None:
         """Wait until something can be done, and do it."""

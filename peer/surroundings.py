@@ -11,6 +11,7 @@ from shoal.peer.experts.server import ExpertServer
 from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
+from shoal.peer.kept_layers import KeptLayers
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.recent_plans import RecentPlans
 from shoal.peer.replica.flow import Traffic
@@ -70,6 +71,8 @@ class BetweenLayouts:
     ahead: FetchingAhead
     base: BaseLayers | None
     """What adapters stand beside, the same in all layouts; None: all weights train."""
+    kept: KeptLayers
+    """What a light member that ends has of its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

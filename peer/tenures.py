@@ -19,6 +19,7 @@ from typing import Final
 from torch import Tensor
 
 from shoal.peer.arithmetic import Held
+from shoal.peer.group.absent_light import AbsentLight
 from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.early import Piece
 from shoal.peer.group.pieces import Pieces
@@ -90,6 +91,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _REPAIR_TRIES = 10
+_NEVER: Final = 2**62
 _CHUNKS_AT_ONCE: Final = 8
 """Added up before the first of them is sent: a switch of threads for each would cost as much as adding it."""
 
@@ -132,6 +134,7 @@ class Tenure(ABC):
         self._telling = Telling(core.group.me, self._outbox, self._audience_of)
         self._light: LightMember | None = None
         """While we are one."""
+        self._absent = AbsentLight()
         self.reductions = Reductions(core.group, runtime, retained_from=self._means_wanted_from)
         self._pressing = Pressing()
         self._pieces = Pieces(endpoint, runtime.vectors, self._tasks, self._clock, self.compute)
@@ -144,6 +147,7 @@ class Tenure(ABC):
             pieces=self._pieces,
             kept=self.reductions,
             version=lambda: self.core.group.version,
+            wanted_from=self._lacks_from,
             on_mean=self._mean_came,
             on_behind=self._resync,
             gives_to=core.group.has_place,
@@ -411,6 +415,8 @@ class Tenure(ABC):
         await self._tasks.cancel()
         await self.witnesses.close()
         await self._outbox.close()
+        if self._light is not None:
+            await self._light.keep()
 
     # --- state ---
 
@@ -524,6 +530,8 @@ class Tenure(ABC):
         """A round of ours has given the gradient to step with. Args: pieces: none where both ends of a tied model have
         added to it since."""
         self.reductions.keep(start.step, mean_N, start, pieces)
+        if self._light is not None:
+            self._light.took_part()
         self._step_if_reduced()
 
     def _mean_came(self, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...]) -> None:
@@ -624,8 +632,13 @@ class Tenure(ABC):
 
     def _means_wanted_from(self) -> int:
         """The first step whose reduced gradient somebody is still to replay, or a layer of ours that is coming."""
-        wanted_from = self._s.server.pinned_from()
-        return wanted_from if self._light is None else min(wanted_from, self._light.needs_from())
+        group, now_s = self.core.group, self._clock.now_s()
+        absent = self._absent.wanted_from(group.ready_mates, group.whole_mates, version=self.version, now_s=now_s)
+        return min(self._s.server.pinned_from(), absent, self._lacks_from())
+
+    def _lacks_from(self) -> int:
+        """The first step that a layer of ours lacks, as a light member."""
+        return _NEVER if self._light is None else self._light.needs_from()
 
     def _make_tied(self) -> TiedGradient | None:
         """What it takes to step a matrix that the other end of the pipeline has, too; None: there is none here."""

@@ -80,6 +80,7 @@ class CatchingUp:
     Args:
         kept: the reduced gradients that are.
         version: ours.
+        wanted_from: the first step whose reduced gradient something of ours still lacks, if that is before our version.
         on_mean: the reduced gradient of a step that we have not made has come: (step, all of it, the same as it has
             travelled).
         on_behind: we are too far behind `mate`: fetch the state from it.
@@ -97,6 +98,7 @@ class CatchingUp:
         pieces: Pieces,
         kept: Kept,
         version: Callable[[], int],
+        wanted_from: Callable[[], int],
         on_mean: Callable[[int, Tensor, tuple[MeanPiece, ...]], None],
         on_behind: Callable[[PeerID], None],
         gives_to: Callable[[PeerID], bool],
@@ -109,6 +111,7 @@ class CatchingUp:
         self._pieces = pieces
         self._kept = kept
         self._version = version
+        self._wanted_from = wanted_from
         self._on_mean = on_mean
         self._on_behind = on_behind
         self._gives_to = gives_to
@@ -153,7 +156,7 @@ class CatchingUp:
         return step == self._version() and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
-        """Get the reduced gradient of `step` from `mate`; unless we are past that step by then, it is kept, and
+        """Get the reduced gradient of `step` from `mate`; if something of ours still lacks it by then, it is kept, and
         committed if it is our version's.
 
         Raises: Unreachable; Refused: the mate no longer has it.
@@ -167,7 +170,7 @@ class CatchingUp:
             await self._wait_for(fetch, step)  # the reply and the frames come by different roads
         finally:
             del self._fetches[step]
-        if step >= self._version():
+        if step >= min(self._version(), self._wanted_from()):
             self._on_mean(step, fetch.mean_N, fetch.as_it_came)
         return "taken"
 

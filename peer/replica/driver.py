@@ -351,6 +351,7 @@ class Replica(Tenure):
             num_pieces=num_pieces,
             step_layer=self._s.arithmetic.step_layer,
             take=self._take_weights,
+            kept=self._s.between.kept,
             join=lambda: self.handle(Joined(self.runtime.remembers, light=True)),
         )
 

@@ -1,5 +1,6 @@
 """A newcomer on a slow line computes with its group's weights before its state is whole."""
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 
 from shoal.peer import light
+from shoal.peer.group.absent_light import STEPS_MAX
 from shoal.peer.handoff.server import TRAINED
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.messages import GatherPart, StateChunkRequest
@@ -67,9 +69,12 @@ def remember(replica):
     return versions
 
 
-async def newcomer_comes(swarm, stages=None):
-    """A newcomer that is first by rank. Returns: what it has asked for, and the weights that it has computed with."""
-    await swarm.add("e", device_flop_per_s=1e6)
+async def newcomer_comes(swarm, stages=None, *, keeps=False):
+    """A newcomer that is first by rank. Returns: what it has asked for, and the weights that it has computed with.
+
+    Args: keeps: it has a disk.
+    """
+    await swarm.add("e", device_flop_per_s=1e6, keeps=keeps)
     slow_down(swarm, "e")
     driver = swarm.drivers["e"]
     seen = SimpleNamespace(ranges=[], weights=[], driver=driver, is_lost=lambda request: False)
@@ -218,6 +223,42 @@ def test_a_layer_whose_holders_were_out_of_reach_half_way_goes_on_where_it_was(m
     for layer in {r.layer for r in found.ranges}:
         assert len({r.version for r in found.ranges if r.layer == layer}) == 1
     assert {commit.dissenting for commit in swarm.commits[0].values()} == {0}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(("away_s", "missed"), [(0.0, {1}), (60.0, {2, 3, 4}), (200.0, {*range(5, 20)})])
+def test_layers_that_are_here_when_a_light_member_ends_do_not_come_again(make_swarm, tiny_spec, away_s, missed):
+    found = SimpleNamespace()
+
+    async def scene(swarm):
+        seen = await newcomer_comes(swarm, keeps=True)
+        before, mate = seen.driver.replica, swarm.drivers["b"].replica
+        await swarm.until(lambda: before._light is not None and len(before._light._gathered) == 3)
+        found.had, ended_at = set(before._light._gathered), mate.version
+        await swarm.peer("e").spawn(seen.driver.close())
+        swarm.world.crash(swarm.peer("e"))
+        del swarm.drivers["e"]
+        swarm.obey([HOLDERS], fresh=False)
+        await asyncio.sleep(away_s)
+        again = await newcomer_comes(swarm, keeps=True)
+        newcomer = again.driver.replica
+        await swarm.until(lambda: newcomer.is_light)
+        found.missed = mate.version - ended_at
+        await swarm.until(lambda: not newcomer.is_light)
+        await swarm.until(lambda: newcomer.state and mate.state and newcomer.state.version == mate.state.version)
+        assert newcomer.state.digest() == mate.state.digest()
+        found.came = [r.layer for r in again.ranges if r.stored_era == TRAINED]
+
+    swarm = play(make_swarm, tiny_spec, scene, steps=40)
+    assert found.missed in missed
+    assert len(found.had) == 3
+    if found.missed <= STEPS_MAX:
+        assert found.had.isdisjoint(found.came)
+        assert len(set(found.came)) == 2
+    else:
+        assert len(set(found.came)) == 5, "nobody has kept what it lacks"
+    commits = [swarm.commits[0][step] for step in range(40)]
+    assert {(c.microbatches, c.duplicates, c.given_up, c.dissenting) for c in commits} == {(6, 0, 0, 0)}
 
 
 @pytest.mark.sim

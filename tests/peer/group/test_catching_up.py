@@ -38,6 +38,7 @@ class Replica:
         self.got = []
         self.gave_up_on = []
         self.strangers = set()
+        self.wanted_from = 2**62
         self.tasks = Tasks(lambda error: self.gave_up_on.append(error))
         self.peer.context().run(self._start)
 
@@ -53,6 +54,7 @@ class Replica:
             pieces=self.sender,
             kept=self,
             version=lambda: self.version,
+            wanted_from=lambda: self.wanted_from,
             on_mean=self._on_mean,
             on_behind=self.gave_up_on.append,
             gives_to=lambda peer: peer not in self.strangers,

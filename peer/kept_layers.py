@@ -1,0 +1,99 @@
+"""Layers of the state that a light member (`light.py`) has when it ends, on its disk, for its next life.
+
+They are of use for as long as somebody has the reduced gradients of the steps since. Nobody is offered them: they lie
+beside the snapshots, in their format, under a BLAKE3 of each file, and are read once.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Final
+
+from shoal.peer import snapshot
+from shoal.peer.pipeline.state import LayerState
+from shoal.protocol.errors import LocalError
+from shoal.protocol.ports import Disk
+from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+FOLDER: Final = "light"
+_ALL: Final = 2**31
+"""Versions that are kept when another is written: layers may be a step apart."""
+
+
+class KeptLayers:
+    """One a peer.
+
+    Args:
+        disk: None keeps nothing.
+        run_blocking: runs what blocks on the disk.
+    """
+
+    def __init__(
+        self,
+        disk: Disk | None,
+        *,
+        run: str,
+        spec: RunSpec,
+        run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
+    ) -> None:
+        self._disk = disk
+        self._run = run
+        self._spec = spec
+        self._folder = PurePosixPath(run) / FOLDER
+        self._run_blocking = run_blocking
+
+    async def write(self, era: int, layers: Mapping[str, tuple[int, LayerState]]) -> None:
+        """Keep these in place of what is there. Args: layers: with their versions, on the host."""
+        if self._disk is None:
+            return
+        try:
+            await self._run_blocking(partial(self._write, self._disk, era, layers))
+        except (LocalError, OSError) as error:
+            logger.warning("the layers that are here come again: %s", error)
+
+    async def take(self, era: int, keys: Collection[str]) -> dict[str, tuple[int, LayerState]]:
+        """Those of `keys` that an earlier life has left of this era, with their versions; nothing is there after it."""
+        taken: dict[str, tuple[int, LayerState]] = {}
+        if self._disk is None:
+            return taken
+        try:
+            await self._run_blocking(partial(self._take, self._disk, era, keys, taken))
+        except (LocalError, OSError) as error:
+            logger.warning("cannot read the layers that an earlier life has left: %s", error)
+        return taken
+
+    def _write(self, disk: Disk, era: int, layers: Mapping[str, tuple[int, LayerState]]) -> None:
+        self._remove(disk)
+        for version in sorted({version for version, _ in layers.values()}):
+            of_version = {key: layer for key, (at, layer) in layers.items() if at == version}
+            snapshot.write_snapshot(
+                disk,
+                self._folder,
+                run=self._run,
+                version=version,
+                layers=of_version,
+                spec=self._spec,
+                era=era,
+                keep=_ALL,
+            )
+
+    def _take(self, disk: Disk, era: int, keys: Collection[str], taken: dict[str, tuple[int, LayerState]]) -> None:
+        for stored in snapshot.list_snapshots(disk, self._folder, self._run):
+            if stored.era != era:
+                continue
+            for key in stored.keys:
+                if key not in keys:
+                    continue
+                try:
+                    layer = snapshot.read_layers(disk, stored.path, [key])[key]
+                except snapshot.DamagedSnapshot as damage:
+                    logger.warning("%s: layer %s comes again", damage, key)
+                else:
+                    taken[key] = stored.version, layer
+        self._remove(disk)
+
+    def _remove(self, disk: Disk) -> None:
+        snapshot.remove_old(disk, self._folder, self._run, lambda age: True)
