@@ -344,6 +344,7 @@ class PeerDriver:
             await asyncio.gather(self._probing, return_exceptions=True)
         if self.replica:
             await self.replica.close()
+            await self.replica.keep()
         for timer in self._short.values():
             timer.cancel()
         await self.experts.close()

@@ -231,6 +231,7 @@ class LightMember:
         """It ends before the state is whole: what is here of it is for the next life of this peer."""
         if self._gathered and self._endpoint.era == self._era:
             timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # none steps meanwhile
+            logger.info("keeping %d layers for the next life", len(timed.value))
             await self._kept.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
 
     async def _next(self) -> None:

@@ -415,6 +415,9 @@ class Tenure(ABC):
         await self._tasks.cancel()
         await self.witnesses.close()
         await self._outbox.close()
+
+    async def keep(self) -> None:
+        """This process ends, and we are closed: keep what is here of a state that is not whole for its next life."""
         if self._light is not None:
             await self._light.keep()
 

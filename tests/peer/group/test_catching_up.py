@@ -158,6 +158,16 @@ def test_what_came_while_it_was_asked_for_is_not_lacking():
     play(scenario)
 
 
+def test_what_something_of_ours_lacks_from_before_our_version_is_kept_too():
+    async def scenario(world, ahead, behind, also_behind):
+        behind.version = STEP + 1
+        for behind.wanted_from in (STEP + 1, STEP):
+            await behind.peer.spawn(behind.catching_up.fetch(ahead.peer.peer_id, STEP))
+            assert behind.got == ([WHOLE] if behind.wanted_from == STEP else [])
+
+    play(scenario)
+
+
 # --- in few bits ---
 
 NARROW = ("int8", "hadamard4")
