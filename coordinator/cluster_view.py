@@ -367,23 +367,23 @@ class ClusterView:
         """How fast these stages should be, by the objective alone; None: it cannot say, or would take too long.
 
         Args:
-            formats: how tensors travel; None: in the thinnest way that the run allows.
+            formats: how tensors travel between these stages; None: in the thinnest way that the run allows.
             synchronous: without anything that runs ahead (s_max = 0).
         """
         snapshot = self._snapshot_of(stages, now_s)
-        workload = self.survey.workloads[formats] if formats is not None else None
-        return None if snapshot is None else foresee(snapshot, stages, workload, synchronous=synchronous)
+        wire = self.survey.takes.under(formats) if formats is not None else None
+        return None if snapshot is None else foresee(snapshot, stages, wire, synchronous=synchronous)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
         """How these stages' tensors are to travel; None: the run has only one way.
 
         Args: kept: how they do now.
         """
-        workloads = self.survey.workloads
-        if len(workloads) == 1:
+        takes = self.survey.takes
+        if not takes.are_choices:
             return None
         snapshot = self._snapshot_of(stages, now_s)
-        return [*workloads][-1] if snapshot is None else choose_formats(snapshot, stages, workloads, kept=kept)
+        return takes.thinnest(len(stages)) if snapshot is None else choose_formats(snapshot, stages, takes, kept=kept)
 
     def other_formats(self, live: Plan) -> Formats | None:
         """Return the formats that the live plan should change to; None: its own are still the best."""

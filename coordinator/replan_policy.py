@@ -314,7 +314,7 @@ class ReplanPolicy:
                 return moved, moved.reason
         formats = view.other_formats(live)
         if formats is not None:
-            reason = f"activations travel in {formats.activations}, reductions in {formats.sums}"
+            reason = formats.sentence
             return Layout(stages=live.stages, spares=live.spares, reason=reason, formats=formats), reason
         layout = self._schedule.found_for(live, swarm)
         if layout is not None and bounds_of(layout.stages) != bounds_of(live.stages):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.cost.layer_costs import layer_costs, trunk_costs
-from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.cost.workload import FormatBytes, Workload
 from shoal.coordinator.era import Disks, stages_on
 from shoal.coordinator.link_survey import LinkSurvey
 from shoal.coordinator.measured import LinkBook, SpeedBook
@@ -28,8 +28,8 @@ class Survey:
         self._layer_costs = layer_costs(spec.model)
         self.workload = Workload.of(spec)
         """What a step asks of the devices and lines, where tensors travel in the thinnest way that the run allows."""
-        self.workloads = {formats: Workload.of(spec, formats) for formats in spec.wire.formats}
-        """The same for each way in which they may travel."""
+        self.takes = FormatBytes.of(spec)
+        """What they take in each format in which they may travel."""
         told = trunk_costs(spec.model) if spec.swarm.expert_slots else self._layer_costs
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
         """[L], what peers time as a forward (`Heartbeat.forward_s`): of placed experts nobody times any."""

@@ -81,8 +81,9 @@ class Runtime(Held, Protocol):
     flop: JobFlop
     expert_loads: ExpertLoads
 
-    def travel_as(self, activations: WireFormat) -> None:
-        """From now on activations leave in this format, one of the run's, and gradients in what goes with it."""
+    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
+        """From now on activations leave for the next stage in the format `leaving`, and gradients for the stage before
+        in what goes with `coming`, in which that stage's activations come."""
         ...
 
 

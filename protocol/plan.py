@@ -32,7 +32,7 @@ from shoal.protocol.limits import (
     VERSION_MAX,
 )
 from shoal.protocol.spec import RunSpec
-from shoal.protocol.wire_format import Formats
+from shoal.protocol.wire_format import Formats, WireFormat
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -145,7 +145,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """How fast `stages` should be; None: the coordinator could not say. Nobody obeys it: whoever coordinates compares
     it with what comes."""
     formats: Formats | None = None
-    """How tensors travel under it, one of the run's `WireSpec.formats`. None: the first of them."""
+    """How tensors travel under it, by cut and by stage, each as `WireSpec.forward` and `WireSpec.sums` allow. None: all
+    in the first of those."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -222,6 +223,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         if group < stages:
             return self.stages[group].members
         return self.experts[group - stages].members if group < stages + len(self.experts) else ()
+
+    def sums_of(self, group: int) -> WireFormat | None:
+        """How a group's reductions travel: those of experts as their stage's. None: the plan does not say."""
+        stages = len(self.stages)
+        if self.formats is None or group >= stages + len(self.experts):
+            return None
+        return self.formats.sums[group if group < stages else self.experts[group - stages].stage]
 
     def groups_of(self, peer: PeerID) -> tuple[int, ...]:
         """Those that it is a member of, in order."""
@@ -368,15 +376,18 @@ class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_experts: int = 0
     """Experts of each layer that plans place; 0: members hold whole layers."""
-    formats: tuple[Formats, ...] = ()
-    """`WireSpec.formats`; empty: no plan says any."""
+    activations: tuple[WireFormat, ...] = ()
+    """`WireSpec.forward`, in which plans may have activations travel; empty: no plan says any."""
+    sums: tuple[WireFormat, ...] = ()
+    """`WireSpec.sums`, likewise."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "PlanShape":
         return cls(
             num_layers=spec.model.num_layers,
             num_experts=spec.model.num_experts if spec.swarm.expert_slots else 0,
-            formats=spec.wire.formats,
+            activations=spec.wire.forward,
+            sums=spec.wire.sums,
         )
 
 
@@ -418,15 +429,25 @@ def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
     flaw = _foreseen_flaw(plan.foreseen, len(plan.stages))
     if flaw:
         return flaw
-    if plan.formats is not None and plan.formats not in shape.formats:
-        return f"tensors travel in {_said(plan.formats)}, the run's in {' or in '.join(map(_said, shape.formats))}"
+    flaw = _formats_flaw(plan.formats, len(plan.stages), shape)
+    if flaw:
+        return flaw
     if len(plan.exclusions) > EXCLUSIONS_MAX or sum(map(len, plan.exclusions)) > EXCLUSION_BYTES_MAX:
         return f"{len(plan.exclusions)} exclusions, or too long ones"
     return _experts_flaw(plan, shape.num_experts)
 
 
-def _said(formats: Formats) -> str:
-    return f"{formats.activations} and {formats.sums}"
+def _formats_flaw(formats: Formats | None, num_stages: int, shape: PlanShape) -> str | None:
+    if formats is None:
+        return None
+    activations, sums = formats
+    if (len(activations), len(sums)) != (num_stages - 1, num_stages):
+        return f"{len(activations)} cuts and {len(sums)} reductions have formats, of {num_stages} stages"
+    for what, forms, allowed in (("activations", activations, shape.activations), ("reductions", sums, shape.sums)):
+        other = next((form for form in forms if form not in allowed), None)
+        if other is not None:
+            return f"{what} travel in {other}, the run's in {' or '.join(allowed)}"
+    return None
 
 
 def _numbers_flaw(plan: Plan) -> str | None:

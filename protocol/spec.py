@@ -34,7 +34,7 @@ from shoal.protocol.limits import (
 )
 from shoal.protocol.staleness import synchronous_steps
 from shoal.protocol.toml.complaint import complaint
-from shoal.protocol.wire_format import AUTO_ACTIVATIONS, AUTO_SUMS, Formats, WireFormat, tensor_bytes
+from shoal.protocol.wire_format import AUTO_ACTIVATIONS, AUTO_SUMS, WireFormat, tensor_bytes
 
 TERM_HEARTBEATS_MIN = 4
 """A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
@@ -513,29 +513,24 @@ class WireSpec(_Section, frozen=True):
     """Says how tensors travel. "int8" and "hadamard6" to "hadamard3" are those of `kernels/codec`."""
 
     activations: WireFormat | Literal["auto"] = "bf16"
-    """Activations, from one stage to the next. State always travels in fp32. "auto": each plan says whether bf16 or 8
-    bits a number (`Plan.formats`), which is 8 bits where a step waits for activations."""
+    """Activations, from one stage to the next. State always travels in fp32. "auto": each plan says for each cut
+    whether bf16 or 8 bits a number (`Plan.formats`), which is 8 bits where a step waits for its activations."""
     activation_gradients: WireFormat | None = None
     """Their gradients, on the way back. None: as the activations, but in 6 bits at least, as gradients mind it more."""
     gradients: WireFormat | Literal["auto"] = "fp32"
     """Parameter gradients in a reduction: each member's sum on its way to whoever adds, and the mean on its way back.
-    They are added in fp32 in any case. "auto": each plan says whether 8 bits a number or 4 (`Plan.formats`), which is
-    4 where a step waits for reductions."""
+    They are added in fp32 in any case. "auto": each plan says for each stage whether 8 bits a number or 4
+    (`Plan.formats`), which is 4 where a step waits for its reduction."""
 
     @property
     def sums(self) -> tuple[WireFormat, ...]:
-        """The formats in which a reduction may travel, the widest first. Of several the plan takes one."""
+        """The formats in which a reduction may travel, the widest first. Of several the plan takes one a stage."""
         return AUTO_SUMS if self.gradients == "auto" else (self.gradients,)
 
     @property
     def forward(self) -> tuple[WireFormat, ...]:
-        """The formats in which activations may travel, the widest first. Of several the plan takes one."""
+        """The formats in which activations may travel, the widest first. Of several the plan takes one a cut."""
         return AUTO_ACTIVATIONS if self.activations == "auto" else (self.activations,)
-
-    @property
-    def formats(self) -> tuple[Formats, ...]:
-        """What a plan may say, what costs least learning first: thin sums cost more of it than thin activations."""
-        return tuple(Formats(activations, sums) for sums in self.sums for activations in self.forward)
 
     def backward_of(self, activations: WireFormat) -> WireFormat:
         """How the gradients of activations travel that go forth in this format."""

@@ -4,18 +4,34 @@
 each with a scale of two bytes.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 WireFormat = Literal["fp32", "bf16", "int8", "hadamard6", "hadamard5", "hadamard4", "hadamard3"]
 
 
 class Formats(NamedTuple):
-    """How tensors travel under one plan."""
+    """How tensors travel under a plan of K stages."""
 
-    activations: WireFormat
-    """What goes from each stage to the next; `WireSpec.backward_of` says how its gradients come back."""
-    sums: WireFormat
-    """Parameter gradients in a reduction."""
+    activations: tuple[WireFormat, ...]
+    """[K - 1], what each stage but the last sends to the next; `WireSpec.backward_of` says how its gradients come
+    back."""
+    sums: tuple[WireFormat, ...]
+    """[K], the parameter gradients in each stage's reduction."""
+
+    @classmethod
+    def same(cls, activations: WireFormat, sums: WireFormat, num_stages: int) -> "Formats":
+        """All cuts have one format, and all reductions."""
+        return cls((activations,) * (num_stages - 1), (sums,) * num_stages)
+
+    @property
+    def sentence(self) -> str:
+        """Both for people, as "activations travel in bf16 (int8 after stage 2), reductions in int8"."""
+        sums = _said(self.sums, "in stage")
+        if not self.activations:
+            return f"reductions travel in {sums}"
+        return f"activations travel in {_said(self.activations, 'after stage')}, reductions in {sums}"
 
 
 AUTO_ACTIVATIONS: Final[tuple[WireFormat, ...]] = ("bf16", "int8")
@@ -40,3 +56,26 @@ def tensor_bytes(form: WireFormat, numel: int) -> int:
     if form in _PLAIN_BYTES:
         return _PLAIN_BYTES[form] * numel
     return _TILE_BYTES[form] * -(-numel // _TILE)
+
+
+def _said(forms: Sequence[WireFormat], where: str) -> str:
+    """The format of most, and behind it where others are. Stages count from 0, as they do in a status."""
+    counts = Counter(forms)
+    most = max(counts, key=lambda form: counts[form], default="nothing")
+    others = [
+        f"{form} {where} {_ranges([index for index, its in enumerate(forms) if its == form])}"
+        for form in counts
+        if form != most
+    ]
+    return f"{most} ({', '.join(others)})" if others else most
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers, as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,41 +1,37 @@
-"""Says how fast a layout should be with the figures of today, and what bounds it. Pure."""
+"""Says how fast a layout should be with the figures of today, what bounds it, and how its tensors travel. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.coordinator.allocate.dividing import placement_of
 from shoal.coordinator.allocate.interface import Snapshot
 from shoal.coordinator.allocate.measured_topology import topology_of
+from shoal.coordinator.cost.format_choice import formats_of
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.cost.workload import FormatBytes, WireBytes
 from shoal.protocol.plan import Foreseen, Stage
 from shoal.protocol.wire_format import Formats
 
-SPARED = 0.98
-"""A new layout takes wider formats if its tokens/s with them are at least this share of those with the thinnest."""
-KEPT = 0.95
-"""A live layout keeps its wider formats as long as its tokens/s are at least this share of those with the thinnest."""
-
 
 def foresee(
-    snapshot: Snapshot, stages: Sequence[Stage], workload: Workload | None = None, *, synchronous: bool = False
+    snapshot: Snapshot, stages: Sequence[Stage], wire: WireBytes | None = None, *, synchronous: bool = False
 ) -> Foreseen | None:
     """How fast the stages should be by the throughput objective; None: it cannot say.
 
     Args:
         snapshot: with workload and network. Peers that are not in it are left out of the stages.
-        workload: with the formats in which tensors travel; None: the snapshot's.
+        wire: what tensors take as they travel; None: all what the snapshot's workload says.
         synchronous: without anything that runs ahead (s_max = 0).
     """
-    workload = workload or snapshot.workload
+    workload = snapshot.workload
     assert workload is not None
     placement = placement_of(stages, snapshot.peers)
     if not all(placement.stages):
         return None
     if synchronous:
         workload = replace(workload, s_max=0, control=None)
-    objective = ThroughputObjective(topology_of(snapshot), workload)
+    objective = ThroughputObjective(topology_of(snapshot), workload, wire)
     cost, bound = objective.cost(placement), objective.bottleneck(placement)
     if bound is None or not math.isfinite(cost.seconds):
         return None
@@ -43,25 +39,17 @@ def foresee(
 
 
 def choose_formats(
-    snapshot: Snapshot,
-    stages: Sequence[Stage],
-    workloads: Mapping[Formats, Workload],
-    *,
-    kept: Formats | None = None,
+    snapshot: Snapshot, stages: Sequence[Stage], takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
-    """The first of the formats with which the step hardly waits: what costs no time is not made thinner, as that costs
-    learning. Where nobody can say, it is the last, with which layouts are searched.
+    """How the stages' tensors are to travel (`cost/format_choice.py`). Where nobody can say, all in the thinnest way.
 
     Args:
-        workloads: by format, what costs least learning first, the thinnest last.
+        snapshot: as `foresee`.
+        takes: the formats among which to choose.
         kept: the formats that the stages have now.
     """
-    foreseen = [foresee(snapshot, stages, workload) for workload in workloads.values()]
-    rates = [each.tokens_per_s if each is not None else 0.0 for each in foreseen]
-    if not all(rates):
-        return [*workloads][-1]
-    return next(
-        formats
-        for formats, rate in zip(workloads, rates, strict=True)
-        if rate >= (KEPT if formats == kept else SPARED) * rates[-1]
-    )
+    assert snapshot.workload is not None
+    placement = placement_of(stages, snapshot.peers)
+    if not all(placement.stages):
+        return takes.thinnest(len(stages))
+    return formats_of(topology_of(snapshot), snapshot.workload, placement, takes, kept=kept)

@@ -18,7 +18,8 @@ of a stage can take
              p_d (`path_rates.reduction_parts`, `peer/group/reduce.py`); at both ends of a tied model, its matrix's
              gradient from the other end and to it, too (`peer/group/tied.py`)                              [bytes]
     b away_d activation out, gradient back: each crosses the card in each direction once an edge of the stage; away is
-             the number of edges (2, at the ends 1) less what stays behind the card                     [bytes]
+             the number of edges (2, at the ends 1) less what stays behind the card. Where a plan has several formats
+             b is each edge's own, and S each stage's (`WireBytes`)                                     [bytes]
 
 T_stage is where the n_d add to M; T_pair = M / flow, the flow between two neighbouring stages if each member sends and
 takes what it can (`flow.fill`); a path between two members needs S (p_d + p_e) / rate; a card needs R_d / card_d.
@@ -74,7 +75,7 @@ from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.pacing import STEP_FLOP_PER_PARAMETER, Flow, Pace, Stage, pace_of
 from shoal.coordinator.cost.path_rates import both_ways, exchange_s, reduction_parts, same_card
 from shoal.coordinator.cost.placement import Cost, Placement
-from shoal.coordinator.cost.workload import Workload
+from shoal.coordinator.cost.workload import WireBytes, Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 
 WINDOW_GAIN = 1.5
@@ -100,13 +101,17 @@ class ThroughputObjective:
     T_flow), chain_s, round_trip_s (of one microbatch, nothing waiting), commit_s (the largest stage's), stale (s, 0 to
     s_max), foreseen_s (with the control), tokens_per_s (then), slowest_stage (index),
     memory (largest needed / present).
+
+    Args: wire: what each cut and each reduction takes, for placements of so many stages; None: all what the workload
+    says.
     """
 
     name = "throughput"
 
-    def __init__(self, topology: Topology, workload: Workload) -> None:
+    def __init__(self, topology: Topology, workload: Workload, wire: WireBytes | None = None) -> None:
         self.topology = topology
         self.workload = workload
+        self._wire = wire
 
     def shares(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
         """Each member's part of its stage's microbatches, positive; empty for an empty stage."""
@@ -199,9 +204,7 @@ class ThroughputObjective:
         as many arrive. Copies of the state for newcomers and snapshots are not in it. Every stage needs a member."""
         w = self.workload
         return tuple(
-            tuple(
-                float(sent) for sent in np.asarray(shares) * w.microbatches * w.cut_bytes * stage.away + stage.reduced
-            )
+            tuple(float(sent) for sent in np.asarray(shares) * w.microbatches * stage.away_bytes + stage.reduced)
             for shares, stage in zip(self.shares(placement), self._stages(placement), strict=True)
         )
 
@@ -222,21 +225,22 @@ class ThroughputObjective:
 
     def _stages(self, placement: Placement) -> list[Stage]:
         members = [np.asarray(stage, dtype=np.int64) for stage in placement.stages]
-        return [self._stage(placement, members, k) for k in range(len(members))]
+        wire = self._wire or WireBytes.same(self.workload, len(members))
+        return [self._stage(placement, members, k, wire) for k in range(len(members))]
 
-    def _stage(self, placement: Placement, groups: Sequence[Ints], k: int) -> Stage:
+    def _stage(self, placement: Placement, groups: Sequence[Ints], k: int, wire: WireBytes) -> Stage:
         t, w, members = self.topology, self.workload, groups[k]
         first, last = placement.bounds[k], placement.bounds[k + 1]
         parameters = sum(w.layer_parameters[first:last])
-        path_rate, away = np.full(len(members), np.inf), np.zeros(len(members))
-        for neighbour in (k - 1, k + 1):
+        path_rate, away_bytes = np.full(len(members), np.inf), np.zeros(len(members))
+        for neighbour, cut in ((k - 1, k - 1), (k + 1, k)):
             if 0 <= neighbour < len(groups):
-                others = groups[neighbour]
-                rate = both_ways(t, members, others, w.cut_bytes) / w.cut_bytes
+                others, cut_bytes = groups[neighbour], wire.cuts[cut]
+                rate = both_ways(t, members, others, cut_bytes) / cut_bytes
                 path_rate = np.minimum(path_rate, rate.sum(axis=1))
                 speed = t.flop_per_s[others]
-                away += 1.0 - same_card(t, members, others) @ speed / speed.sum()
-        gradient_bytes = w.gradient_bytes_per_parameter * parameters
+                away_bytes += cut_bytes * (1.0 - same_card(t, members, others) @ speed / speed.sum())
+        gradient_bytes = wire.sums[k] * parameters
         parts = reduction_parts(t, members, w.cut_bytes)
         between = gradient_bytes * (parts[:, None] + parts[None, :])
         others_mask = ~np.eye(len(members), dtype=np.bool_)
@@ -248,7 +252,8 @@ class ThroughputObjective:
             latency_s = float(t.latency_s[np.ix_(members, members)][others_mask].max())
         reduced = np.where(same_card(t, members, members), 0.0, between).sum(axis=1)
         is_end = len(groups) > 1 and k in (0, len(groups) - 1)
-        tied_bytes = w.gradient_bytes_per_parameter * w.reduced.tied_parameters if is_end else 0.0
+        # Each end gives it as its own reduction has it: the larger of the two is in the slower direction.
+        tied_bytes = max(wire.sums[0], wire.sums[-1]) * w.reduced.tied_parameters if is_end else 0.0
         if tied_bytes:
             end = groups[len(groups) - 1 - k]
             reduced = reduced + tied_bytes * max(1.0, len(end) / len(members))
@@ -260,7 +265,7 @@ class ThroughputObjective:
             parameters=parameters,
             job_s=w.job_flop(first, last) / t.flop_per_s[members],
             path_rate=path_rate,
-            away=away,
+            away_bytes=away_bytes,
             reduced=reduced,
             reduce_path_s=reduce_path_s,
             latency_s=latency_s,
@@ -273,7 +278,7 @@ class ThroughputObjective:
         load = np.zeros(t.num_devices)
         for stage in stages:
             speed = t.flop_per_s[stage.members]
-            load[stage.members] = w.microbatches * speed / speed.sum() * w.cut_bytes * stage.away + stage.reduced
+            load[stage.members] = w.microbatches * speed / speed.sum() * stage.away_bytes + stage.reduced
         of_card = np.bincount(t.card, weights=load, minlength=t.num_devices)[t.card]
         rate = np.minimum(t.up_bytes_per_s, t.down_bytes_per_s)
         part = np.where(load > 0.0, load / np.where(of_card > 0.0, of_card, 1.0), 1.0)
@@ -281,7 +286,7 @@ class ThroughputObjective:
 
     def _saturate(self, stage: Stage, card: Floats) -> tuple[float, Floats]:
         """(T_stage, what each member takes of M). Exact: Newton from the left on a concave, piecewise linear sum."""
-        M, per_card = float(self.workload.microbatches), self.workload.cut_bytes * stage.away
+        M, per_card = float(self.workload.microbatches), stage.away_bytes
         rate = np.minimum(1.0 / stage.job_s, stage.path_rate)
         limited = (per_card > 0.0) & np.isfinite(card)
         slope = np.where(limited, card / np.where(limited, per_card, 1.0), 0.0)
@@ -306,7 +311,7 @@ class ThroughputObjective:
 
     def _free_rate(self, stage: Stage, card: Floats) -> float:
         """Microbatches/s of the stage while it does not reduce."""
-        per_card = self.workload.cut_bytes * stage.away
+        per_card = stage.away_bytes
         by_card = np.where(per_card > 0.0, card / np.where(per_card > 0.0, per_card, 1.0), np.inf)
         return float(np.minimum(np.minimum(1.0 / stage.job_s, stage.path_rate), by_card).sum())
 
@@ -315,9 +320,10 @@ class ThroughputObjective:
     def _pairs(self, stages: Sequence[Stage], rates: Sequence[Floats]) -> tuple[list[float], list[float]]:
         """What lies between each two neighbouring stages: (microbatches/s that get through, their mean seconds of a
         round trip)."""
-        b = self.workload.cut_bytes
+        wire = self._wire or WireBytes.same(self.workload, len(stages))
         flows, hops_s = [], []
         for k, (here, there) in enumerate(pairwise(stages)):
+            b = wire.cuts[k]
             rate = both_ways(self.topology, here.members, there.members, b) / b
             flow = fill(rates[k], rates[k + 1], rate)
             hop_s = exchange_s(self.topology, here.members, there.members, b)

@@ -1,5 +1,6 @@
 """What one training step asks of the devices and the network, whatever the layout."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.coordinator.cost.layer_costs import layer_costs
@@ -150,15 +151,12 @@ class Workload:
         return self.memory.resident_bytes_per_parameter * parameters + besides
 
     @classmethod
-    def of(cls, spec: RunSpec, formats: Formats | None = None) -> "Workload":
-        """The workload of a run whose tensors travel so. None: in the thinnest way that it allows: a plan takes a wider
-        one only where that costs its step next to nothing."""
-        activations, sums = formats or spec.wire.formats[-1]
-        training, model = spec.training, spec.model
+    def of(cls, spec: RunSpec) -> "Workload":
+        """The workload of a run whose tensors travel in the thinnest way that it allows: a plan takes a wider one only
+        where that costs its step next to nothing (`WireBytes`)."""
+        training, model, takes = spec.training, spec.model, FormatBytes.of(spec)
         tokens = training.microbatch_size * model.context
         recompute = training.recomputes
-        both_ways = (activations, spec.wire.backward_of(activations))
-        labels = spec.labels_bytes if model.subspace else 0
         backward = _backward_per_forward(adapts=spec.adapter is not None)
         costs = list(layer_costs(model))
         if spec.recomputes_by_layer:
@@ -169,10 +167,10 @@ class Workload:
             layer_flop=tuple(flop * tokens for flop in costs),
             backward_per_forward=backward + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(spec),
-            gradient_bytes_per_parameter=_bytes_per_number(sums),
+            gradient_bytes_per_parameter=takes.sums[spec.wire.sums[-1]],
             reduced=_reduced(spec),
             memory=StageMemory.counted(spec, experts_held=experts_held(spec)),
-            cut_bytes=(sum(tensor_bytes(form, tokens * model.written_width) for form in both_ways) + labels) / 2.0,
+            cut_bytes=takes.cuts[spec.wire.forward[-1]],
             microbatches=training.microbatches_per_step,
             tokens_per_microbatch=tokens,
             s_max=training.s_max,
@@ -181,15 +179,64 @@ class Workload:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class WireBytes:
+    """What tensors take on the wire under a plan of K stages."""
+
+    cuts: tuple[float, ...]
+    """[K - 1], as `Workload.cut_bytes`, behind each stage but the last."""
+    sums: tuple[float, ...]
+    """[K], as `Workload.gradient_bytes_per_parameter`, in each stage's reduction."""
+
+    @classmethod
+    def same(cls, workload: Workload, num_stages: int) -> "WireBytes":
+        """All as the workload says."""
+        return cls((workload.cut_bytes,) * (num_stages - 1), (workload.gradient_bytes_per_parameter,) * num_stages)
+
+
+@dataclass(frozen=True, slots=True)
+class FormatBytes:
+    """What tensors take on the wire in each of the formats among which a run's plans choose, the widest first."""
+
+    cuts: Mapping[WireFormat, float]
+    """By the format of activations, as `Workload.cut_bytes`."""
+    sums: Mapping[WireFormat, float]
+    """By the format of sums, as `Workload.gradient_bytes_per_parameter`."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> "FormatBytes":
+        numel = spec.training.microbatch_size * spec.model.context * spec.model.written_width
+        labels = spec.labels_bytes if spec.model.subspace else 0
+
+        def cut_bytes(form: WireFormat) -> float:
+            both_ways = tensor_bytes(form, numel) + tensor_bytes(spec.wire.backward_of(form), numel)
+            return (both_ways + labels) / 2.0
+
+        return cls(
+            {form: cut_bytes(form) for form in spec.wire.forward},
+            {form: tensor_bytes(form, _MANY) / _MANY for form in spec.wire.sums},
+        )
+
+    @property
+    def are_choices(self) -> bool:
+        """Whether plans have anything to choose."""
+        return len(self.cuts) > 1 or len(self.sums) > 1
+
+    def thinnest(self, num_stages: int) -> Formats:
+        return Formats.same([*self.cuts][-1], [*self.sums][-1], num_stages)
+
+    def under(self, formats: Formats) -> WireBytes:
+        """What they take under a plan that says so."""
+        return WireBytes(
+            tuple(self.cuts[form] for form in formats.activations), tuple(self.sums[form] for form in formats.sums)
+        )
+
+
 def _reduced(spec: RunSpec) -> ReducedGradients:
     return ReducedGradients(
         bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
         tied_parameters=float(sum(num_elements(spec.model, EMBED))) if spec.trains_tied else 0.0,
     )
-
-
-def _bytes_per_number(form: WireFormat) -> float:
-    return tensor_bytes(form, _MANY) / _MANY
 
 
 def _placed_experts(spec: RunSpec) -> PlacedExperts | None:

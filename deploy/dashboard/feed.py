@@ -12,7 +12,7 @@ import msgspec
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.limiting import limited_by
-from shoal.deploy.dashboard.picture import expert_views, flows, links
+from shoal.deploy.dashboard.picture import expert_views, links
 from shoal.deploy.dashboard.view import (
     DONE,
     FIRST_STEP,
@@ -92,12 +92,14 @@ class RunFacts:
             activations=spec.wire.forward[0],
         )
 
-    def activation_bytes(self, status: SwarmStatus | None) -> float:
-        """What a token takes between two stages as the live plan has activations travel."""
-        if status is None or status.formats is None:
-            return self.activation_bytes_per_token
-        widest, now = (tensor_bytes(form, _MANY) for form in (self.activations, status.formats.activations))
-        return self.activation_bytes_per_token * now / widest
+    def activation_bytes(self, status: SwarmStatus | None) -> tuple[float, ...]:
+        """[K - 1], what a token takes behind each stage but the last, as the live plan has activations travel."""
+        cuts = max(0, len(status.stages) - 1) if status is not None else 0
+        forms = status.formats.activations if status is not None and status.formats is not None else ()
+        if len(forms) != cuts:  # nothing is said, or another peer wrote what cannot be
+            return (self.activation_bytes_per_token,) * cuts
+        widest = tensor_bytes(self.activations, _MANY)
+        return tuple(self.activation_bytes_per_token * tensor_bytes(form, _MANY) / widest for form in forms)
 
     @classmethod
     def of_status(cls, status: SwarmStatus) -> "RunFacts":
@@ -295,7 +297,7 @@ class Feed:
         }
         steps = status.steps if status else self._facts.steps
         step, loss, staleness_steps = self._newest_step()
-        bytes_per_s = (tokens_per_s or 0.0) * self._facts.activation_bytes(status)
+        bytes_per_s = tuple((tokens_per_s or 0.0) * each for each in self._facts.activation_bytes(status))
         mine = contributions.get(self.me) if self.me else None
         return View(
             title=self._title,
@@ -314,6 +316,7 @@ class Feed:
             validation_step=self._validation[0] if self._validation else None,
             tokens_per_s=tokens_per_s,
             foreseen=clean(comparison.sentence, TEXT_CHARS_MAX) if comparison else "",
+            formats=clean(status.formats.sentence, TEXT_CHARS_MAX) if status and status.formats else "",
             foreseen_tokens_per_s=comparison.foreseen_tokens_per_s if comparison else None,
             seen_tokens_per_s=(comparison.seen_tokens_per_s or None) if comparison else None,
             staleness_steps_mean=staleness_steps,
@@ -333,7 +336,7 @@ class Feed:
                 if now_s - gone.at_s < NEW_S
             ),
             links=links(peers, contributions, bytes_per_s),
-            flows=flows(status.stages if status else (), bytes_per_s),
+            flows=tuple(round(2 * rate) for rate in bytes_per_s),
             experts=expert_views(status) if status else (),
             mine=self._mine(mine) if mine else None,
             others=tuple(self._mine(told) for peer, told in sorted(contributions.items()) if peer != self.me),

@@ -17,9 +17,10 @@ LINKS_MAX = 400
 
 
 def links(
-    peers: Sequence[PeerStatus], contributions: Mapping[PeerID, Contribution], bytes_per_s: float
+    peers: Sequence[PeerStatus], contributions: Mapping[PeerID, Contribution], bytes_per_s: Sequence[float]
 ) -> tuple[LinkView, ...]:
-    """The traffic between two peers, both ways added. Args: bytes_per_s: one way between two stages, at this pace."""
+    """The traffic between two peers, both ways added. Args: bytes_per_s: [K - 1], one way behind each stage but
+    the last, at this pace."""
     listed = {peer.peer for peer in peers}
     found: dict[tuple[PeerID, PeerID], LinkView] = {}
     for source, told in contributions.items():
@@ -36,17 +37,14 @@ def links(
     if sum(len(group) * len(by_stage.get(stage + 1, ())) for stage, group in by_stage.items()) > LINKS_MAX:
         return ()
     for stage, group in by_stage.items():
+        if not 0 <= stage < len(bytes_per_s):
+            continue
         for a in group:
             for b in by_stage.get(stage + 1, ()):
                 pair = min(a.peer, b.peer), max(a.peer, b.peer)
                 if pair not in found and not (a.peer in contributions or b.peer in contributions):
-                    found[pair] = LinkView(*pair, round(2 * bytes_per_s * a.share * b.share), False)
+                    found[pair] = LinkView(*pair, round(2 * bytes_per_s[stage] * a.share * b.share), False)
     return tuple(found[pair] for pair in sorted(found))
-
-
-def flows(stages: Sequence[tuple[int, int]], bytes_per_s: float) -> tuple[float, ...]:
-    """The traffic between each stage and the next, both ways added."""
-    return tuple(round(2 * bytes_per_s) for _ in stages[1:])
 
 
 def expert_views(status: SwarmStatus) -> tuple[ExpertView, ...]:

@@ -205,6 +205,8 @@ class View(_Shown, frozen=True):
     """The rate of the run over the last minute, standstills included; None: the coordinator has long not answered."""
     foreseen: str
     """How fast the live layout should be, how fast it is, and what bounds it, in a sentence; empty: nobody knows."""
+    formats: str
+    """How tensors travel under the live plan, in words; empty: nobody knows, or the run leaves its plans no choice."""
     foreseen_tokens_per_s: float | None
     seen_tokens_per_s: float | None
     """The layout's usual rate of late, standstills left out; None: it has made too few steps."""

@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.coordinator.cost.dtfm import DtfmObjective
+from shoal.coordinator.cost.format_choice import formats_of
 from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.coordinator.cost.workload import Workload, experts_held
+from shoal.coordinator.cost.workload import FormatBytes, Workload, experts_held
 from shoal.deploy.planning.figures import Figures, Goal, Wishes, figures_of, goal_of, lines_of, said_gigabytes
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
 from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
@@ -87,6 +88,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """What it comes to for those who take part; null in a comparison."""
     left_out: tuple[LeftOut, ...] = ()
     """Why each kind of device has no place; empty in a comparison."""
+    formats: str = ""
+    """How tensors travel, and how fast it is then; empty in a comparison, and where the run leaves plans no choice."""
 
 
 def propose(name: LayoutName, request: Request, objective: Objective) -> Proposal:
@@ -274,10 +277,24 @@ def _show_one(
         console.print()
     figures = _figures(proposal.placement, request, scenario, asked)
     console.print(figures_view(figures))
+    formats = _said_of_formats(proposal.placement, request, spec)
+    if formats:
+        console.print(f"{formats}\n", markup=False)
     groups = _show_left_out(console, request, proposal.placement)
     console.print(cost_view(proposal))
     report = report_of(proposal, objective=aim, seed=request.seed, num_devices=request.topology.num_devices)
-    return msgspec.structs.replace(report, stages=stages, figures=figures, left_out=tuple(groups))
+    return msgspec.structs.replace(report, stages=stages, figures=figures, left_out=tuple(groups), formats=formats)
+
+
+def _said_of_formats(placement: Placement, request: Request, spec: RunSpec) -> str:
+    """Where the run leaves it to its plans how tensors travel, what a plan with this layout says; all other figures
+    are of the thinnest formats, with which layouts are searched."""
+    takes = FormatBytes.of(spec)
+    if not takes.are_choices:
+        return ""
+    formats = formats_of(request.topology, request.workload, placement, takes)
+    cost = ThroughputObjective(request.topology, request.workload, takes.under(formats)).cost(placement)
+    return f"{formats.sentence}: {cost.parts['tokens_per_s']:,.0f} tokens/s" if math.isfinite(cost.seconds) else ""
 
 
 def _show_left_out(console: Console, request: Request, placement: Placement) -> list[LeftOut]:

@@ -41,8 +41,8 @@ class ModelledRuntime(ModelledShard):
         self._wire, self._has_input = ActivationWire(spec), first_layer > 0
         self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
 
-    def travel_as(self, activations: WireFormat) -> None:
-        self._wire.travel_as(activations)
+    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
+        self._wire.travel_as(leaving, coming)
         self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload:
@@ -83,8 +83,8 @@ class ModelledTrunk(ModelledShard):
         self._wire, self._has_input = ActivationWire(spec), first_layer > 0
         self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
 
-    def travel_as(self, activations: WireFormat) -> None:
-        self._wire.travel_as(activations)
+    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
+        self._wire.travel_as(leaving, coming)
         self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Calling[Payload]:

@@ -52,8 +52,8 @@ def _loss(loss: float | None) -> str:
 
 
 def current_pace(view: View) -> tuple[str, ...]:
-    """How fast the run should be and is, in a sentence. A run that is done has no pace."""
-    return (view.foreseen,) if view.foreseen and view.step < view.steps else ()
+    """How fast the run should be and is, and how its tensors travel, a sentence each; of a run that is done nothing."""
+    return tuple(said for said in (view.foreseen, view.formats) if said and view.step < view.steps)
 
 
 def current_risks(view: View) -> tuple[str, ...]:

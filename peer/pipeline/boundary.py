@@ -37,9 +37,9 @@ class Boundary:
         self._device = device
         self._wire = ActivationWire(spec)
 
-    def travel_as(self, activations: WireFormat) -> None:
+    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
         """As `ActivationWire.travel_as`."""
-        self._wire.travel_as(activations)
+        self._wire.travel_as(leaving, coming)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
         """Returns: (the activation [B, T, D], or the tokens [B, T] where `payload` is None: stage 0 reads the data;

@@ -91,9 +91,9 @@ class StageRuntime(Shard):
         self._by_layer = spec.recomputes_by_layer
         self.flop = stage_flop(spec, self.keys)
 
-    def travel_as(self, activations: WireFormat) -> None:
+    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
         """As `ActivationWire.travel_as`."""
-        self._boundary.travel_as(activations)
+        self._boundary.travel_as(leaving, coming)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
         """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage.

@@ -115,9 +115,9 @@ class StageTrunk(Shard):
         flop = sum(trunk_flop(spec.model, key, tokens) for key in layers)
         self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
 
-    def travel_as(self, activations: WireFormat) -> None:
+    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
         """As `ActivationWire.travel_as`."""
-        self._boundary.travel_as(activations)
+        self._boundary.travel_as(leaving, coming)
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True

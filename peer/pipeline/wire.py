@@ -59,14 +59,15 @@ class ActivationWire:
         """By the bytes of a payload without its targets, as the next one."""
         gradients = map(spec.wire.backward_of, spec.wire.forward)
         self._gradients = {tensor_bytes(form, self._numel): form for form in gradients}
-        self.travel_as(spec.wire.forward[0])
+        self.travel_as(spec.wire.forward[0], spec.wire.forward[0])
         self._leaves_out, self._masks = spec.data.leaves_out_targets, spec.data.masks_documents
         self.targets_bytes = spec.labels_bytes
         """Of all labels of an activation: in a subspace model the tokens that are sent, too."""
 
-    def travel_as(self, activations: WireFormat) -> None:
-        """From now on activations leave in this format, one of the run's, and gradients in what goes with it."""
-        self._forward, self._backward = activations, self._backward_of(activations)
+    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
+        """From now on activations leave for the next stage in the format `leaving`, and gradients for the stage before
+        in what goes with `coming`, in which that stage's activations come: each is one of `WireSpec.forward`."""
+        self._forward, self._backward = leaving, self._backward_of(coming)
 
     @property
     def activation_bytes(self) -> int:

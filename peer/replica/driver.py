@@ -97,7 +97,7 @@ class Replica(Tenure):
         self._forward_times = ForwardTimes()
         self.hold = Hold(self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts)
         self._wire = ActivationWire(surroundings.spec)
-        self._formats = surroundings.spec.wire.formats
+        self._widest = surroundings.spec.wire.forward[0]
         self._travel(plan)
         self._activation_queues, self._gradient_queues = LinkQueues(), LinkQueues()
         self._mean_gradient_N: Tensor | None = None
@@ -424,7 +424,8 @@ class Replica(Tenure):
         super().follow(plan)
 
     def _travel(self, plan: Plan) -> None:
-        self.runtime.travel_as((plan.formats or self._formats[0]).activations)
+        cuts = dict(enumerate(plan.formats.activations)) if plan.formats else {}
+        self.runtime.travel_as(cuts.get(self.stage, self._widest), cuts.get(self.stage - 1, self._widest))
 
     def depart(self, plan: Plan) -> None:
         """A plan without us in this place, while we drain: whoever leads now must be able to close our last rounds, and

@@ -441,7 +441,7 @@ SupplyEvent = (
 @dataclass(frozen=True, slots=True)
 class GroupPlanned:
     """Plan `sequence` gives the group these members, in rank order. `former`: who else had a place in it by the plans
-    of late, and may still drain. `ends_at`: as in `Plan`; `sums`: as in `Plan.formats`. `begins_at`: the version with
+    of late, and may still drain. `ends_at`: as in `Plan`; `sums`: as `Plan.sums_of`. `begins_at`: the version with
     which the era begins.
     """
 

@@ -184,7 +184,7 @@ class MemberCore(ABC):
             event.former,
             plan.ends_at,
             plan.restore_version,
-            plan.formats.sums if plan.formats else None,
+            plan.sums_of(self._group.stage),
         )
         return [*self._commit(planned, now_s), *self._open_if_fit(now_s), *self._changed(now_s)]
 

@@ -184,7 +184,7 @@ class Hollow:
         layer = LayerState(param_N=nothing, moment1_N=nothing, moment2_N=nothing)
         return StageState(version=0, layers=dict.fromkeys(self.keys, layer))
 
-    def travel_as(self, activations: WireFormat) -> None:
+    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
         pass
 
     def load(self, state: StageState) -> None:

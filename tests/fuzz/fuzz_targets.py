@@ -44,6 +44,7 @@ from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, encode_spec, run_id
 from shoal.protocol.toml.spec_file import load_spec
 from shoal.protocol.topology import NetworkFile
+from shoal.protocol.wire_format import AUTO_ACTIVATIONS, AUTO_SUMS
 
 LAYERS = 4
 EXPERTS = 4
@@ -292,7 +293,8 @@ def plans(data: bytes) -> None:
     choices = Choices(data)
     raw = make_plan(choices, known(), layers=LAYERS, peers=[somebody.peer_id for somebody in SOMEBODY])
     signer = choices.pick(SOMEBODY)
-    shape = PlanShape(num_layers=LAYERS, num_experts=choices.pick((0, EXPERTS)))
+    experts = choices.pick((0, EXPERTS))
+    shape = PlanShape(num_layers=LAYERS, num_experts=experts, activations=AUTO_ACTIVATIONS, sums=AUTO_SUMS)
     try:
         head = msgspec.msgpack.decode(raw, type=dict[str, Any])
         term, sequence = int(head.get("term", 0)), int(head.get("sequence", 0))
@@ -314,6 +316,10 @@ def plans(data: bytes) -> None:
         plan.groups_of(peer)
         plan.stage_of(peer)
         plan.since_of(peer)
+    for group in range(len(plan.stages) + len(plan.experts) + 1):
+        plan.sums_of(group)
+    if plan.formats is not None:
+        assert plan.formats.sentence
     msgspec.msgpack.encode(plan)
 
 
@@ -342,6 +348,8 @@ def make_plan(choices: Choices, seen: Known, *, layers: int, peers: Sequence[Pee
             fields |= {"rollbacks": 0, "ends_at": 1 + choices.below(100), "following": [whole]}
         if not choices.chance(4):
             fields["experts"] = []
+        if fields.get("formats"):
+            fields["formats"] = [["bf16"] * (count - 1), ["int8"] * count]
     try:
         return msgspec.msgpack.encode(fields)
     except (OverflowError, TypeError):

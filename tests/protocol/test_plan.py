@@ -24,7 +24,7 @@ from shoal.protocol.wire_format import Formats
 
 OWNER, COORDINATOR, OTHER = (Identity(bytes([number] * 32)) for number in range(3))
 RUN = "run"
-SHAPE = PlanShape(num_layers=2, formats=(Formats("bf16", "int8"), Formats("bf16", "hadamard4")))
+SHAPE = PlanShape(num_layers=2, activations=("bf16", "int8"), sums=("int8", "hadamard4"))
 PLACED = PlanShape(num_layers=2, num_experts=2)
 
 MEMBER, OTHER_MEMBER = (Member(peer=peer.peer_id, share=1.0, bandwidth=1.0) for peer in (COORDINATOR, OTHER))
@@ -56,7 +56,12 @@ def opened(plan: Plan, signer: Identity = COORDINATOR) -> Plan:
 def test_a_plan_comes_back_as_it_was_signed() -> None:
     foreseen = Foreseen(12_400.0, "reduction", 0)
     plan = plan_by(
-        COORDINATOR, era=2, restore_era=1, restore_version=50, foreseen=foreseen, formats=Formats("bf16", "hadamard4")
+        COORDINATOR,
+        era=2,
+        restore_era=1,
+        restore_version=50,
+        foreseen=foreseen,
+        formats=Formats.same("bf16", "hadamard4", 1),
     )
     assert opened(plan) == plan
 
@@ -148,9 +153,13 @@ def test_a_plan_may_say_what_follows_and_when_it_ends(ends_at: int) -> None:
         ({"experts": (ExpertGroup(0, 0, (MEMBER,)),)}, "1 groups of experts for 1 stages"),
         ({"spares": ("",)}, "no peer's"),
         ({"foreseen": Foreseen(1e3, "commit", 1)}, "foresees that stage 1 bounds it"),
+        ({"formats": Formats((), ("bf16",))}, "reductions travel in bf16, the run's in int8 or hadamard4"),
+        ({"formats": Formats((), ())}, "0 cuts and 0 reductions have formats, of 1 stages"),
+        ({"formats": Formats(("bf16",), ("int8",))}, "1 cuts and 1 reductions have formats, of 1 stages"),
+        ({"formats": Formats((), ("int8", "int8"))}, "0 cuts and 2 reductions have formats, of 1 stages"),
         (
-            {"formats": Formats("bf16", "bf16")},
-            "tensors travel in bf16 and bf16, the run's in bf16 and int8 or in bf16 and hadamard4",
+            {"stages": HALVES, "spares": (), "formats": Formats(("hadamard4",), ("int8", "hadamard4"))},
+            "activations travel in hadamard4, the run's in bf16 or int8",
         ),
         ({"foreseen": Foreseen(0.0, "commit", 0)}, "foresees 0.0 tokens/s"),
         ({"foreseen": Foreseen(float("nan"), "commit", 0)}, "foresees nan tokens/s"),

@@ -262,7 +262,7 @@ export class Picture {
     }
     const shown = view.peers.filter((peer) => isAtWork(peer)).length;
     mark(this.drawing, "aria-label", `${view.peers.length} peers on ${view.stages.length} stages, ${shown} training`);
-    say(byId("flow"), view.flows.length && view.tokens_per_s ? `≈ ${compact(view.flows[0], "B/s")} between stages` : "");
+    say(byId("flow"), view.flows.length && view.tokens_per_s ? `≈ ${compact(Math.max(...view.flows), "B/s")} between stages` : "");
     if (this.pointed) this.showTip(this.pointed);
   }
 

@@ -241,7 +241,7 @@ def test_where_plans_choose_a_payload_says_by_its_size_what_it_is_in(wire: Calla
     """Sender and receiver may have heard of different plans."""
     thin, receiver = wire("auto"), wire("auto")
     wide_payload = thin.encode_activation(random_BTD(), labels())
-    thin.travel_as("int8")
+    thin.travel_as("int8", "int8")
     thin_payload = thin.encode_activation(random_BTD(), labels())
     assert len(wide_payload) > 1.5 * len(thin_payload)
     for payload, like in ((wide_payload, wire("bf16")), (thin_payload, wire("int8"))):
@@ -256,3 +256,15 @@ def test_where_plans_choose_a_payload_says_by_its_size_what_it_is_in(wire: Calla
     assert torch.equal(receiver.decode_gradient(gradient, CPU), wire("int8").decode_gradient(gradient, CPU))
     with pytest.raises(RemoteError, match="this run's have 4352 or 2368"):
         receiver.check_activation(bytes(4000), PEER)
+
+
+def test_each_side_of_a_stage_has_its_own_format(wire: Callable[[str], ActivationWire]) -> None:
+    """A gradient goes back as the activations came, whatever those for the next stage leave in."""
+    made, whole, thin = wire("auto"), wire("bf16"), wire("int8")
+    for leaving, coming in ((whole, thin), (thin, whole)):
+        made.travel_as("bf16" if leaving is whole else "int8", "int8" if coming is thin else "bf16")
+        x_BTD = random_BTD()
+        assert bytes(made.encode_activation(x_BTD, labels())) == bytes(leaving.encode_activation(x_BTD, labels()))
+        gradient = made.encode_gradient(x_BTD, MICROBATCH, 1)
+        assert bytes(gradient) == bytes(coming.encode_gradient(x_BTD, MICROBATCH, 1))
+        assert len(gradient) == made.gradient_bytes == coming.gradient_bytes
