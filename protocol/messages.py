@@ -148,8 +148,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     synced: bool
     """The sender holds its stage's state and takes traffic."""
     light: tuple[int, int] | None = None
-    """Of a sender that computes with its stage's weights while the state comes: (layers whose state is here, layers of
-    the stage, embeddings and head counted). None: the sender is not light."""
+    """The sender computes with its stage's weights while the state comes: (layers whose state it has, layers of the
+    stage, embeddings and head counted). None: the sender is not light."""
     draining: bool
     commits: tuple[CommitReport, ...] = ()
     validations: tuple[ValidationReport, ...] = ()
@@ -438,7 +438,7 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     shortages: int = 0
     """How often the peer had no memory for what a plan had given it."""
     light: tuple[int, int] | None = None
-    """Of a peer that trains with weights while its state comes: (layers whose state it has, layers of its stage)."""
+    """The peer trains with weights while its state comes: (layers whose state it has, layers of its stage)."""
 
 
 class ExpertStatus(_Part, frozen=True, omit_defaults=True):
