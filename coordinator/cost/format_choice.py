@@ -18,13 +18,17 @@ SPARED = 0.98
 KEPT = 0.95
 """A wider format that a live layout has already is kept as long as the tokens/s are at least this share of them."""
 
+TRIES_MAX = 64
+"""So often a placement is priced at most, which takes a core about a second for 256 devices in 32 stages."""
+
 
 def formats_of(
     topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
     """The widest formats with which the placement's step hardly waits longer than with the thinnest.
 
-    With the same figures, formats that were chosen are chosen again. Where the objective cannot say how fast the
+    With the same figures, formats that were chosen are chosen again, unless the stages are so many that `TRIES_MAX`
+    ended the choice: what has not been tried is thin. Where the objective cannot say how fast the
     placement is, all are the thinnest.
 
     Args:
@@ -46,6 +50,7 @@ class _Choice:
         thinnest = self._formats(frozenset())
         has = kept if kept is not None and _is_of(kept, self._stages) else thinnest
         forms = zip((*has.sums, *has.activations), (*thinnest.sums, *thinnest.activations), strict=True)
+        self._tries = 0
         self._kept = {thing for thing, (now, thin) in enumerate(forms) if now != thin}
         self._most = self._tokens_per_s(frozenset())
 
@@ -57,7 +62,7 @@ class _Choice:
     def _with(self, wide: frozenset[int], things: range) -> frozenset[int]:
         """`wide` and those of `things` that are judged good one after another. All are tried at once, then halves: what
         many leave fast enough, fewer do."""
-        if not things:
+        if not things or self._tries >= TRIES_MAX:
             return wide
         least = KEPT if self._kept.issuperset(things) else SPARED
         if self._tokens_per_s(wide.union(things)) >= least * self._most:
@@ -69,6 +74,7 @@ class _Choice:
 
     def _tokens_per_s(self, wide: frozenset[int]) -> float:
         """0: the placement is impossible."""
+        self._tries += 1
         objective = ThroughputObjective(self._topology, self._workload, self._takes.under(self._formats(wide)))
         cost = objective.cost(self._placement)
         return cost.parts["tokens_per_s"] if math.isfinite(cost.seconds) else 0.0

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
 from shoal.coordinator.allocate.prospect import choose_formats, foresee
+from shoal.coordinator.cost import format_choice
 from shoal.coordinator.cost.format_choice import KEPT, SPARED
 from shoal.coordinator.cost.workload import FormatBytes, WireBytes, Workload
 from shoal.coordinator.measured import MeasuredNetwork
@@ -162,6 +163,13 @@ def test_the_same_figures_give_the_same_formats_and_those_are_kept() -> None:
             formats = choose_formats(swarm(1e10, cards), stages, AUTO_TAKES)
             assert choose_formats(swarm(1e10, cards), stages, AUTO_TAKES) == formats
             assert choose_formats(swarm(1e10, cards), stages, AUTO_TAKES, kept=formats) == formats
+
+
+def test_a_choice_that_takes_too_long_leaves_the_rest_thin(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = swarm(1.25e10, {3: 2e7})
+    assert choose_formats(seen, LONE, AUTO_TAKES).activations == ("bf16", "bf16", "int8")
+    monkeypatch.setattr(format_choice, "TRIES_MAX", 2)  # all the thinnest, and all the widest
+    assert choose_formats(seen, LONE, AUTO_TAKES) == AUTO_TAKES.thinnest(4)
 
 
 def test_formats_that_are_all_the_thinnest_are_those_of_the_workload() -> None:

@@ -11,6 +11,7 @@ from shoal.deploy.record.lines import encode_line
 from shoal.deploy.record.reading import record_of
 from shoal.deploy.report import Joined, Left, LimitsNow, Note, Obeys, Phase, Ready, Recorded, Status, StepDone
 from shoal.protocol.messages import Comparison, PlanNote
+from shoal.protocol.wire_format import Formats
 
 
 def step_done(step, loss=2.0, era=0, **says):
@@ -280,6 +281,21 @@ def test_links_are_measured_where_an_end_has_measured_and_by_the_shares_elsewher
         ("c", "d"): (0.25 * both_ways, False),
     }
     assert view.flows == (both_ways, both_ways)
+
+
+def test_what_flows_over_each_cut_is_in_the_format_that_the_plan_gives_it(feed, make_status, make_peer):
+    peers = make_peer("a", 0), make_peer("b", 1), make_peer("c", 2)
+    stages = (0, 1), (1, 2), (2, 4)
+    bf16, int8 = 2 * 500.0 * 8, round(2 * 500.0 * 8 * 66 / 128)
+    formats = Formats(("int8", "bf16"), ("int8", "int8", "hadamard4"))
+    feed.take(Status(status=make_status(*peers, stages=stages, formats=formats)), 0.0)
+    view = feed.view(0.0)
+    assert view.flows == (int8, bf16)
+    assert [link.bytes_per_s for link in view.links] == [int8, bf16]
+    assert view.formats == formats.sentence
+    for wrong in (Formats(("int8",), ("int8",)), Formats((), ())):  # another peer wrote it
+        feed.take(Status(status=make_status(*peers, stages=stages, formats=wrong)), 0.0)
+        assert feed.view(0.0).flows == (bf16, bf16)
 
 
 def test_what_a_peer_says_is_printable_and_short(feed, make_status, make_peer, id_of):

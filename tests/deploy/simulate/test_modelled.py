@@ -98,6 +98,21 @@ def test_where_plans_choose_the_format_sums_are_in_four_bits_only_if_a_step_wait
     assert (bytes_per_number > (thin + wide) / 2) == is_wide
 
 
+def test_where_plans_choose_only_the_cut_on_a_slow_line_has_eight_bits() -> None:
+    """By the coordinator's own plans, too. The last of three lone stages has a line that whole activations would fill
+    for longer than a stage computes."""
+    spec = msgspec.structs.replace(spec_of(steps=16), wire=WireSpec(activations="auto"))
+    bytes_per_s = np.full((3, 3), 1.25e9)
+    bytes_per_s[2, :] = bytes_per_s[:, 2] = 2e7
+    topology = make_topology(np.full((3, 3), 1e-3), bytes_per_s, flop_per_s=RATE, memory_bytes=64e9)
+    result = run_modelled(made(3, 1, steps=16, seconds=60_000.0, spec=spec, topology=topology))
+    assert not result.failures
+    thin, whole = (size * 2048 * 2048 + 4 * 2048 for size in (66 / 64, 2))
+    first, second = (result.traffic_bytes[k, k + 1] / 16 / 24 for k in (0, 1))
+    assert thin < second < 1.1 * thin, "what measures the line is in it, too"
+    assert (thin + whole) / 2 < first < 1.02 * whole, "links that nobody has measured yet are taken for slow"
+
+
 def test_every_byte_of_a_step_is_on_the_wire() -> None:
     result = run_modelled(made(2, 2, steps=4))
     spec = spec_of()

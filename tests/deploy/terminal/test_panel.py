@@ -14,6 +14,7 @@ from shoal.deploy.terminal.tables import stage_table
 from shoal.deploy.words import duration
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, PeerStatus, SwarmStatus
+from shoal.protocol.wire_format import Formats
 from statuses import view_of
 
 A, B, C = (PeerID("12D3KooW" + letter * 44) for letter in "ABC")
@@ -180,6 +181,9 @@ def test_status_says_what_was_foreseen_and_what_is_seen_until_the_run_is_done() 
     known = msgspec.structs.replace(STATUS, comparison=Comparison(12_400.0, sentence, 11_900.0, 40))
     assert status_lines(view_of(known))[-1] == sentence
     assert sentence not in status_lines(view_of(msgspec.structs.replace(known, step=100)))
+    formats = Formats(("bf16", "int8"), ("int8", "int8", "int8"))
+    told = msgspec.structs.replace(known, formats=formats)
+    assert status_lines(view_of(told))[-1] == "activations travel in bf16 (int8 after stage 1), reductions in int8"
 
 
 STANDING = msgspec.structs.replace(
