@@ -19,7 +19,7 @@ KEPT = 0.95
 """A wider format that a live layout has already is kept as long as the tokens/s are at least this share of them."""
 
 TRIES_MAX = 64
-"""So often a placement is priced at most, which takes a core about a second for 256 devices in 32 stages."""
+"""A choice prices its placement so often at most, which takes a core a second for 256 devices in 32 stages."""
 
 
 def formats_of(

@@ -199,9 +199,9 @@ class FormatBytes:
     """What tensors take on the wire in each of the formats among which a run's plans choose, the widest first."""
 
     cuts: Mapping[WireFormat, float]
-    """By the format of activations, as `Workload.cut_bytes`."""
+    """`Workload.cut_bytes` for each format of activations."""
     sums: Mapping[WireFormat, float]
-    """By the format of sums, as `Workload.gradient_bytes_per_parameter`."""
+    """`Workload.gradient_bytes_per_parameter` for each format of sums."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "FormatBytes":
