@@ -58,7 +58,7 @@ def _busiest(workload: Workload, flow: Flow, k: int) -> Bound:
     """The resource of stage k that alone would take longest for a step's work."""
     stage, card, share = flow.stages[k], flow.cards[k], flow.shares[k]
     microbatches = float(workload.microbatches)
-    activations = microbatches * float(share @ stage.away_bytes)
+    activations = microbatches * workload.cut_bytes * float(share @ stage.away)
     gradients = float(stage.reduced.sum())
     on_card: Bound = "reduction" if gradients > activations else "card"
     with np.errstate(divide="ignore"):

@@ -28,9 +28,9 @@ class Stage:
     """The forward and backward of a microbatch."""
     path_rate: Floats
     """The microbatches/s that its paths to both neighbours carry."""
-    away_bytes: Floats
-    """b away_d, the bytes of a microbatch over each member's card in each direction: of the edges to neighbouring
-    stages, less what stays behind the same card."""
+    away: Floats
+    """The edges to neighbouring stages, less what stays behind the same card; each counts as many times as its bytes
+    are `Workload.cut_bytes`: once where no plan says another format."""
     reduced: Floats
     """R_d, the bytes of the reduction over each member's card."""
     reduce_path_s: float
@@ -127,7 +127,7 @@ def _commit(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_
     busy = np.zeros(len(card))
     free = card
     if flow_s < math.inf:
-        busy = stage.away_bytes * share * workload.microbatches / flow_s
+        busy = workload.cut_bytes * stage.away * share * workload.microbatches / flow_s
         # It is no less than the part that the flow has counted with: rounding must not leave nothing.
         free = np.maximum(card - busy, stage.reduced / flow_s)
     by_card_s = np.where(stage.reduced > 0.0, stage.reduced / np.maximum(free, 1e-300), 0.0)

@@ -204,7 +204,9 @@ class ThroughputObjective:
         as many arrive. Copies of the state for newcomers and snapshots are not in it. Every stage needs a member."""
         w = self.workload
         return tuple(
-            tuple(float(sent) for sent in np.asarray(shares) * w.microbatches * stage.away_bytes + stage.reduced)
+            tuple(
+                float(sent) for sent in np.asarray(shares) * w.microbatches * w.cut_bytes * stage.away + stage.reduced
+            )
             for shares, stage in zip(self.shares(placement), self._stages(placement), strict=True)
         )
 
@@ -232,14 +234,14 @@ class ThroughputObjective:
         t, w, members = self.topology, self.workload, groups[k]
         first, last = placement.bounds[k], placement.bounds[k + 1]
         parameters = sum(w.layer_parameters[first:last])
-        path_rate, away_bytes = np.full(len(members), np.inf), np.zeros(len(members))
+        path_rate, away = np.full(len(members), np.inf), np.zeros(len(members))
         for neighbour, cut in ((k - 1, k - 1), (k + 1, k)):
             if 0 <= neighbour < len(groups):
                 others, cut_bytes = groups[neighbour], wire.cuts[cut]
                 rate = both_ways(t, members, others, cut_bytes) / cut_bytes
                 path_rate = np.minimum(path_rate, rate.sum(axis=1))
                 speed = t.flop_per_s[others]
-                away_bytes += cut_bytes * (1.0 - same_card(t, members, others) @ speed / speed.sum())
+                away += cut_bytes / w.cut_bytes * (1.0 - same_card(t, members, others) @ speed / speed.sum())
         gradient_bytes = wire.sums[k] * parameters
         parts = reduction_parts(t, members, w.cut_bytes)
         between = gradient_bytes * (parts[:, None] + parts[None, :])
@@ -265,7 +267,7 @@ class ThroughputObjective:
             parameters=parameters,
             job_s=w.job_flop(first, last) / t.flop_per_s[members],
             path_rate=path_rate,
-            away_bytes=away_bytes,
+            away=away,
             reduced=reduced,
             reduce_path_s=reduce_path_s,
             latency_s=latency_s,
@@ -278,7 +280,7 @@ class ThroughputObjective:
         load = np.zeros(t.num_devices)
         for stage in stages:
             speed = t.flop_per_s[stage.members]
-            load[stage.members] = w.microbatches * speed / speed.sum() * stage.away_bytes + stage.reduced
+            load[stage.members] = w.microbatches * speed / speed.sum() * w.cut_bytes * stage.away + stage.reduced
         of_card = np.bincount(t.card, weights=load, minlength=t.num_devices)[t.card]
         rate = np.minimum(t.up_bytes_per_s, t.down_bytes_per_s)
         part = np.where(load > 0.0, load / np.where(of_card > 0.0, of_card, 1.0), 1.0)
@@ -286,7 +288,7 @@ class ThroughputObjective:
 
     def _saturate(self, stage: Stage, card: Floats) -> tuple[float, Floats]:
         """(T_stage, what each member takes of M). Exact: Newton from the left on a concave, piecewise linear sum."""
-        M, per_card = float(self.workload.microbatches), stage.away_bytes
+        M, per_card = float(self.workload.microbatches), self.workload.cut_bytes * stage.away
         rate = np.minimum(1.0 / stage.job_s, stage.path_rate)
         limited = (per_card > 0.0) & np.isfinite(card)
         slope = np.where(limited, card / np.where(limited, per_card, 1.0), 0.0)
@@ -311,7 +313,7 @@ class ThroughputObjective:
 
     def _free_rate(self, stage: Stage, card: Floats) -> float:
         """Microbatches/s of the stage while it does not reduce."""
-        per_card = stage.away_bytes
+        per_card = self.workload.cut_bytes * stage.away
         by_card = np.where(per_card > 0.0, card / np.where(per_card > 0.0, per_card, 1.0), np.inf)
         return float(np.minimum(np.minimum(1.0 / stage.job_s, stage.path_rate), by_card).sum())
 
