@@ -22,7 +22,7 @@ class Strategy(Section, frozen=True):
     wire: WireSpec | None = None
     """How tensors travel; None: as the scenario says."""
     subspace: int | None = None
-    """As in `ModelSpec`, 0 for none; None: as the scenario's model has it."""
+    """How many numbers a token is between stages, as `ModelSpec` says, 0 for no subspace; None: as in the scenario."""
     stages: int | None = None
     """How many stages there are; None: as the scenario says, and else what the planner finds best."""
     churn: bool = True

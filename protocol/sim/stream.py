@@ -53,7 +53,7 @@ class Plug:
         self.offers: list[Stream] = []
         """The streams that have a frame ready for the uplink; the first has waited longest."""
         self.tags_served = [0.0] * _NUM_PRIORITIES
-        """By priority: the fair-queueing tag of the last frame that left."""
+        """The fair-queueing tag of the last frame that left, of each priority."""
         self.earned_bytes = 0.0
         """How many bytes may leave of the stream that has waited longest, whatever is more urgent."""
         self.grant: asyncio.TimerHandle | None = None
@@ -116,7 +116,7 @@ class Stream:
         self.connection = 0
         """Grows when the daemon at either end dies: control messages of an earlier one are lost."""
         self.tags = [0.0] * _NUM_PRIORITIES
-        """By priority: the fair-queueing tag of the next frame."""
+        """The fair-queueing tag of the next frame, of each priority."""
         self.is_offered = False
         self.stall: asyncio.TimerHandle | None = None
         self.serving: asyncio.Task[None] | None = None
