@@ -92,6 +92,8 @@ class Commit:
     incarnation: int = 0
     sums: tuple[WireFormat, ...] = ("fp32",)
     _members: Members = field(init=False)
+    _light_until: dict[PeerID, int] = field(init=False, default_factory=dict)
+    """Who has come to hold the state of late -> the last step of which a round may still call it light."""
     _count: int = field(init=False, default=0)
     _announced_lead: PeerID | None = field(init=False, default=None)
     _tallies: Tallies = field(init=False)
@@ -216,7 +218,9 @@ class Commit:
             case GroupPlanned():
                 return self._plan_changed(event, now_s)
             case ReadySet(ready, light):
+                was_light = self.is_light
                 self._members.set_ready(ready, light=light)
+                self._note_whole(self.me, was_light=was_light)
                 self._look_ahead(now_s)
                 return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
             case OpenSet(is_open):
@@ -246,6 +250,7 @@ class Commit:
         self._form = event.sums or self.sums[0]
         known = {self.me, *self.mates, *self.departing, *event.former, *self._rounds.named}
         self._members.forget_all_but(known)
+        self._light_until = {peer: step for peer, step in self._light_until.items() if peer in known}
         self._agreement.forget_all_but(known)
         gone = sorted(peer for peer in before if not self._is_near(peer))
         return [*self._lead_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
@@ -265,9 +270,17 @@ class Commit:
             # It has left, and nobody waits for it: nor for its part of a round that it has not heard of.
             self._members.has_no_state(peer)
             return [*forgotten, *reborn, *self._lose(peer, now_s)]
+        was_light = peer in self._members.light
         is_news = self._members.state(peer, ready=ready, is_open=event.is_open, light=event.light)
+        self._note_whole(peer, was_light=was_light)
         told = self._tell_open_steps(to=peer) if is_news else []
         return [*forgotten, *reborn, *told, *self._lead_may_have_changed(now_s)]
+
+    def _note_whole(self, peer: PeerID, *, was_light: bool) -> None:
+        """Whoever is light no more may be called so by this step's round, which may have been opened before, and by
+        the next one, whose lead may not have heard of it."""
+        if was_light and peer in self._whole:
+            self._light_until[peer] = self.version + 1
 
     def _has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
         """Whether what we know of it is of an earlier incarnation."""
@@ -356,8 +369,8 @@ class Commit:
             return []  # It named an earlier tenure of ours, which had what this one lacks.
         if message.step < self.version or not self._rounds.outbids(message):
             return []
-        if not self._whole.isdisjoint(message.light):
-            return []  # It would leave out the digest of somebody who holds the state: of an old word, or a liar's.
+        if any(message.step > self._light_until.get(peer, -1) for peer in self._whole.intersection(message.light)):
+            return []  # It would leave out the digest of somebody who holds the state, by the word of a liar.
         if self.is_lead and self._rounds.is_dead(message):
             return []  # Who holds to it will hold to ours instead.
         mine = next((member.indices for member in message.members if member.peer == self.me), None)

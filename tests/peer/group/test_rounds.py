@@ -311,6 +311,29 @@ def test_a_round_that_calls_somebody_light_who_holds_the_state_is_not_taken(name
     assert reduced(hears(ours, called)) == [called]
 
 
+@pytest.mark.parametrize("named", [B, C])
+def test_who_came_to_hold_the_state_in_this_step_may_be_called_light_by_its_round_and_the_next(named: PeerID) -> None:
+    """Nobody took a round that had been opened before, or by a lead that had not heard of it, so that it did not end."""
+
+    def becomes(light: bool) -> None:
+        if named == C:
+            a_light_mate(ours, C, light=light)
+        else:
+            ours.handle(ReadySet(True, light=light), now_s=1)
+
+    def called(step: int) -> RoundStart:
+        return msgspec.structs.replace(a_round(step, step, a=BOTH, b=b"", c=b""), light=(named,))
+
+    ours = core(B, A, B, C)
+    becomes(light=True)
+    becomes(light=False)
+    assert reduced(hears(ours, called(1))) == [called(1)]
+    ours.handle(Stepped(2, "2"), now_s=2)
+    assert reduced(hears(ours, called(2))) == [called(2)]
+    ours.handle(Stepped(3, "3"), now_s=3)
+    assert hears(ours, called(3)) == []
+
+
 def test_a_light_member_says_no_digest_and_asks_for_what_its_mates_have_stepped_to() -> None:
     ours = core(B, A, B)
     ours.handle(ReadySet(True, light=True), now_s=1)
