@@ -11,7 +11,7 @@ from shoal.peer import light
 from shoal.peer.group.absent_light import STEPS_MAX
 from shoal.peer.handoff.server import TRAINED
 from shoal.protocol.errors import Unreachable
-from shoal.protocol.messages import GatherPart, StateChunkRequest
+from shoal.protocol.messages import GatherPart, StateChunk, StateChunkRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import LinkSpec, uniform
 
@@ -70,14 +70,15 @@ def remember(replica):
 
 
 async def newcomer_comes(swarm, stages=None, *, keeps=False):
-    """A newcomer that is first by rank. Returns: what it has asked for, and the weights that it has computed with.
+    """A newcomer that is first by rank. Returns: what it has asked for, the chunks that others have sent it, and the
+    weights that it has computed with.
 
     Args: keeps: it has a disk.
     """
     await swarm.add("e", device_flop_per_s=1e6, keeps=keeps)
     slow_down(swarm, "e")
     driver = swarm.drivers["e"]
-    seen = SimpleNamespace(ranges=[], weights=[], driver=driver, is_lost=lambda request: False)
+    seen = SimpleNamespace(ranges=[], chunks=[], weights=[], driver=driver, is_lost=lambda request: False)
     ask = driver._endpoint.ask
 
     def noted(peer, message, expect, **options):
@@ -87,7 +88,17 @@ async def newcomer_comes(swarm, stages=None, *, keeps=False):
             seen.ranges.append(message)
         return ask(peer, message, expect, **options)
 
+    def sends(send):
+        def sent(peer, message, *args, **options):
+            if isinstance(message, StateChunk) and peer == driver._endpoint.peer_id:
+                seen.chunks.append(message)
+            return send(peer, message, *args, **options)
+
+        return sent
+
     driver._endpoint.ask = noted
+    for name in HOLDERS:
+        swarm.drivers[name]._endpoint.send = sends(swarm.drivers[name]._endpoint.send)
     swarm.obey(stages or [["e", *HOLDERS]], fresh=False)
     await swarm.until(lambda: driver.replica is not None)
     take = driver.replica._light._take
@@ -215,13 +226,13 @@ def test_a_layer_whose_holders_were_out_of_reach_half_way_goes_on_where_it_was(m
         assert len(lost) == 5
         await swarm.until(lambda: newcomer.version == mate.version)
         assert newcomer.state.digest() == mate.state.digest()
-        found.ranges = [r for r in seen.ranges if r.stored_era == TRAINED]
+        found.chunks = [chunk for chunk in seen.chunks if chunk.stored_era == TRAINED]
 
     swarm = play(make_swarm, tiny_spec, scene)
-    came = [(r.layer, r.tensor, r.start) for r in found.ranges]
-    assert len(came) == len(set(came)) == 15, "nothing of the state is fetched twice"
-    for layer in {r.layer for r in found.ranges}:
-        assert len({r.version for r in found.ranges if r.layer == layer}) == 1
+    came = [(chunk.layer, chunk.tensor, chunk.start) for chunk in found.chunks]
+    assert len(came) == len(set(came)) == 15, "nothing of the state is sent twice"
+    for layer in {chunk.layer for chunk in found.chunks}:
+        assert len({chunk.version for chunk in found.chunks if chunk.layer == layer}) == 1
     assert {commit.dissenting for commit in swarm.commits[0].values()} == {0}
 
 
