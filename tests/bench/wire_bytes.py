@@ -5,18 +5,18 @@
 
 Two peers as `shoal host` and `shoal join` start them, on this machine. First each holds a stage: one sends activations
 and the targets of their tokens, the other gradients. Then both hold the only stage: each sends half of its sum of
-gradients and half of the mean. Bytes are those of whole frames, headers and all, by the peers' own count, from an early
-step to the last. Probes of the link between the two are among them, and copies of state that neighbours keep for each
-other, which are small here: the first model has few parameters and long microbatches, the second many and short ones.
-The goal is a ratio of 0.98 to 1.02.
+gradients and half of the mean. Bytes are those of whole frames, headers and all (`counted_peer.py`). The goal is a
+ratio of 0.98 to 1.02.
 """
 
 import argparse
+import json
+import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from shoal.peer.model.layout import num_parameters
 from shoal.protocol.spec import RunSpec
@@ -24,16 +24,23 @@ from shoal.protocol.toml.spec_file import load_spec
 from shoal.protocol.wire_format import tensor_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from counted_peer import VARIABLE
+
 from peer_processes import start_peer
 
 SPEC = """
 name = "bytes"
 [model]
-{model}
+dim = 256
+num_layers = 2
+num_heads = 4
+num_kv_heads = 4
+ffn_dim = 512
+context = 256
 [training]
 steps = {steps}
-microbatches_per_step = {microbatches}
-microbatch_size = {samples}
+microbatches_per_step = 4
+microbatch_size = 4
 s_max = 1
 synchronous_steps = 2
 validation_interval_steps = 0
@@ -49,47 +56,33 @@ activations = "{forth}"
 activation_gradients = "{back}"
 gradients = "{sums}"
 """
-SMALL = {"dim": 64, "num_layers": 2, "num_heads": 1, "num_kv_heads": 1, "ffn_dim": 128, "context": 1024}
-LARGE = {"dim": 512, "num_layers": 4, "num_heads": 8, "num_kv_heads": 8, "ffn_dim": 1408, "context": 32}
 OPTIONS = ("--device", "cpu", "--limit", "nice=0")
+COUNTED = (str(Path(__file__).parent / "counted_peer.py"),)
 WIRES = ("bf16,bf16,bf16", "int8,int8,hadamard4", "hadamard6,hadamard6,int8", "hadamard4,hadamard6,hadamard3")
 
 
-def sent(folder: Path, wire: str, *, is_cut: bool, steps: int) -> tuple[RunSpec, dict[int, list[tuple[float, int]]]]:
-    """Args: is_cut: into two stages of the small model; else two members hold the large one.
-
-    Returns: the spec, and by stage what each of its members has sent since an early moment: (bytes, microbatches).
-    """
+def sent(folder: Path, wire: str, *, stages: int, steps: int) -> tuple[RunSpec, Counter[str], Counter[str]]:
+    """Returns: the spec; frames and bytes of both peers in the whole run, by kind of message."""
     forth, back, sums = wire.split(",")
     spec_file = folder / "run.toml"
-    model = "\n".join(f"{name} = {value}" for name, value in (SMALL if is_cut else LARGE).items())
-    shape = (
-        {"stages": 2, "microbatches": 32, "samples": 8} if is_cut else {"stages": 1, "microbatches": 4, "samples": 1}
-    )
-    spec_file.write_text(SPEC.format(model=model, steps=steps, forth=forth, back=back, sums=sums, **shape))
-    peers = [start_peer(folder, "host", "host", str(spec_file), *OPTIONS)]
-    told: dict[str, list[dict[str, Any]]] = {}
+    spec_file.write_text(SPEC.format(steps=steps, stages=stages, forth=forth, back=back, sums=sums))
+    os.environ[VARIABLE] = str(folder / "counts")
+    peers = [start_peer(folder, "host", "host", str(spec_file), *OPTIONS, program=COUNTED)]
     try:
-        while not peers[-1].has_ended:
-            for peer in peers:
-                for event in peer.fresh():
-                    if event["event"] == "Ready" and len(peers) == 1:
-                        peers.append(start_peer(folder, "member", "join", event["invite"], *OPTIONS))
-                    if event["event"] == "Contribution" and event["synced"]:
-                        told.setdefault(peer.name, []).append(event)
+        while not all(peer.has_ended for peer in peers):
+            for event in peers[0].fresh():
+                if event["event"] == "Ready" and len(peers) == 1:
+                    peers.append(start_peer(folder, "member", "join", event["invite"], *OPTIONS, program=COUNTED))
             time.sleep(0.05)
     finally:
         for peer in peers:
             peer.kill()
-    found: dict[int, list[tuple[float, int]]] = {}
-    for events in told.values():
-        first, last = events[len(events) // 4], events[-1]
-        grown = (
-            last["sent_bytes_total"] - first["sent_bytes_total"],
-            last["microbatches_total"] - first["microbatches_total"],
-        )
-        found.setdefault(last["stage"], []).append(grown)
-    return load_spec(spec_file), found
+    frames, nbytes = Counter[str](), Counter[str]()
+    for file in folder.glob("counts-*.json"):
+        for kind, (num, size) in json.loads(file.read_text()).items():
+            frames[kind] += num
+            nbytes[kind] += size
+    return load_spec(spec_file), frames, nbytes
 
 
 def main() -> None:
@@ -99,27 +92,23 @@ def main() -> None:
     options = parser.parse_args()
     for wire in options.wires:
         with tempfile.TemporaryDirectory(prefix="shoal-bytes-") as name:
-            spec, found = sent(Path(name), wire, is_cut=True, steps=options.steps)
-        training, forth, sums = spec.training, spec.wire.forward[-1], spec.wire.sums[-1]
-        back = spec.wire.backward_of(forth)
-        tokens = training.microbatch_size * spec.model.context
-        labels = 4 * tokens
-        expected = (tensor_bytes(forth, tokens * spec.model.dim) + labels, tensor_bytes(back, tokens * spec.model.dim))
-        for stage, what in enumerate(("forth", "back")):
-            ((nbytes, microbatches),) = found[stage]
-            _tell(wire, what, nbytes / microbatches, expected[stage], "a microbatch")
+            spec, frames, nbytes = sent(Path(name), wire, stages=2, steps=options.steps)
+        tokens = spec.training.microbatch_size * spec.model.context
+        forth = spec.wire.forward[-1]
+        labels_bytes, numel = 4 * tokens, tokens * spec.model.dim
+        expected = tensor_bytes(forth, numel) + labels_bytes
+        _tell(wire, "forth", nbytes["Activation"] / frames["Activation"], expected, "a microbatch")
+        expected = tensor_bytes(spec.wire.backward_of(forth), numel)
+        _tell(wire, "back", nbytes["Gradient"] / frames["Gradient"], expected, "a microbatch")
         with tempfile.TemporaryDirectory(prefix="shoal-bytes-") as name:
-            spec, found = sent(Path(name), wire, is_cut=False, steps=2 * options.steps)
-        nbytes, microbatches = (sum(column) for column in zip(*found[0], strict=True))
-        a_step = nbytes / microbatches * training.microbatches_per_step
-        _tell(wire, "sums", a_step, 2 * tensor_bytes(sums, num_parameters(spec.model)), "a step")
+            spec, frames, nbytes = sent(Path(name), wire, stages=1, steps=options.steps)
+        expected = 2 * tensor_bytes(spec.wire.sums[-1], num_parameters(spec.model))
+        _tell(wire, "sums", (nbytes["ReducePart"] + nbytes["GatherPart"]) / options.steps, expected, "a step")
 
 
 def _tell(wire: str, what: str, nbytes: float, expected: float, each: str) -> None:
-    print(
-        f"{wire:32} {what:6} {nbytes:12,.0f} bytes {each}, {expected:12,.0f} by the format: {nbytes / expected:.3f}",
-        flush=True,
-    )
+    ratio = nbytes / expected
+    print(f"{wire:30} {what:6} {nbytes:11,.0f} bytes {each}, {expected:11,.0f} by the format: {ratio:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,14 @@ class PeerProcess:
         self.popen.wait()
 
 
-def start_peer(folder: Path, name: str, *words: str, life: str = "") -> PeerProcess:
+def start_peer(
+    folder: Path, name: str, *words: str, life: str = "", program: Sequence[str] = ("-m", "shoal.deploy.cli")
+) -> PeerProcess:
     """Start `shoal WORDS…` with its state in `folder/name`, and its output and its log in `folder`.
 
-    Args: life: tells the outputs of several lives of one peer from each other.
+    Args:
+        life: tells the outputs of several lives of one peer from each other.
+        program: what Python runs in place of `shoal`.
     """
     output, log = (folder / f"{life}{name}.{kind}" for kind in ("out", "log"))
     own = {
@@ -79,7 +84,7 @@ def start_peer(folder: Path, name: str, *words: str, life: str = "") -> PeerProc
     common = ("--name", name, "--json", "--threads", "1", "--listen", "127.0.0.1:0")
     with output.open("wb") as stdout, log.open("wb") as stderr:
         popen = subprocess.Popen(
-            [sys.executable, "-m", "shoal.deploy.cli", *words, *common],
+            [sys.executable, *program, *words, *common],
             env=os.environ | own,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
