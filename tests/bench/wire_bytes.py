@@ -5,8 +5,8 @@
 
 Two peers as `shoal host` and `shoal join` start them, on this machine. First each holds a stage: one sends activations
 and the targets of their tokens, the other gradients. Then both hold the only stage: each sends half of its sum of
-gradients and half of the mean. Bytes are those of whole frames, headers and all (`counted_peer.py`). The goal is a
-ratio of 0.98 to 1.02.
+gradients and half of the mean. Bytes are those of whole frames with their headers (`tests/lib/counted_peer.py`). The
+goal is a ratio of 0.98 to 1.02.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from shoal.protocol.toml.spec_file import load_spec
 from shoal.protocol.wire_format import tensor_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
-from counted_peer import VARIABLE
+import counted_peer
 
 from peer_processes import start_peer
 
@@ -57,7 +57,7 @@ activation_gradients = "{back}"
 gradients = "{sums}"
 """
 OPTIONS = ("--device", "cpu", "--limit", "nice=0")
-COUNTED = (str(Path(__file__).parent / "counted_peer.py"),)
+COUNTED = (counted_peer.__file__,)
 WIRES = ("bf16,bf16,bf16", "int8,int8,hadamard4", "hadamard6,hadamard6,int8", "hadamard4,hadamard6,hadamard3")
 
 
@@ -66,7 +66,7 @@ def sent(folder: Path, wire: str, *, stages: int, steps: int) -> tuple[RunSpec, 
     forth, back, sums = wire.split(",")
     spec_file = folder / "run.toml"
     spec_file.write_text(SPEC.format(steps=steps, stages=stages, forth=forth, back=back, sums=sums))
-    os.environ[VARIABLE] = str(folder / "counts")
+    os.environ[counted_peer.VARIABLE] = str(folder / "counts")
     peers = [start_peer(folder, "host", "host", str(spec_file), *OPTIONS, program=COUNTED)]
     try:
         while not all(peer.has_ended for peer in peers):
