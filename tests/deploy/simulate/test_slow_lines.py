@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shoal.coordinator.cost.workload import Workload
-from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
+from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, chunk_bytes_on, run_modelled
 from shoal.peer.group.pieces import Pieces
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
 from shoal.protocol.topology import make_topology
@@ -57,3 +57,11 @@ def test_who_waits_for_pieces_is_not_sent_the_whole_gradient_beside_them(sent_wh
     assert len(result.steps) >= STEPS
     assert (result.given_up, result.duplicates) == (0, 0)
     assert sent_whole == []
+
+
+@pytest.mark.parametrize(("up_bytes_per_s", "chunk_bytes"), [(2.5e6, 1 << 20), (1e7, 4_000_000), (1e9, 8 << 20)])
+def test_pieces_are_as_small_as_the_slowest_uplink_asks_for(up_bytes_per_s: float, chunk_bytes: int) -> None:
+    topology = make_topology(
+        np.full((2, 2), 0.01), np.full((2, 2), 1e9), up_bytes_per_s=np.array([1e9, up_bytes_per_s]), flop_per_s=1e12
+    )
+    assert chunk_bytes_on(topology) == chunk_bytes
