@@ -29,7 +29,7 @@ class Survey:
         self.workload = Workload.of(spec)
         """What a step asks of the devices and lines, where tensors travel in the thinnest way that the run allows."""
         self.takes = FormatBytes.of(spec)
-        """What they take in each format in which they may travel."""
+        """The bytes of activations and of sums in each format that a plan of this run may choose."""
         told = trunk_costs(spec.model) if spec.swarm.expert_slots else self._layer_costs
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
         """[L], what peers time as a forward (`Heartbeat.forward_s`): of placed experts nobody times any."""

@@ -345,7 +345,8 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
 def _pays(
     objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
 ) -> bool:
-    """Whether `found` makes more steps in `horizon_s` seconds than `current`, whose steps take `before_s` each.
+    """Say whether a move to the placement `found` pays: whether the next `horizon_s` seconds, moving included, have
+    more steps with it than with `current`, whose steps take `before_s` seconds each.
 
     Until the movers compute, only those who stay work, and what travels takes half of their lines. A mover computes
     once its state is there; if that takes long and the run has light members, once its weights are.

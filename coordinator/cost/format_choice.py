@@ -25,7 +25,8 @@ TRIES_MAX = 64
 def formats_of(
     topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
-    """The widest formats with which the placement's step hardly waits longer than with the thinnest.
+    """Choose the widest formats with which a step of the placement takes hardly longer than with the thinnest ones:
+    tokens/s are at least `SPARED`, or `KEPT`, of those.
 
     With the same figures, formats that were chosen are chosen again, unless the stages are so many that `TRIES_MAX`
     ended the choice: what has not been tried is thin. Where the objective cannot say how fast the

@@ -181,12 +181,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class WireBytes:
-    """What tensors take on the wire under a plan of K stages."""
+    """The bytes that tensors take on the wire under a plan of K stages."""
 
     cuts: tuple[float, ...]
-    """[K - 1], as `Workload.cut_bytes`, behind each stage but the last."""
+    """[K - 1], bytes of a microbatch over the cut behind stage k, counted as `Workload.cut_bytes`. The last stage has
+    no cut behind it."""
     sums: tuple[float, ...]
-    """[K], as `Workload.gradient_bytes_per_parameter`, in each stage's reduction."""
+    """[K], bytes a parameter in the reduction of stage k."""
 
     @classmethod
     def same(cls, workload: Workload, num_stages: int) -> "WireBytes":

@@ -89,7 +89,8 @@ class ModelledRun:
     ports: Callable[[Seat], Ports] | None = None
     """What each node gets of its device; None: the device's own. Benchmarks put the habits of other systems here."""
     chunk_bytes: int | None = None
-    """Gradient sums and states travel in pieces of so many numbers, as fp32. None: `chunk_bytes_on` the network."""
+    """The size of the pieces in which gradient sums and states travel, in bytes of fp32: a piece of sums in 4 bits
+    takes an eighth of it. None: `chunk_bytes_on` says it for the network."""
     expert_loads: Sequence[float] | None = None
     """Where the run spec places experts (`swarm.expert_slots`): what part of the tokens wants each. None: all alike."""
     on_progress: Callable[[float], None] = lambda share: None

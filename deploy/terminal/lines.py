@@ -52,7 +52,8 @@ def _loss(loss: float | None) -> str:
 
 
 def current_pace(view: View) -> tuple[str, ...]:
-    """How fast the run should be and is, and how its tensors travel, a sentence each; of a run that is done nothing."""
+    """Returns: one sentence on how fast the run should be and is, and one on the formats in which its tensors travel;
+    nothing once the run is done."""
     return tuple(said for said in (view.foreseen, view.formats) if said and view.step < view.steps)
 
 
