@@ -24,10 +24,11 @@ _ALL: Final = 2**31
 
 
 class KeptLayers:
-    """One a peer.
+    """Writes layers of the state to a peer's disk as its process ends, and reads them back in its next life.
 
     Args:
-        disk: None keeps nothing.
+        disk: None: nothing is kept.
+        run: the run's identifier, which names its folder.
         run_blocking: runs what blocks on the disk.
     """
 
@@ -46,7 +47,12 @@ class KeptLayers:
         self._run_blocking = run_blocking
 
     async def write(self, era: int, layers: Mapping[str, tuple[int, LayerState]]) -> None:
-        """Keep these in place of what is there. Args: layers: with their versions, on the host."""
+        """Keep these layers in place of those that are there; what cannot be written is logged, and comes again.
+
+        Args:
+            era: the era that they belong to.
+            layers: by key, (version, parameters and moments in float32 [N] on the host).
+        """
         if self._disk is None:
             return
         try:
@@ -55,7 +61,10 @@ class KeptLayers:
             logger.warning("the layers that are here come again: %s", error)
 
     async def take(self, era: int, keys: Collection[str]) -> dict[str, tuple[int, LayerState]]:
-        """Those of `keys` that an earlier life has left of this era, with their versions; nothing is there after it."""
+        """Read what an earlier life has left, and remove it.
+
+        Returns: of `keys` the layers of this era that are undamaged, by key: (version, layer on the host).
+        """
         taken: dict[str, tuple[int, LayerState]] = {}
         if self._disk is None:
             return taken
