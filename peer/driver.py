@@ -614,9 +614,9 @@ class PeerDriver:
         for tenure in self._tenures:
             tenure.peer_state(source, hello)
 
-    def _reborn(self, peer: PeerID) -> None:
+    def _reborn(self, peer: PeerID, incarnation: int) -> None:
         for tenure in self._tenures:
-            tenure.peer_reborn(peer)
+            tenure.peer_reborn(peer, incarnation)
 
     def _died(self, peer: PeerID) -> None:
         for tenure in self._tenures:

@@ -28,7 +28,7 @@ class Neighbours:
     """Args:
     own: what we say of ourselves now; its `count` is filled in here.
     on_state: a peer has said something new.
-    on_reborn: a peer's earlier incarnation is gone (told before its `on_state`).
+    on_reborn: a peer has begun anew as that incarnation, and the one before is gone (told before its `on_state`).
     on_silence: a peer cannot be reached; the network or it may be to blame.
     silence_s: how long a failure to reach somebody counts.
     knows: whether a plan of late has a place for a peer. Nobody else is listened to, so that strangers fill no table.
@@ -41,7 +41,7 @@ class Neighbours:
         clock: Clock,
         own: Callable[[], Hello],
         on_state: Callable[[PeerID, Hello], None],
-        on_reborn: Callable[[PeerID], None],
+        on_reborn: Callable[[PeerID, int], None],
         on_silence: Callable[[PeerID], None],
         silence_s: float,
         knows: Callable[[PeerID], bool],
@@ -158,7 +158,7 @@ class Neighbours:
             self._told.pop(source, None)
             self._outbox.forget(source)  # a call to the one before may be under way
             self.say([source])  # and with it went a word that the new one may not have heard
-            self._on_reborn(source)
+            self._on_reborn(source, hello.incarnation)
         self._on_state(source, hello)
 
 

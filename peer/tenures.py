@@ -357,9 +357,9 @@ class Tenure(ABC):
         self.witnesses.mate_lost(peer)
         self.handle(PeerDied(peer))
 
-    def peer_reborn(self, peer: PeerID) -> None:
+    def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
         """It has begun anew in its stage, which its mates may have heard from its Progress before."""
-        self.handle(PeerReborn(peer))
+        self.handle(PeerReborn(peer, incarnation))
 
     def peer_silent(self, peer: PeerID) -> None:
         """It does not answer; the network or it may be to blame, and it may come back."""

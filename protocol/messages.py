@@ -1027,6 +1027,8 @@ class Activation(EraMessage, frozen=True):
 
     stage: int
     """The receiver's stage."""
+    incarnation: int
+    """The incarnation of the sender, as in its Hello, which this frame may overtake."""
     step: int
     index: int
     again: bool = False

@@ -129,6 +129,6 @@ class ExpertTenure(Tenure):
         super().peer_died(peer)
         self.work.source_lost(peer)
 
-    def peer_reborn(self, peer: PeerID) -> None:
-        super().peer_reborn(peer)  # of what it holds as our mate its Hello says more
+    def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
+        super().peer_reborn(peer, incarnation)  # of what it holds as our mate its Hello says more
         self.work.source_lost(peer)

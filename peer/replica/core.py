@@ -239,6 +239,6 @@ class ReplicaCore(MemberCore):
             return PeerClosed(peer)
         return PeerLost(peer)
 
-    def _peer_began_anew(self, peer: PeerID, now_s: float) -> list[Command]:
-        lost = self._flow(PeerLost(peer), now_s)
+    def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
+        lost = self._flow(PeerLost(peer, successor), now_s)
         return [*lost, *self._open_if_fit(now_s), *self._if_supplied(MemberLost(peer), now_s)]

@@ -153,7 +153,7 @@ class Replica(Tenure):
             if pipeline.num_waiting >= QUEUED_MICROBATCHES_MAX:
                 raise RemoteError(source, f"has more than {QUEUED_MICROBATCHES_MAX} microbatches waiting here")
             self.hold.of(microbatch).input = payload
-        self.handle(Arrived(microbatch, source, meta.again))
+        self.handle(Arrived(microbatch, source, meta.again, meta.incarnation))
 
     async def _run(self, job: Job) -> None:
         """A forward, a backward, both in one at the last stage, or the optimizer's step."""
@@ -242,7 +242,8 @@ class Replica(Tenure):
         cargo = self.hold.get(microbatch)
         if cargo is None or (payload := cargo.output) is None:
             return  # Forgotten before the task began.
-        meta = Activation(stage=self.stage + 1, step=microbatch.step, index=microbatch.index, again=again)
+        step, index = microbatch.step, microbatch.index
+        meta = Activation(stage=self.stage + 1, incarnation=self.incarnation, step=step, index=index, again=again)
         once_more = msgspec.structs.replace(meta, again=True)
         began_s = self._clock.now_s()
         try:

@@ -63,9 +63,10 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class PeerReborn:
-    """`peer` has begun anew in its stage. Its mates may have heard so from its Progress before."""
+    """`peer` has begun anew in its stage, as `incarnation`. Its mates may have heard so from its Progress before."""
 
     peer: PeerID
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,8 @@ class Arrived:
     source: PeerID | None
     again: bool = False
     """It may have run before, here or elsewhere."""
+    incarnation: int = 0
+    """The incarnation of `source` that has sent it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +221,11 @@ class PeerClosed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`peer` died, left the plan, or no longer takes traffic and will not answer what it owes."""
+    """`peer` died, left the plan, or no longer takes traffic and will not answer what it owes. If it has begun anew as
+    `successor`, what that incarnation has already sent is not lost."""
 
     peer: PeerID
+    successor: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

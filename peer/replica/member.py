@@ -95,10 +95,11 @@ class MemberCore(ABC):
             case PlanFollowed():
                 return self._follow(event, now_s)
             case PeerDied(peer):
-                commands = [*self._commit(MemberLost(peer), now_s), *self._peer_began_anew(peer, now_s)]
+                commands = [*self._commit(MemberLost(peer), now_s), *self._peer_lost(peer, None, now_s)]
                 return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
-            case PeerReborn(peer):
-                return [*self._peer_began_anew(peer, now_s), *self._open_if_fit(now_s), *self._changed(now_s)]
+            case PeerReborn(peer, incarnation):
+                lost = self._peer_lost(peer, incarnation, now_s)
+                return [*lost, *self._open_if_fit(now_s), *self._changed(now_s)]
             case Joined(remembers, light):
                 self._remembers = remembers
                 commands = [*self._commit(ReadySet(True, light), now_s), *self._open_if_fit(now_s), SayHello()]
@@ -144,8 +145,8 @@ class MemberCore(ABC):
         """Something has changed on which work may have waited."""
         return []
 
-    def _peer_began_anew(self, peer: PeerID, now_s: float) -> list[Command]:
-        """What it had of our work died with it."""
+    def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
+        """What it had of our work died with it. It may have begun anew as incarnation `successor`."""
         return []
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:

@@ -71,9 +71,10 @@ from shoal.protocol.staleness import staleness_bound
 class Flight:
     """What a schedule knows of one microbatch that is here."""
 
-    sources: set[PeerID]
+    sources: dict[PeerID, int]
+    """Who waits for its gradient, and as which incarnation: none at stage 0, and more than one where somebody before us
+    was doubted or died."""
     validates: bool
-    """Who waits for its gradient: none at stage 0, and more than one where somebody before us was doubted or died."""
     again: bool = False
     """It may have been before us elsewhere; what comes after us is told so too."""
     sent_before: bool = False
@@ -175,8 +176,8 @@ class Schedule:
 
     def handle(self, event: ScheduleEvent, *, now_s: float) -> list[ScheduleCommand]:
         match event:
-            case Arrived(microbatch, source, again):
-                commands = self._arrive(microbatch, source, again, now_s)
+            case Arrived():
+                commands = self._arrive(event, now_s)
             case GradientArrived():
                 self._commits.told(event.commit_s)
                 commands = self._gradient(event, now_s)
@@ -212,8 +213,8 @@ class Schedule:
             case PeerClosed(peer):
                 self.router.set_ready(peer, False)
                 commands = []
-            case PeerLost(peer):
-                commands = self._lost(peer, now_s)
+            case PeerLost(peer, successor):
+                commands = self._lost(peer, math.inf if successor is None else successor, now_s)
             case HandedBack(microbatch, peer):
                 commands = self._handed_back(microbatch, peer, now_s)
             case RunAhead(steps_ahead, gain):
@@ -230,21 +231,20 @@ class Schedule:
             commands += self._hand_back(all_of_it=self._pause is not None and self._pause.at_once)
         return commands if self._running is not None else commands + self._next_job(now_s)
 
-    def _arrive(
-        self, microbatch: Microbatch, source: PeerID | None, again: bool, now_s: float
-    ) -> list[ScheduleCommand]:
+    def _arrive(self, event: Arrived, now_s: float) -> list[ScheduleCommand]:
+        microbatch, source = event.microbatch, event.source
         if source is not None and source not in self.upstream:
             return []  # Its gradient would go there, and what it sent be learnt from.
         flight = self._flights.get(microbatch)
         if flight is None:
-            flight = Flight(set(), microbatch.validates, again=again, waiting_since_s=now_s)
+            flight = Flight({}, microbatch.validates, again=event.again, waiting_since_s=now_s)
             self._flights[microbatch] = flight
             self._waiting.add(microbatch)
         if source is not None:
             # It may be here already: whoever was before us was doubted, and another one sent it again. Which of them
             # is still waited for we cannot know, so both get the gradient; to the wrong one it is a late answer.
             waits = source in flight.sources
-            flight.sources.add(source)
+            flight.sources[source] = max(event.incarnation, flight.sources.get(source, 0))
         else:
             waits = True
         if waits and flight.target is not None:
@@ -357,7 +357,9 @@ class Schedule:
         back = [SendGradient(microbatch, source, waited_s, commit_s, loss) for source in sources]
         return [*back, Forget(microbatch)]
 
-    def _lost(self, peer: PeerID, now_s: float) -> list[ScheduleCommand]:
+    def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
+        """Incarnations of `peer` before `successor` are gone. Activations of the successor may be here before we hear
+        that it has begun: it waits for their gradients, and sends them once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):
@@ -366,8 +368,8 @@ class Schedule:
                 flight.target = None
                 flight.waiting_since_s = now_s
                 self._unsent.add(microbatch)
-            if peer in flight.sources:
-                flight.sources.remove(peer)
+            if flight.sources.get(peer, successor) < successor:
+                del flight.sources[peer]
                 if not flight.sources:
                     # Stage 0 will issue it again; nobody waits for this gradient.
                     commands += self._drop(microbatch)

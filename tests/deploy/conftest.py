@@ -158,7 +158,12 @@ class Command:
         return self._stderr.read_text()
 
     def wait(self, timeout_s: float) -> int:
-        return self.process.wait(timeout_s)
+        """Its exit status. Raises: AssertionError: it still runs; with what it and its peers have said."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            said = self.output[-2000:] + self._world.logs()
+            raise AssertionError(f"it still runs after {timeout_s} s: {said}") from None
 
     def line(self, prefix: str) -> str:
         """The first line of the output that begins so, once it is there."""

@@ -367,7 +367,7 @@ class Machines:
             self._forget(node, node.boxes, source)
             self._say_hello(node, [source])
             if node.tenure:
-                self._handle(node, node.tenure, PeerReborn(source))
+                self._handle(node, node.tenure, PeerReborn(source, hello.incarnation))
         if node.tenure:
             self._handle(node, node.tenure, PeerSaid(source, hello))
 

@@ -48,7 +48,7 @@ def ear(world: World, name: str) -> Ear:
         clock=peer.clock,
         own=lambda: hello(0),
         on_state=lambda source, said: told.append(("state", source, said.version)),
-        on_reborn=lambda source: told.append(("reborn", source, -1)),
+        on_reborn=lambda source, incarnation: told.append(("reborn", source, incarnation)),
         on_silence=lambda source: told.append(("silence", source, -1)),
         silence_s=SILENCE_S,
         knows=lambda source: source not in strangers,
@@ -90,7 +90,7 @@ def test_a_new_incarnation_is_told_before_its_state_however_low_it_counts() -> N
     async def scene(listener: Ear, speaker: Ear) -> None:
         source = speaker.peer.peer_id
         await tell(speaker, listener, hello(9, version=5), hello(1, incarnation=2, version=0))
-        assert listener.told == [("state", source, 5), ("reborn", source, -1), ("state", source, 0)]
+        assert listener.told == [("state", source, 5), ("reborn", source, 2), ("state", source, 0)]
 
     play(scene)
 

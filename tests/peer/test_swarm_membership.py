@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from shoal.peer.replica.flow import AdaptiveTraffic
+from shoal.protocol.messages import Hello
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 
@@ -65,6 +66,35 @@ def test_newcomers_take_traffic_and_leavers_drain_without_a_stall_or_a_loss(make
     gaps_s = [later - sooner for sooner, later in itertools.pairwise(committed_at_s)]
     assert max(gaps_s) < 4 * sorted(gaps_s)[len(gaps_s) // 2], "somebody waited for a timeout"
     assert swarm.losses[-1] < swarm.losses[0] - 0.5
+
+
+@pytest.mark.sim
+def test_a_run_begins_though_activations_overtake_their_senders_hello(make_swarm, tiny_spec, monkeypatch):
+    """Found by a run of the command line whose first step never came."""
+
+    async def main():
+        swarm = make_swarm(tiny_spec, network=uniform(latency_s=0.01, rate_bytes_per_s=1e7))
+        first = await swarm.add("0.0")
+        await swarm.add("1.0", device_flop_per_s=4e6)  # what has overtaken the Hello is still here when that comes
+        take_place, ask = first._take_place, first._endpoint.ask
+
+        async def later(*arguments):
+            await asyncio.sleep(1.0)  # the next stage has heard meanwhile that it has no place yet
+            await take_place(*arguments)
+
+        async def slow(peer, message, *arguments, **options):
+            if isinstance(message, Hello):
+                await asyncio.sleep(0.5)
+            return await ask(peer, message, *arguments, **options)
+
+        monkeypatch.setattr(first, "_take_place", later)
+        monkeypatch.setattr(first._endpoint, "ask", slow)
+        swarm.obey([["0.0"], ["1.0"]], fresh=True)
+        await swarm.until(lambda: len(swarm.commits.get(1, {})) > 2, timeout_s=60.0)
+        await swarm.close()
+        assert swarm.world.failures == []
+
+    run(main())
 
 
 @pytest.mark.sim

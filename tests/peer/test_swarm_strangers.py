@@ -217,7 +217,7 @@ def test_an_activation_from_no_neighbour_is_neither_learnt_from_nor_answered(mak
         x_BTD = torch.ones(training.microbatch_size, model.context, model.dim)
         payload = wire.encode_activation(x_BTD, Labels(targets_BT=torch.zeros(x_BTD.shape[:2], dtype=torch.int64)))
         for index in range(training.microbatches_per_step):
-            meta = Activation(stage=1, step=target.version + 1, index=index)
+            meta = Activation(stage=1, incarnation=0, step=target.version + 1, index=index)
             send = stranger.send(swarm.peer("1.0").peer_id, meta, payload, priority=Priority.ACTIVATION)
             await swarm.peer("stranger").spawn(send)
         await swarm.until_step(5)

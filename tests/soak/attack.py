@@ -489,7 +489,9 @@ async def activations(known: Known, victim: PeerID) -> None:
     """7: work that nobody gave us, for gradients."""
     payload = b"\x00" * (BATCH * CONTEXT * (DIM * 2 + 4))
     frames = [
-        (m.Activation(stage=stage, step=known.number(), index=0), payload) for stage in range(STAGES) for _ in range(2)
+        (m.Activation(stage=stage, incarnation=0, step=known.number(), index=0), payload)
+        for stage in range(STAGES)
+        for _ in range(2)
     ]
     gradient = m.Gradient(stage=0, step=known.number(), index=0, loss=0.0, waited_s=0.0, commit_s=0.0)
     await known.stranger.frames("activations", victim, [*frames, (gradient, payload)])

@@ -25,7 +25,8 @@ def test_an_activation_before_there_are_weights_is_left_alone(monkeypatch: pytes
         replica = node.peer.replica
         assert replica is not None
         pipeline, runtime = replica.core.pipeline, replica.runtime
-        early = Activation(stage=1, step=replica.version + 900, index=0)  # not runnable: it would be held
+        # Not runnable: it would be held.
+        early = Activation(stage=1, incarnation=0, step=replica.version + 900, index=0)
         payload = bytes(2 * 32 * 32 * 4 + 2 * 32 * 4)
         held = pipeline.num_waiting
         state, runtime.state = runtime.state, None
@@ -36,7 +37,8 @@ def test_an_activation_before_there_are_weights_is_left_alone(monkeypatch: pytes
         assert pipeline.num_waiting == held + 1, "with weights it waits for its step"
         replica.handle(DrainBegun())
         replica.handle(Drained())
-        await replica._on_activation(sender, Activation(stage=1, step=replica.version + 900, index=1), payload)
+        late = Activation(stage=1, incarnation=0, step=replica.version + 900, index=1)
+        await replica._on_activation(sender, late, payload)
         assert pipeline.num_waiting == held + 1, "its mates count a drained replica no more"
 
     run(scenario())

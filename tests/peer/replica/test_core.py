@@ -30,6 +30,7 @@ from shoal.peer.replica.events import (
     Lagging,
     Paused,
     PeerDied,
+    PeerReborn,
     PeerSaid,
     PlanFollowed,
     ProgressArrived,
@@ -224,6 +225,19 @@ def test_in_the_middle_an_activation_goes_on_and_its_gradient_comes_back_the_sam
     assert feed(made, GradientArrived(m, AFTER)) == [Job("backward", m, 0)]
     commands = feed(made, JobDone(Job("backward", m, 0)))
     assert [type(command) for command in commands] == [Count, Tell, SendGradient, Forget]
+
+
+def test_activations_that_overtake_their_senders_new_hello_are_kept():
+    """Found by a run of the command line whose first step never came: the window of stage 0 was full of validations."""
+    made = joined(replica(plan([BEFORE], [ME]), stage=1))
+    feed(made, PeerSaid(BEFORE, hello(-1, ready=False, is_open=False, incarnation=7)))
+    of_both = Microbatch(0, 0), Microbatch(0, 1)
+    feed(made, Arrived(Microbatch(0, -1), BEFORE, incarnation=7))  # it runs
+    feed(made, Arrived(of_both[0], BEFORE, incarnation=7), Arrived(of_both[1], BEFORE, incarnation=8))
+    commands = feed(made, PeerReborn(BEFORE, 8), PeerSaid(BEFORE, hello(0, incarnation=8)))
+    assert of(Forget, commands) == [Forget(of_both[0])], "nobody waits for its gradient"
+    assert made.pipeline.holds(of_both[1])
+    assert of(Forget, feed(made, PeerDied(BEFORE))) == [Forget(of_both[1])]
 
 
 def test_activations_wait_until_somebody_of_the_next_stage_is_open():
