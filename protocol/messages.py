@@ -1085,7 +1085,8 @@ class ExpertOutput(EraMessage, frozen=True, kw_only=True):
 
 class InferenceInput(EraMessage, frozen=True, kw_only=True):
     """A request of somebody outside on its way through the stages. Payload: the tokens [rows, T] as int32 to stage 0,
-    else the activation [rows, T, D] (`peer/inference/wire.py`); then targets and beginnings, where there are any."""
+    else the activation [rows, T, D], of a subspace model its coordinates [rows, T, k] and the tokens
+    (`peer/inference/wire.py`); then targets and beginnings, where there are any."""
 
     stage: int
     """The receiver's stage."""

@@ -228,7 +228,7 @@ class InferenceService:
         if meta.session:
             self._sessions.remembered(session, meta.position + meta.length)
         if not stage.has_head:
-            return self._wire.encode(y_BTD, question.targets_BT, question.begins_BT)
+            return self._wire.encode(y_BTD, question)
         if question.targets_BT is not None:
             return _bytes(*stage.log_likelihoods(y_BTD, question.targets_BT))
         token_K, logit_K = stage.candidates(y_BTD, INFERENCE_CANDIDATES_MAX)

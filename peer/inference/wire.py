@@ -1,10 +1,11 @@
 """Requests to the model as bytes, and what is checked of them before anything is computed.
 
 Tokens are int32, activations float32, or bfloat16 where every member computes in it (`training.compute = "bf16"`), so
-that the answer does not depend on how thin the training's wire is. Sizes follow from the header, which follows from the
-run spec.
+that the answer does not depend on how thin the training's wire is. In a subspace model (`peer/model/subspace.py`) the
+k coordinates of a token travel in the place of its activation, and the token beside them, as both say it all. Sizes
+follow from the header, which follows from the run spec.
 
-B rows   T tokens   D width
+B rows   T tokens   D width   W numbers a token that travel: D, or the k of a subspace
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.peer.data.labels import IGNORED
+from shoal.peer.model.subspace import Subspace
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import INFERENCE_TOKENS_MAX
@@ -30,6 +32,8 @@ class Question:
 
     x: Tensor
     """int64 tokens [B, T], or a float activation [B, T, D]; on the CPU."""
+    tokens_BT: Tensor | None
+    """int64, where they are known: at stage 0, and at all stages of a subspace model."""
     targets_BT: Tensor | None
     begins_BT: Tensor | None
 
@@ -38,7 +42,7 @@ class InferenceWire:
     """Both ends of a stage's way, of one run."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self._model = spec.model
+        self._spec, self._model = spec, spec.model
         self._dtype = torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
 
     def check_request(self, request: InferenceRequest, source: PeerID) -> int:
@@ -67,38 +71,50 @@ class InferenceWire:
         size = sum(self._sizes(meta, tokens))
         if len(payload) != size:
             raise RemoteError(source, f"sent {len(payload):,} bytes for a question of {size:,}")
-        x_bytes, targets_bytes, _ = self._sizes(meta, tokens)
-        at = memoryview(payload)
-        if meta.stage == 0:
-            self._check_known(at[:x_bytes], source)
-        self._check_known(at[x_bytes : x_bytes + targets_bytes], source, ignored=True)
+        _, token_part, target_part, _ = self._parts(meta, payload)
+        self._check_known(token_part, source)
+        self._check_known(target_part, source, ignored=True)
 
-    def encode(self, x: Tensor, targets_BT: Tensor | None, begins_BT: Tensor | None) -> bytearray:
-        """A question for the next stage, or of tokens for the first."""
-        x = x.to(self._dtype) if x.is_floating_point() else x.to(torch.int32)
-        parts = [x]
-        if targets_BT is not None:
-            parts.append(targets_BT.to(torch.int32))
-        if begins_BT is not None:
-            parts.append(begins_BT.to(torch.uint8))
+    def encode(self, x_BTD: Tensor, question: Question) -> bytearray:
+        """What the next stage is given of `question`, of which our layers have made `x_BTD`."""
+        parts = [x_BTD.to(self._dtype)]
+        if self._model.subspace:
+            tokens_BT = question.tokens_BT
+            assert tokens_BT is not None, "a question of a subspace model without its tokens"
+            subspace = Subspace.of(self._spec, x_BTD.device)
+            coordinates_BTK = subspace.coordinates(x_BTD, tokens_BT.to(x_BTD.device))
+            parts = [coordinates_BTK.to(self._dtype), tokens_BT.to(torch.int32)]
+        if question.targets_BT is not None:
+            parts.append(question.targets_BT.to(torch.int32))
+        if question.begins_BT is not None:
+            parts.append(question.begins_BT.to(torch.uint8))
         payload = bytearray()
         for part in parts:
             payload += part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return payload
 
     def decode(self, meta: InferenceInput, payload: Payload) -> Question:
-        """What `encode` has made, and `check_input` has checked."""
+        """What `encode` has made or, for stage 0, who asks; `check_input` has checked it."""
         B, T = meta.rows, meta.length
-        x_bytes, targets_bytes, _ = self._sizes(meta, B * T)
-        at = memoryview(payload)
-        dtype = torch.int32 if meta.stage == 0 else self._dtype
-        x = torch.frombuffer(bytearray(at[:x_bytes]), dtype=dtype)
-        targets, begins = at[x_bytes : x_bytes + targets_bytes], at[x_bytes + targets_bytes :]
+        x, tokens, targets, begins = self._parts(meta, payload)
+        tokens_BT = torch.frombuffer(bytearray(tokens), dtype=torch.int32).view(B, T).long() if tokens else None
         return Question(
-            x=x.view(B, T).long() if meta.stage == 0 else x.view(B, T, self._model.dim),
+            x=self._activation(meta, x, tokens_BT),
+            tokens_BT=tokens_BT,
             targets_BT=torch.frombuffer(bytearray(targets), dtype=torch.int32).view(B, T).long() if targets else None,
             begins_BT=torch.frombuffer(bytearray(begins), dtype=torch.uint8).view(B, T).bool() if begins else None,
         )
+
+    def _activation(self, meta: InferenceInput, x: Payload, tokens_BT: Tensor | None) -> Tensor:
+        """What the stage's layers compute with: as `Question.x`."""
+        if meta.stage == 0:
+            assert tokens_BT is not None, "a question without tokens"
+            return tokens_BT
+        x_BTW = torch.frombuffer(bytearray(x), dtype=self._dtype).view(meta.rows, meta.length, -1)
+        if not self._model.subspace:
+            return x_BTW
+        assert tokens_BT is not None, "a question of a subspace model without its tokens"
+        return Subspace.of(self._spec, x_BTW.device).restored(x_BTW.float(), tokens_BT)
 
     def _check_known(self, tokens: Payload, source: PeerID, *, ignored: bool = False) -> None:
         """Raises: RemoteError: the model does not know them all. An index out of range costs a GPU its context."""
@@ -117,7 +133,17 @@ class InferenceWire:
         if position and not session:
             raise RemoteError(source, "goes on behind tokens of no session")
 
-    def _sizes(self, meta: InferenceInput, tokens: int) -> tuple[int, int, int]:
-        """Bytes of tokens or activation, of targets, of beginnings."""
-        of_token = TOKEN_BYTES if meta.stage == 0 else self._dtype.itemsize * self._model.dim
-        return tokens * of_token, TOKEN_BYTES * tokens * meta.has_targets, tokens * meta.has_begins
+    def _parts(self, meta: InferenceInput, payload: Payload) -> list[memoryview]:
+        """The parts of a payload, as `_sizes` names them; what is not there is empty."""
+        at, parts = memoryview(payload), []
+        for size in self._sizes(meta, meta.rows * meta.length):
+            parts.append(at[:size])
+            at = at[size:]
+        return parts
+
+    def _sizes(self, meta: InferenceInput, tokens: int) -> tuple[int, int, int, int]:
+        """Bytes of the activation or its coordinates, of tokens, of targets, of beginnings."""
+        of_token = 0 if meta.stage == 0 else self._dtype.itemsize * self._model.written_width
+        names_tokens = meta.stage == 0 or self._model.subspace > 0
+        of_tokens = TOKEN_BYTES * tokens * names_tokens
+        return tokens * of_token, of_tokens, TOKEN_BYTES * tokens * meta.has_targets, tokens * meta.has_begins
