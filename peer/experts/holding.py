@@ -131,4 +131,4 @@ class ExpertTenure(Tenure):
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
         super().peer_reborn(peer, incarnation)  # of what it holds as our mate its Hello says more
-        self.work.source_lost(peer)
+        self.work.source_lost(peer, incarnation)

@@ -84,10 +84,12 @@ class OpenRuns:
         self._contributions.finish(run.microbatch, opened.gradient_N, opened.weights if keeps_weights else None)
         return opened.staleness_steps
 
-    def drop(self, source: PeerID) -> None:
-        """It died, or has begun anew: nobody will say of its runs that they are through."""
-        for run in [run for run in list(self._open) if run.source == source]:
-            self._open.pop(run, None)
+    def drop(self, source: PeerID, successor: int | None = None) -> None:
+        """It died, or has begun anew as incarnation `successor`, whose first tokens may be here already: nobody will say
+        of the runs of those before that they are through."""
+        for run in list(self._open):
+            if run.source == source and (successor is None or run.incarnation < successor):
+                self._open.pop(run, None)
 
     def forget_before(self, version: int) -> None:
         """The steps did without them."""

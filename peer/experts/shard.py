@@ -114,9 +114,10 @@ class ExpertShard(Shard):
             zero_N = self._zero_gradient()
         return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
 
-    def drop(self, source: PeerID) -> None:
-        """It died, or has begun anew: nobody will say of its runs that they are through."""
-        self._open.drop(source)
+    def drop(self, source: PeerID, successor: int | None = None) -> None:
+        """It died, or has begun anew as incarnation `successor`: nobody will say of the runs of those before that they
+        are through."""
+        self._open.drop(source, successor)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         stepped = super().step(mean_gradient_N)

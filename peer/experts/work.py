@@ -101,6 +101,6 @@ class ExpertWork:
         if staleness_steps is not None:
             self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, again=again)
 
-    def source_lost(self, peer: PeerID) -> None:
-        """It died, or has begun anew."""
-        self.runtime.drop(peer)
+    def source_lost(self, peer: PeerID, successor: int | None = None) -> None:
+        """It died, or has begun anew as incarnation `successor`."""
+        self.runtime.drop(peer, successor)

@@ -94,6 +94,11 @@ def test_what_is_not_wanted_or_came_before_or_of_the_dead_adds_nothing(shard) ->
     assert shard.layers_done(run_of(0)) == 1
     assert shard.close(run_of(0), wanted=True) is None
     shard.backward(run_of(1), 1, rows(1), rows(2), wanted=True)
+    shard.drop(PEER, successor=7)
+    assert shard.layers_done(run_of(1)) == 1, "it is the successor's: its tokens came before word of it did"
+    shard.drop(PEER, successor=8)
+    assert shard.layers_done(run_of(1)) == 0
+    shard.backward(run_of(1), 1, rows(1), rows(2), wanted=True)
     shard.drop(PEER)
     assert shard.layers_done(run_of(1)) == 0
     assert shard.close(run_of(2), wanted=True) == 0, "no token came, but it counts"
