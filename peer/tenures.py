@@ -319,6 +319,10 @@ class Tenure(ABC):
         """Who holds, or held of late, the stage before ours."""
         return frozenset()
 
+    def _whereabouts(self) -> str:
+        """Where the work is that has come to us, for the log."""
+        return ""
+
     @property
     def _is_needed(self) -> bool:
         """Who comes after us has not what we have."""
@@ -584,7 +588,8 @@ class Tenure(ABC):
         while True:
             await asyncio.sleep(PRESS_S)
             if version == group.version < group.steps and group.ready:
-                logger.info("stage %d stays at version %d: %s", group.stage, version, group.waits_for())
+                waits = group.waits_for() + self._whereabouts()
+                logger.info("stage %d stays at version %d: %s", group.stage, version, waits)
                 if version not in self.reductions:
                     self.handle(StoodStill())
             version, now_s = group.version, self._clock.now_s()

@@ -93,5 +93,5 @@ class ModelledExpert(ModelledShard):
         zero_N = self._gradient_N if wanted else None
         return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=False)
 
-    def drop(self, source: PeerID) -> None:
-        self._open.drop(source)
+    def drop(self, source: PeerID, successor: int | None = None) -> None:
+        self._open.drop(source, successor)

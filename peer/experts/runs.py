@@ -85,8 +85,8 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """It died, or has begun anew as incarnation `successor`, whose first tokens may be here already: nobody will say
-        of the runs of those before that they are through."""
+        """It died, or has begun anew as incarnation `successor`, whose first tokens may be here already: of the runs of
+        those before nobody will say that they are through."""
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)

@@ -409,6 +409,9 @@ class Replica(Tenure):
     def _upstream(self) -> frozenset[PeerID]:
         return self._s.recent.ending_at(self.layers[0])
 
+    def _whereabouts(self) -> str:
+        return f"; microbatches {self.core.pipeline.whereabouts(self._clock.now_s())}"
+
     # --- life ---
 
     def _install(self) -> None:

@@ -174,6 +174,17 @@ class Schedule:
         """Microbatches of `step` are here that this replica has still to contribute to."""
         return bool([m for m in self._flights if m.step == step and m.index >= 0])
 
+    def whereabouts(self, now_s: float) -> str:
+        """Where the microbatches are that have come here, for the log of a stage that stands still."""
+        sent: dict[PeerID, list[float]] = {}
+        for flight in self._flights.values():
+            if flight.target is not None:
+                sent.setdefault(flight.target, []).append(flight.sent_s)
+        words = [f"{len(of)} at {peer[-8:]} for {now_s - min(of):.0f} s" for peer, of in sorted(sent.items())]
+        here = (("waiting", self._waiting), ("unsent", self._unsent), ("returned", self._returned))
+        words += [f"{len(of)} {what}" for what, of in here if of]
+        return ", ".join(words) or "none here"
+
     def handle(self, event: ScheduleEvent, *, now_s: float) -> list[ScheduleCommand]:
         match event:
             case Arrived():

@@ -106,6 +106,8 @@ class PipelineView(Protocol):
 
     def goes_on(self, job: Job) -> bool: ...
 
+    def whereabouts(self, now_s: float) -> str: ...
+
 
 class SupplyView(Protocol):
     """Who makes what; `Supply` documents it."""

@@ -32,6 +32,17 @@ def test_a_microbatch_goes_forward_on_back_and_home() -> None:
     assert made.is_idle
 
 
+def test_a_schedule_says_where_its_microbatches_are() -> None:
+    made = core()
+    assert made.whereabouts(0.0) == "none here"
+    feed(made, Arrived(A, UP), JobDone(job("forward", 0, 0)), Arrived(B, UP), Arrived(C, UP))
+    assert made.whereabouts(7.0) == f"1 at {DOWN[-8:]} for 7 s, 1 waiting", "one is in a job"
+    feed(made, GradientArrived(A, DOWN))
+    assert made.whereabouts(7.0) == "1 waiting, 1 returned"
+    feed(made, PeerLost(DOWN), JobDone(job("forward", 0, 1)))
+    assert "1 unsent" in made.whereabouts(7.0)
+
+
 def test_while_a_job_is_parked_the_device_does_others() -> None:
     """Backwards behind it too, or it might wait for the version that they make."""
     made = core()
