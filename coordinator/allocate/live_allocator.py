@@ -345,8 +345,8 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
 def _pays(
     objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
 ) -> bool:
-    """Say whether a move to the placement `found` pays: whether the next `horizon_s` seconds, moving included, have
-    more steps with it than with `current`, whose steps take `before_s` seconds each.
+    """Say whether it pays to move to the placement `found`: whether the swarm makes more steps in the next `horizon_s`
+    seconds, the move included, than if it stays with `current`, where a step takes `before_s` seconds.
 
     Until the movers compute, only those who stay work, and what travels takes half of their lines. A mover computes
     once its state is there; if that takes long and the run has light members, once its weights are.

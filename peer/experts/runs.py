@@ -85,8 +85,12 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """It died, or has begun anew as incarnation `successor`, whose first tokens may be here already: of the runs of
-        those before nobody will say that they are through."""
+        """Forget the runs of `source`, which has died or begun anew: nobody will say that they are through.
+
+        Args:
+            successor: the incarnation as which it has begun anew. Its first tokens may come before the news of it, so
+                its own runs stay. None: the peer is gone, and all of its runs go.
+        """
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)

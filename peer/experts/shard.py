@@ -115,8 +115,7 @@ class ExpertShard(Shard):
         return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """It died, or has begun anew as incarnation `successor`: nobody will say of the runs of those before that they
-        are through."""
+        """Forget the runs of a peer that has died, or begun anew as incarnation `successor`: as `OpenRuns.drop`."""
         self._open.drop(source, successor)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:

@@ -102,5 +102,5 @@ class ExpertWork:
             self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, again=again)
 
     def source_lost(self, peer: PeerID, successor: int | None = None) -> None:
-        """It died, or has begun anew as incarnation `successor`."""
+        """Forget the runs of a peer that has died, or begun anew as incarnation `successor`: as `OpenRuns.drop`."""
         self.runtime.drop(peer, successor)

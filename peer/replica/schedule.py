@@ -369,8 +369,11 @@ class Schedule:
         return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
-        """Incarnations of `peer` before `successor` are gone. Activations of the successor may be here before we hear
-        that it has begun: it waits for their gradients, and sends them once."""
+        """Give up what `peer` owes us, and what its incarnations before `successor` have sent us.
+
+        The successor's own activations may reach us before the news that it has begun. They stay: it sends each of them
+        once, and waits for the gradient.
+        """
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):

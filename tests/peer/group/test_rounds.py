@@ -313,7 +313,8 @@ def test_a_round_that_calls_somebody_light_who_holds_the_state_is_not_taken(name
 
 @pytest.mark.parametrize("named", [B, C])
 def test_who_came_to_hold_the_state_in_this_step_may_be_called_light_by_its_round_and_the_next(named: PeerID) -> None:
-    """Nobody took a round that was opened before, or by a lead that had not heard of it, and it did not end."""
+    """A member that was light comes to hold the state. A round may still call it light, if it was opened before that or
+    by a lead that has not heard so. Such a round was refused by all, and the step never ended."""
 
     def becomes(light: bool) -> None:
         if named == C:
