@@ -24,11 +24,13 @@ _ALL: Final = 2**31
 
 
 class KeptLayers:
-    """Writes layers of the state to a peer's disk as its process ends, and reads them back in its next life.
+    """Keeps on disk those layers of the state that a light member has fetched, from one process of the peer to the
+    next, so that they need not be fetched again.
 
     Args:
         disk: None: nothing is kept.
         run: the run's identifier, which names its folder.
+        spec: the run's, by which layers are laid out.
         run_blocking: runs what blocks on the disk.
     """
 
