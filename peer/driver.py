@@ -155,8 +155,8 @@ class PeerDriver:
         self._links: dict[PeerID, LinkReport] = {}
         self._probing: asyncio.Task[None] | None = None
         self._to_probe: list[PeerID] = []
-        self._num_far = 0
-        """The links to other machines that were probed since we probed some of them together."""
+        self._far: set[PeerID] = set()
+        """Peers of other machines to which we have probed our link since we probed some of them together."""
         self._beside: tuple[PeerID, ...] = ()
         self._card_bytes_per_s = 0.0
         """The most that has gone out over several links at once."""
@@ -683,10 +683,12 @@ class PeerDriver:
                 if looks_slow and self._clock.now_s() < self._doubted_s + _DOUBT_S:
                     await asyncio.sleep(_AGAIN_S)
                     self._to_probe.append(report.peer)
-                self._num_far += report.round_trip_s >= FAR_S
+                self._far.discard(report.peer)  # an earlier probe may have found it far because our line was busy
+                if report.round_trip_s >= FAR_S:
+                    self._far.add(report.peer)
             is_last = not self._is_card_known and not self._to_probe
-            if self._num_far >= PROBES_PER_REPLY_MAX or (self._num_far > 1 and is_last):
-                self._num_far = 0
+            if len(self._far) >= PROBES_PER_REPLY_MAX or (len(self._far) > 1 and is_last):
+                self._far.clear()
                 await self._probe_card()
 
     async def _drop_unreachable(self) -> None:
