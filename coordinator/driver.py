@@ -143,6 +143,7 @@ class Coordination:
         heartbeat: what this peer says of itself. Each report may be in one heartbeat only; it is kept here until a
             coordinator has it.
         callbacks: hear of plans, steps and snapshots.
+        has_lost_all: as `ReplanPolicy` has it.
         run_blocking: runs searches for a layout, which may take a minute; inline in virtual time.
     """
 
@@ -159,6 +160,7 @@ class Coordination:
         heartbeat: Callable[[], Heartbeat],
         callbacks: Callbacks,
         rng: random.Random,
+        has_lost_all: Callable[[], bool] = lambda: False,
         run_blocking: RunBlocking = inline,
     ) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
@@ -181,7 +183,7 @@ class Coordination:
             owner=owner,
             spec=spec,
             chain=PlanChain(run, owner=owner, holds=holds, holds_order=holds_order),
-            policy=ReplanPolicy(ClusterView(endpoint.run, spec), allocator),
+            policy=ReplanPolicy(ClusterView(endpoint.run, spec), allocator, has_lost_all=has_lost_all),
             sign=lambda plan: sign_plan(identity, plan),
             vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
             holds=holds,

@@ -5,7 +5,7 @@ A change is answered at once with a repaired layout, and a search for a better o
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from shoal.coordinator.allocate.dividing import Change, following_change, lacking_bytes
@@ -24,6 +24,11 @@ from shoal.protocol.messages import HandOver, Reset
 from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
 
 LOOKING_FOR_FIRST = "looking for a first layout"
+NOTHING_TO_READ = (
+    "the run was saved, and no peer that is here can read a whole snapshot of it: waiting for a peer that can "
+    "(another `seed` or `name` in the run file makes a new run)"
+)
+"""The reason of a coordinator whose own snapshots are damaged or gone."""
 RETURN_S_MAX = 600.0
 """The run waits at most so long for a silent peer that has what nobody else has."""
 NOTICE_HEARTBEATS = 3.0
@@ -59,10 +64,14 @@ class ReplanPolicy:
     Args:
         view: the swarm as this peer knows it.
         allocator: makes layouts.
+        has_lost_all: whether there were snapshots on this peer's disk and none of them can be read.
     """
 
-    def __init__(self, view: ClusterView, allocator: Allocator) -> None:
+    def __init__(
+        self, view: ClusterView, allocator: Allocator, *, has_lost_all: Callable[[], bool] = lambda: False
+    ) -> None:
         self.view = view
+        self._has_lost_all = has_lost_all
         self._allocator = allocator
         self._heartbeat_s = view.spec.swarm.heartbeat_s
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
@@ -155,12 +164,12 @@ class ReplanPolicy:
         layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, disks, now_s, sequence=1)
         if layout is None:
             return None, view.survey.shortage(peers) or reason
-        if disks.era_max < 0:
-            return layout, reason
-        # All have died and forgotten their plans; some have kept their snapshots.
+        # If there are snapshots, all have died and forgotten their plans.
         beginning = self._beginning(None, disks)
         if awaited := self._awaited(disks, beginning, now_s):
             return None, awaited
+        if disks.era_max < 0:
+            return layout, reason
         return _restarted(layout, beginning, "restart from disk")
 
     def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Next, str]:
@@ -550,6 +559,8 @@ class ReplanPolicy:
         A newer snapshot than that is on the disks that are here, but not all of it: a peer that comes back may have the
         rest. A peer that left politely has saved its layers, and the others theirs, at one version.
         """
+        if beginning.version == 0 and self._has_lost_all():
+            return NOTHING_TO_READ
         view, newest = self.view, disks.newest
         if newest is None or newest <= (beginning.from_era, beginning.version):
             return ""

@@ -224,6 +224,7 @@ class Node:
             ),
             run_blocking=ports.run_search,
             rng=ports.rng,
+            has_lost_all=self.peer.has_lost_all,
         )
         self._keeper: asyncio.Task[None] | None = None
 

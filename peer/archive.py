@@ -76,10 +76,17 @@ class Archive:
         """In which groups, in this life."""
         self._noted = (-1, 0)
         """The newest era that we have seen under way, in this life or an earlier one, and its version then."""
+        self._saved = 0
+        """The version of the last snapshot that was written here, in this life or an earlier one; 0: none was."""
 
     @property
     def keeps(self) -> bool:
         return self._disk is not None
+
+    @property
+    def has_lost_all(self) -> bool:
+        """Whether there were snapshots here, and none of them can be read."""
+        return self._saved > 0 and not self._stored
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
@@ -110,6 +117,7 @@ class Archive:
         """Look what an earlier life of this peer has left."""
         if self._disk is not None:
             await self._run_blocking(self._look)
+            await self._run_blocking(self._check)
             await self._run_blocking(self._recall_past)
             await self._run_blocking(self._recall_era)
 
@@ -139,7 +147,7 @@ class Archive:
         before, self._noted = self._noted, (era, version)
 
         try:
-            await self._run_blocking(partial(replace_file, disk, self._path, f"{era} {version}".encode()))
+            await self._run_blocking(partial(self._write_notes, disk))
         except OSError as error:
             self._noted = before  # the next step tries again
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
@@ -167,6 +175,8 @@ class Archive:
             )
             self._damaged.discard(path)
             self._look()
+            self._saved = state.version
+            self._note_saved(disk)
             self._note_past()
             self._remove_abandoned(disk, (era, state.version))
             if self._past is not None and len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
@@ -252,6 +262,16 @@ class Archive:
         except OSError as error:  # the next snapshot tries again
             self._complain(f"cannot note that an era has ended: {error.strerror or error}")
 
+    def _write_notes(self, disk: Disk) -> None:
+        era, version = self._noted
+        replace_file(disk, self._path, f"{era} {version} {self._saved}".encode())
+
+    def _note_saved(self, disk: Disk) -> None:
+        try:
+            self._write_notes(disk)
+        except OSError as error:  # the next snapshot tries again
+            self._complain(f"cannot note that version {self._saved} is saved: {error.strerror or error}")
+
     def _recall_past(self) -> None:
         assert self._past is not None
         try:
@@ -261,9 +281,23 @@ class Archive:
 
     def _recall_era(self) -> None:
         assert self._disk is not None
+        self._saved = max([self._saved, *(version for _, version in self._ages)])
         with contextlib.suppress(OSError, ValueError):  # not there, or torn: as if it had not begun
-            era, version = (int(word) for word in self._disk.read(self._path).split())
+            era, version, *saved = (int(word) for word in self._disk.read(self._path).split())
             self._noted, self.era_begun = (era, version), era
+            self._saved = max([self._saved, *saved])
+
+    def _check(self) -> None:
+        """Leave out what is damaged before a plan goes by it."""
+        assert self._disk is not None
+
+        def note(damage: snapshot.DamagedSnapshot) -> None:
+            logger.warning("%s", damage)
+            self._damaged.add(damage.path)
+            self._saved = max(self._saved, self._stored[damage.path].version)
+
+        sound = snapshot.without_damaged(self._disk, self._stored.values(), on_damage=note)
+        self._stored = {stored.path: stored for stored in sound}
 
     def _look(self) -> None:
         assert self._disk is not None

@@ -293,6 +293,10 @@ class PeerDriver:
             on_change=self._say_hello,
         )
 
+    def has_lost_all(self) -> bool:
+        """As `Archive.has_lost_all`."""
+        return self._archive.has_lost_all
+
     def begin_with(self, weights: InitialWeights | None) -> None:
         """This machine has what the run begins with, or what its adapters stand beside; None: it has not."""
         if self._base is not None:

@@ -273,6 +273,27 @@ def look_at(disk: Disk, path: PurePosixPath) -> StoredSnapshot:
     )
 
 
+def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: OnDamage) -> list[StoredSnapshot]:
+    """Leave out of `stored` the snapshots that are damaged.
+
+    Of each folder the newest are read until one is sound, byte by byte; the older ones are not.
+    """
+    newest_first = sorted(stored, key=lambda found: (found.age, found.path), reverse=True)
+    left, has_sound = [], set[PurePosixPath]()
+    for found in newest_first:
+        if found.path.parent not in has_sound:
+            try:
+                manifest = _read_manifest(disk, found.path)
+                for name in manifest.files:
+                    _read_checked(disk, found.path, manifest, name)
+            except DamagedSnapshot as damage:
+                on_damage(damage)
+                continue
+        has_sound.add(found.path.parent)
+        left.append(found)
+    return left
+
+
 def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
     """Read the snapshot whose own folder is `path`, and check every byte of it against its digests.
 
@@ -360,14 +381,19 @@ def _read_layer(disk: Disk, path: PurePosixPath, manifest: _Manifest, key: str) 
 
 
 def _read_tensors(disk: Disk, path: PurePosixPath, manifest: _Manifest, name: str) -> dict[str, Tensor]:
-    data = _read_file(disk, path, name)
-    if blake3(data).hexdigest() != manifest.files.get(name):
-        raise DamagedSnapshot(disk.where(path), path, f"{name} has changed since it was written")
+    data = _read_checked(disk, path, manifest, name)
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(data)
     except SafetensorError as error:
         raise DamagedSnapshot(disk.where(path), path, f"{name}: {error}") from error
     return tensors
+
+
+def _read_checked(disk: Disk, path: PurePosixPath, manifest: _Manifest, name: str) -> bytes:
+    data = _read_file(disk, path, name)
+    if blake3(data).hexdigest() != manifest.files.get(name):
+        raise DamagedSnapshot(disk.where(path), path, f"{name} has changed since it was written")
+    return data
 
 
 def _read_file(disk: Disk, path: PurePosixPath, name: str) -> bytes:

@@ -10,9 +10,10 @@ from typing import Any, Final
 import msgspec
 
 from shoal.deploy.run.run_file import with_changes
-from shoal.deploy.state.run_folder import RunFolder
+from shoal.deploy.state.run_folder import Kept, RunFolder
 from shoal.peer.model.schedule import legs, rate_of
 from shoal.protocol.errors import LocalError
+from shoal.protocol.layers import held_keys
 from shoal.protocol.spec import RunSpec, continued_spec, unchanging_bytes
 
 _DIGESTS: Final = ("data.digest", "data.tokenizer_digest")
@@ -139,16 +140,54 @@ def _resumed(spec: RunSpec, folder: RunFolder, asked: RunSpec) -> Iterable[str]:
     reached = folder.reached()
     if reached == 0:
         return
-    yield f"{_called(spec, folder)} goes on: step {reached} of {spec.training.steps}"
+    yield f"{_called(spec, folder)} goes on: it was at step {reached} of {spec.training.steps}"
     if asked.training.steps != spec.training.steps:
         yield f"the run file says {asked.training.steps} steps; the run has been continued to {spec.training.steps}"
+    yield from _where_it_begins(spec, folder)
+
+
+def _where_it_begins(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
+    """Say from where it trains on, if that is not where it had come to.
+
+    Raises: LocalError: it was saved, nothing of that can be read here, and nobody else can have it.
+    """
+    kept, reached, others = folder.kept(), folder.reached(), folder.has_met_others()
+    version = kept.newest_whole(held_keys(spec.model, placed=spec.swarm.expert_slots > 0))
+    if version is None and not others:
+        if kept.saved:
+            raise LocalError(_lost(spec, folder, kept))
+        version = 0
+    if kept.saved and not kept.layers:
+        yield f"{_why_unreadable(folder, kept)}: the run goes on once machines are here that have a copy"
+    elif version is None:
+        yield "training goes on from the newest step that its machines have together"
+    elif version < reached:
+        where = f"step {version}, the newest snapshot that can be read here" if version else "its beginning"
+        elsewhere = ", unless the other machines have a newer one" if others else ""
+        yield f"training goes on from {where}{elsewhere}"
+
+
+def _why_unreadable(folder: RunFolder, kept: Kept) -> str:
+    if not kept.damaged:
+        return f"there is no whole snapshot in {folder.path / 'snapshots'} any more (is its disk mounted?)"
+    more = f" (and {len(kept.damaged) - 1} more)" if kept.damaged[1:] else ""
+    return f"{kept.damaged[0]}{more}"
+
+
+def _lost(spec: RunSpec, folder: RunFolder, kept: Kept) -> str:
+    return (
+        f"{_called(spec, folder)} was saved at step {kept.saved}, and {_why_unreadable(folder, kept)}; no other "
+        "machine has taken part, so nobody else has a copy: bring the folder back, or begin a new run with another "
+        "`seed` or `name`"
+    )
 
 
 def _continued(spec: RunSpec, before: RunSpec, folder: RunFolder, at: int) -> Iterable[str]:
     was, steps = before.training.steps, spec.training.steps
     ended = "where it had ended" if at >= was else f"it was to end at step {was}"
     yield f"{_called(spec, folder)} goes on from step {at} to step {steps} ({ended})"
-    yield "its name, its data order and its weights stay; it goes on from the newest snapshot that its peers have whole"
+    yield "its name, its data order and its weights stay"
+    yield from _where_it_begins(spec, folder)
     yield learning_rate_in_words(spec, at)
 
 

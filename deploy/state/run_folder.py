@@ -3,6 +3,7 @@
 | file | what it says |
 |---|---|
 | `spec.record` | the newest revision of the run's spec that the peer has seen, as the owner signed it |
+| `era` | the version of the last snapshot, among others (`shoal.peer.archive`) |
 | `standing.json` | how far the run was when the peer last looked, in which role, and whether it is over |
 | `snapshots/` | layers (`shoal.peer.archive`) |
 | the others | what `coordinator/store.py`, `known_peers.py` and `../record/` keep |
@@ -14,7 +15,8 @@ Whoever asks needs no torch. A file that is missing or damaged is as if the peer
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
@@ -54,6 +56,23 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970."""
     directory: str = ""
     """Where the host was started: paths in its run file begin there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What is left of a run's snapshots in one peer's folder."""
+
+    layers: Mapping[tuple[int, int], Collection[str]]
+    """The layers that can be read, by (era, version)."""
+    damaged: Sequence[str]
+    """A sentence for each snapshot that cannot be read."""
+    saved: int
+    """The version of the last snapshot that was written here; 0: none was."""
+
+    def newest_whole(self, keys: Collection[str]) -> int | None:
+        """The version of the newest snapshot that has all layers of the model, `keys`; None: there is none."""
+        whole = [age for age, layers in self.layers.items() if set(keys) <= set(layers)]
+        return max(whole)[1] if whole else None
 
 
 class RunFolder:
@@ -116,6 +135,35 @@ class RunFolder:
     def version(self) -> int:
         """The version of the newest snapshot here; 0: there is none. Others may or may not have the rest of it."""
         return max((name.version for name, _ in self._snapshots()), default=0)
+
+    def kept(self) -> "Kept":
+        """The snapshots here that can be read. Reads the newest, byte by byte. Raises: LocalError: their folder cannot
+        be read."""
+        from shoal.peer import snapshot  # which brings torch: commands that only look do without
+        from shoal.protocol.live.disk import LiveDisk
+
+        disk, folder = LiveDisk(self.peer_folder), PurePosixPath(self.run, "snapshots")
+        damaged: list[snapshot.DamagedSnapshot] = []
+        listed = [
+            stored
+            for group in disk.list(folder)
+            for stored in snapshot.list_snapshots(disk, folder / group, self.run, on_damage=damaged.append)
+        ]
+        sound = snapshot.without_damaged(disk, listed, on_damage=damaged.append)
+        layers: dict[tuple[int, int], set[str]] = {}
+        for stored in sound:
+            layers.setdefault(stored.age, set()).update(stored.keys)
+        saved = self.version()
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            saved = max(saved, int((self.path / "era").read_bytes().split()[2]))
+        return Kept(layers=layers, damaged=tuple(map(str, damaged)), saved=saved)
+
+    def has_met_others(self) -> bool:
+        """Whether another peer has taken part, as far as this one remembers."""
+        from shoal.deploy.state.known_peers import KnownPeers
+        from shoal.protocol.live.disk import LiveDisk
+
+        return bool(KnownPeers(LiveDisk(self.peer_folder), self.run).read())
 
     def reached(self) -> int:
         """The step that the run has come to, as far as is known here."""

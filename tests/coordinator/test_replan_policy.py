@@ -6,7 +6,7 @@ import pytest
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.replan_policy import TOLD_HEARTBEATS, ReplanPolicy
+from shoal.coordinator.replan_policy import NOTHING_TO_READ, TOLD_HEARTBEATS, ReplanPolicy
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import CommitReport, HandOver, Holding, Reset
 from shoal.protocol.plan import Mandate
@@ -102,6 +102,24 @@ def test_a_lost_stage_begins_an_era_from_the_newest_whole_snapshot(policy, make_
     draft, reason = policy.next_plan(live.plan, 3.1, sequence=2)
     assert (draft.beginning.era, draft.beginning.version, draft.beginning.from_era) == (1, 50, 0)
     assert reason == draft.reason == "stage 1 has no holder left: back to version 50"
+
+
+def test_a_run_that_was_saved_does_not_begin_anew_where_nothing_of_it_can_be_read(make_live, make_heartbeat):
+    """The coordinator's own snapshots are damaged, and nobody else that is here has a whole one."""
+    policy = ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator(), has_lost_all=lambda: True)
+    for peer in "abcdef":
+        policy.view.hear(peer, make_heartbeat(peer), 0.0)
+    assert policy.first_plan(1.0) == (None, NOTHING_TO_READ)
+    live = make_live(fresh=False)
+    begin(policy, live)
+    for now_s in (1.0, 500.0):
+        for peer in "abcdef":
+            policy.view.hear(peer, make_heartbeat(peer, stage=STAGE_OF[peer], version=1), now_s)
+        layout, _ = policy.next_plan(live.plan, now_s, sequence=2)
+        assert layout is None or layout.beginning is None
+    policy.view.hear("f", make_heartbeat("f", version=1, holdings=kept(50, 0, 1, 2)), 501.0)
+    layout, _ = policy.next_plan(live.plan, 501.0, sequence=2)
+    assert layout.beginning.version == 50
 
 
 def test_what_is_said_of_another_era_is_no_holding_of_this_one(policy, make_live, hear):

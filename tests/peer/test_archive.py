@@ -244,6 +244,29 @@ def test_a_snapshot_found_damaged_is_not_offered_again_until_it_is_written_anew(
     assert tuple(desk.read(0, 20)) == KEYS
 
 
+def test_what_is_damaged_is_left_out_before_a_plan_goes_by_it(desk: Desk) -> None:
+    desk.write(10)
+    desk.write(20)
+    desk.rot(20, "head.safetensors")
+    desk.reopen()
+    assert (desk.held, desk.archive.has_lost_all) == ([(0, 10)], False)
+    desk.rot(10, "embed.safetensors")
+    desk.reopen()
+    assert (desk.held, desk.archive.has_lost_all) == ([], True)
+    desk.write(30)
+    assert not desk.archive.has_lost_all
+
+
+def test_a_disk_without_its_snapshots_is_known_to_have_had_some(desk: Desk) -> None:
+    asyncio.run(desk.archive.note_era(0, 1))
+    desk.reopen()
+    assert not desk.archive.has_lost_all, "none was ever written"
+    desk.write(10)
+    desk.disk.remove_tree(PurePosixPath("run", "snapshots"))
+    desk.reopen()
+    assert desk.archive.has_lost_all
+
+
 def restart(desk: Desk) -> None:
     desk.disk = desk.disk.crash()
     desk.reopen()

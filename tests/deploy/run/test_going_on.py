@@ -1,11 +1,14 @@
 """Going on with a run: which spec it goes on by, what is said, and what a machine has of its runs."""
 
+import asyncio
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from shoal.deploy import cli
@@ -14,14 +17,29 @@ from shoal.deploy.run.run_file import with_changes
 from shoal.deploy.run.spec_record import seal_spec
 from shoal.deploy.ship.scores import Score, keep_evaluation
 from shoal.deploy.state import places
+from shoal.deploy.state.known_peers import KnownPeers
 from shoal.deploy.state.run_folder import RunFolder, Standing, runs_in
 from shoal.deploy.state.runs import all_runs, find, find_hosted
 from shoal.deploy.state.runs import remove as remove_runs
+from shoal.peer.archive import Archive
+from shoal.peer.model.layout import all_layer_keys
+from shoal.peer.pipeline.state import StageState, initial_state
 from shoal.peer.snapshot_name import SnapshotName
 from shoal.protocol.errors import LocalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import make_invite
-from shoal.protocol.spec import ContinuedSpec, DataSpec, RunSpec, SourceSpec, TrainingSpec, continued_spec, run_id
+from shoal.protocol.live.disk import LiveDisk
+from shoal.protocol.live.loop import LoopClock
+from shoal.protocol.spec import (
+    ContinuedSpec,
+    DataSpec,
+    ModelSpec,
+    RunSpec,
+    SourceSpec,
+    TrainingSpec,
+    continued_spec,
+    run_id,
+)
 
 OWNER = Identity(bytes(32))
 SPEC = RunSpec(name="notes", training=TrainingSpec(steps=100), data=DataSpec(source="notes/", digest="aa" * 32))
@@ -57,7 +75,10 @@ def asked(**changes: Any) -> RunSpec:
 def test_a_run_that_was_stopped_goes_on_by_the_same_spec() -> None:
     going = going_on(SPEC, run_folder(step=60))
     assert (going.spec, going.finished) == (SPEC, False)
-    assert going.sentences == (f"run notes ({RUN}) goes on: step 60 of 100",)
+    assert going.sentences == (
+        f"run notes ({RUN}) goes on: it was at step 60 of 100",
+        "training goes on from its beginning",
+    ), "nothing was saved yet"
 
 
 def test_a_run_file_with_more_steps_is_the_next_revision() -> None:
@@ -119,6 +140,76 @@ def test_a_new_run_of_an_old_name_says_what_is_not_as_before() -> None:
     assert "the text is not as in" in new_run_note(asked(data__digest="bb" * 32), [folder])
     assert new_run_note(asked(seed=1, name="another"), [folder]) == ""
     assert new_run_note(SPEC, []) == ""
+
+
+# --- what can be read of it ---
+
+MODEL = ModelSpec(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12, context=8)
+SMALL = msgspec.structs.replace(SPEC, model=MODEL)
+
+
+def saved_at(*versions: int, step: int) -> RunFolder:
+    """A run alone on this machine, as `Archive` writes it."""
+    folder = run_folder(SMALL, step=step)
+    archive = Archive(
+        LiveDisk(folder.peer_folder), run=folder.run, spec=SMALL, clock=LoopClock(), run_blocking=asyncio.to_thread
+    )
+    layers = initial_state(SMALL, all_layer_keys(MODEL), torch.device("cpu")).layers
+
+    async def write() -> None:
+        for version in versions:
+            assert await archive.write(StageState(version=version, layers=layers), era=0)
+
+    asyncio.run(write())
+    return folder
+
+
+def damage(folder: RunFolder, version: int) -> None:
+    """Cut a file of the snapshot short."""
+    (file,) = folder.path.glob(f"snapshots/*/*-step-{version:08d}-*/head.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_the_step_it_really_goes_on_from_is_said() -> None:
+    folder = saved_at(40, 60, step=64)
+    was_at = f"run notes ({folder.run}) goes on: it was at step 64 of 100"
+    newest = "training goes on from step 60, the newest snapshot that can be read here"
+    assert going_on(SMALL, folder).sentences == (was_at, newest)
+    damage(folder, 60)
+    before = "training goes on from step 40, the newest snapshot that can be read here"
+    assert going_on(SMALL, folder).sentences == (was_at, before)
+    assert before in going_on(SMALL, folder, steps=300).sentences
+
+
+def test_a_run_of_which_nothing_can_be_read_does_not_begin_anew() -> None:
+    folder = saved_at(40, 60, step=64)
+    for version in (40, 60):
+        damage(folder, version)
+    left = (
+        r"run notes \(.*\) was saved at step 60, and the snapshot .*-step-00000060-.* is damaged: head.safetensors has "
+        r"changed since it was written \(and 1 more\); no other machine has taken part, so nobody else has a copy: .*seed"
+    )
+    for steps in (None, 300):
+        with pytest.raises(LocalError, match=left):
+            going_on(SMALL, folder, steps=steps)
+    shutil.rmtree(folder.path / "snapshots")
+    with pytest.raises(LocalError, match=r"there is no whole snapshot in .*snapshots any more \(is its disk mounted"):
+        going_on(SMALL, folder)
+
+
+def test_a_run_of_which_others_may_have_copies_waits_for_them() -> None:
+    folder = saved_at(40, 60, step=64)
+    KnownPeers(LiveDisk(folder.peer_folder), folder.run).note({"other": ["/ip4/10.0.0.2/tcp/1/p2p/other"]}, now_s=1.0)
+    assert going_on(SMALL, folder).sentences[1] == (
+        "training goes on from step 60, the newest snapshot that can be read here, unless the other machines have a "
+        "newer one"
+    )
+    shutil.rmtree(folder.path / "snapshots")
+    assert (
+        going_on(SMALL, folder)
+        .sentences[1]
+        .endswith("(is its disk mounted?): the run goes on once machines are here that have a copy")
+    )
 
 
 # --- what a folder remembers ---
