@@ -240,7 +240,7 @@ class Calibration:
             self._noted = self.ratio
         if self._seen[1] and self._today is not None and version > self._learned_to:
             if not self._is_out_of_date:
-                self._learn(math.log(self._seen[0] / self._today.tokens_per_s), version - self._learned_to)
+                self._learn(_log(self._seen[0], self._today.tokens_per_s), version - self._learned_to)
             self._learned_to = version
 
     def searched(self) -> None:
@@ -254,7 +254,7 @@ class Calibration:
         nothing seems to be wrong."""
         if self._promised_tokens_per_s <= 0.0 or self._seen[1] < OFF_STEPS:
             return None
-        return _within(math.log(self._seen[0] / self._promised_tokens_per_s))
+        return _log(self._seen[0], self._promised_tokens_per_s)
 
     def _gain_of(self, plan: Plan) -> float:
         """The gain, in the logarithm, that a plan with another layout promises to the peers of the plan before; 0 if it
@@ -267,13 +267,13 @@ class Calibration:
             or _peers(self._layout[1]) != _peers(places_of(plan))
         ):
             return 0.0
-        return max(0.0, _within(math.log(after.tokens_per_s / before.tokens_per_s)))
+        return max(0.0, _log(after.tokens_per_s, before.tokens_per_s))
 
     def _learn(self, log: float, num_steps: int) -> None:
         num_steps = min(num_steps, LEARN_STEPS)
         before, steps = self._learned.pop(self._num_stages, (0.0, 0))
         steps = min(steps + num_steps, LEARN_STEPS)
-        self._learned[self._num_stages] = before + (_within(log) - before) * num_steps / steps, steps
+        self._learned[self._num_stages] = before + (log - before) * num_steps / steps, steps
         if len(self._learned) > NUMBERS_KEPT:
             del self._learned[next(iter(self._learned))]
 
@@ -347,8 +347,9 @@ def _is_possible(num_stages: int, log: float, steps: int) -> bool:
     return 1 <= num_stages <= STAGES_MAX and abs(log) <= math.log(FACTOR_MAX) and 1 <= steps <= LEARN_STEPS
 
 
-def _within(log: float) -> float:
-    return min(max(log, -math.log(FACTOR_MAX)), math.log(FACTOR_MAX))
+def _log(rate: float, other: float) -> float:
+    """The logarithm of `rate` / `other`, where the ratio is taken to be within `FACTOR_MAX`: a rate may be 0."""
+    return math.log(min(max(rate / other, 1.0 / FACTOR_MAX), FACTOR_MAX))
 
 
 def _times(factor: float, foreseen: Foreseen | None) -> Foreseen | None:

@@ -151,7 +151,7 @@ class PlanRounds:
 
     def searched(self, event: Searched) -> list[Command]:
         """A search has ended. What it has found becomes a plan at the next look, if it still fits."""
-        wanted = self._policy.searched(event.job, event.layout, is_possible=event.is_possible)
+        wanted = self._policy.searched(event)
         if event.is_bug:
             return [Alarm(text=event.reason)]
         return [Note(text=event.reason)] if wanted else []

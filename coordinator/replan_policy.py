@@ -12,6 +12,7 @@ from shoal.coordinator.allocate.dividing import Change, following_change, lackin
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, Snapshot
 from shoal.coordinator.cluster_view import RETURN_HEARTBEATS, ClusterView
+from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import Disks, HolderWatch, behind, disks_of, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
@@ -136,11 +137,11 @@ class ReplanPolicy:
         self.view.forget_inherited()
         self._schedule.forget()
 
-    def searched(self, job: SearchJob, layout: Layout | None, *, is_possible: bool) -> bool:
+    def searched(self, event: Searched) -> bool:
         """A search has ended. Returns: whether its result is still wanted."""
-        if not is_possible:
+        if not event.is_possible:
             self._schedule.give_up()
-        return self._schedule.returned(job, layout)
+        return self._schedule.returned(event.job, event.layout, is_bug=event.is_bug)
 
     # --- what should come next ---
 

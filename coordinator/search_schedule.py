@@ -8,7 +8,7 @@ own in a live swarm, and answers with a layout or with none. There is a search
 - at once, if all that has changed is that a member is gone: a stage that has lost one of its few members keeps all
   others waiting, and everything is known of those that are left;
 - when the measurements have changed since the last search (`has_drifted`), or the layout's pace has, or is far from
-  what was foreseen (`calibration`);
+  what was foreseen (`calibration`), unless the last search for this plan and swarm broke down;
 - and never sooner than `REST_HEARTBEATS` after the last one, or `LOST_REST_HEARTBEATS` when a member is gone.
 
 The result holds for the swarm and the plan that the search was given; if either changes meanwhile the result is
@@ -78,6 +78,8 @@ class _Searched:
     """The places of the plan that was searched for; None: it was for a first plan."""
     swarm: Swarm
     snapshot: Snapshot
+    is_bug: bool = False
+    """The search broke down: the next one for these places and this swarm would do so, too."""
 
 
 class SearchSchedule:
@@ -200,20 +202,20 @@ class SearchSchedule:
                 self._inherited, self._last = None, _Searched(places, swarm, snapshot)
                 return None
             same = last is not None and (last.places, last.swarm) == (places, swarm)
-            if last and same and not is_off and not has_drifted(last.snapshot, snapshot):
+            if last and same and (last.is_bug or (not is_off and not has_drifted(last.snapshot, snapshot))):
                 return None
             self._due_s, self._rested_s = now_s + REST_HEARTBEATS * apart, now_s + LOST_REST_HEARTBEATS * apart
         self._num_jobs += 1
         self._running = SearchJob(number=self._num_jobs, snapshot=snapshot, previous=plan, swarm=swarm, seed=seed)
         return self._running
 
-    def returned(self, job: SearchJob, layout: Layout | None) -> bool:
-        """`job` has ended. Returns: False if nobody waits for it any more."""
+    def returned(self, job: SearchJob, layout: Layout | None, *, is_bug: bool = False) -> bool:
+        """`job` has ended. Args: is_bug: it broke down. Returns: False if nobody waits for it any more."""
         if job is not self._running:
             return False
         self._running = None
         self._found = (job, layout) if layout is not None else None
-        self._last = _Searched(_places(job.previous), job.swarm, job.snapshot)
+        self._last = _Searched(_places(job.previous), job.swarm, job.snapshot, is_bug)
         return True
 
     def found_for(self, plan: Plan | None, swarm: Swarm) -> Layout | None:

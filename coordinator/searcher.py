@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from shoal.coordinator.allocate.interface import Allocator, Searching
 from shoal.coordinator.coordination_events import Searched
@@ -50,8 +52,16 @@ class Searcher:
             return Searched(job=job, reason=f"layouts are made without a search: {error}", is_possible=False)
         except LocalError as error:
             return Searched(job=job, reason=f"no search: {error}")
-        except Exception:
-            logger.exception("a search for a layout failed")
-            return Searched(job=job, reason="a search for a layout failed", is_bug=True)
+        except Exception as error:
+            logger.debug("the search that failed", exc_info=True)
+            return Searched(job=job, reason=_failed(error), is_bug=True)
         ((layout, reason),) = found
         return Searched(job=job, layout=layout, reason=reason)
+
+
+def _failed(error: Exception) -> str:
+    """One line that says what broke and in which line of ours. The traceback is for the log at debug level: this one
+    goes to a terminal."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"a search for a layout broke down, and the plan stays: {what} ({Path(place.filename).name}:{place.lineno})"

@@ -181,9 +181,12 @@ def lacking_bytes(workload: Workload, live: Plan, following: Sequence[Stage]) ->
 
 def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
     """The gain in tokens/s, relative, by what is foreseen of a step. What a search goes by (`Cost.seconds`) errs
-    differently for different numbers of stages (`cost/foresight.py`)."""
-    if not math.isfinite(live.seconds) or not math.isfinite(found.seconds):
-        return live.seconds / found.seconds - 1.0
+    differently for different numbers of stages (`cost/foresight.py`). It is -1 where `found` is impossible, and
+    infinite where `live` alone is."""
+    if not math.isfinite(found.seconds):
+        return -1.0
+    if not math.isfinite(live.seconds):
+        return math.inf
     seen = seen_or_foreseen_s(snapshot, live) / live.seconds
     return seen * live.parts["foreseen_s"] / found.parts["foreseen_s"] - 1.0
 
@@ -196,7 +199,9 @@ def _gain(snapshot: Snapshot, current: Placement, live: Cost, found: Placement, 
 
 
 def expected_gain(gain: float, forecast_error: float) -> float:
-    """What a foreseen gain is worth, relative as it is."""
+    """What a foreseen gain is worth, relative as it is. That of an impossible layout stays -1."""
+    if gain <= -1.0:
+        return -1.0
     trust = FORECAST_ERROR**2 / (FORECAST_ERROR**2 + forecast_error**2)
     return math.expm1(trust * math.log1p(gain))
 

@@ -5,6 +5,7 @@ may leave a device out that could work. But jobs come unevenly, and where severa
 longest one each waits for the others. A stage with time to spare catches up after such a wait.
 """
 
+import math
 from dataclasses import replace
 
 from shoal.coordinator.allocate.alone import with_device
@@ -40,6 +41,6 @@ def with_idle_devices(objective: ThroughputObjective, placement: Placement) -> P
 
 def _is_no_slower(tried: Cost, cost: Cost) -> bool:
     most = 1.0 + ROUNDING
-    if not tried.seconds <= most * cost.seconds:
+    if not math.isfinite(tried.seconds) or not tried.seconds <= most * cost.seconds:
         return False
     return tried.parts["foreseen_s"] <= most * cost.parts["foreseen_s"]

@@ -326,7 +326,7 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     before, after = objective.cost(current), objective.cost(found)
     before_s = seen_or_foreseen_s(snapshot, before)
     by_figures = foreseen_gain(replace(snapshot, seen_tokens_per_s=0.0), before, after)
-    gain = min(before_s / after.seconds - 1.0, by_figures)
+    gain = min(before_s / after.seconds - 1.0, by_figures) if math.isfinite(after.seconds) else -1.0
     worth = min(gain, expected_gain(by_figures, snapshot.forecast_error))
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
     pays = with_moves_s < before_s and _pays(objective, current, found, before_s, snapshot.horizon_s)
@@ -338,7 +338,8 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
     holding = {peer.peer for slot in slots for peer in slot.holders}
     spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in holding)
     stages = _shared(topology_of(snapshot), snapshot.workload, tuple(stage_of(slot) for slot in slots))
-    reason = f"search: {num_moved} move for {100 * gain:.0f} % more tokens/s"
+    why = f"for {100 * gain:.0f} % more tokens/s" if math.isfinite(gain) else f"since {before.why}"
+    reason = f"search: {num_moved} {'peer moves' if num_moved == 1 else 'peers move'} {why}"
     return Layout(stages=stages, spares=spares, reason=reason), reason
 
 
@@ -416,7 +417,8 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
     else:
         return None
     stages, spares = _stages_of(snapshot, topology, workload, found)
-    reason = f"search: {len(stages)} stages in place of {len(previous.stages)} {why}"
+    noun = "stage" if len(stages) == 1 else "stages"
+    reason = f"search: {len(stages)} {noun} in place of {len(previous.stages)} {why}"
     return Layout(stages=stages, spares=spares, reason=reason), reason
 
 

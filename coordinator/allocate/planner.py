@@ -156,10 +156,10 @@ class _Search:
     def _foreseen_s(self, found: Placement | None, seconds: float) -> float:
         """The seconds by which numbers of stages are compared: what is foreseen decides, since the search's own T is
         one to climb by, and by how much the run has shown that to err."""
-        if found is None:
+        cost = None if found is None else ThroughputObjective(self._topology, self._workload).cost(found)
+        if found is None or cost is None or not math.isfinite(cost.seconds):
             return math.inf
-        parts = ThroughputObjective(self._topology, self._workload).cost(found).parts
-        return seconds * parts["foreseen_s"] / parts["step_s"] / self._bias.factor(len(found.stages))
+        return seconds * cost.parts["foreseen_s"] / cost.parts["step_s"] / self._bias.factor(len(found.stages))
 
     def why_not(self, num_stages: int | None) -> str:
         t, w = self._topology, self._workload

@@ -423,7 +423,10 @@ def evaluate(P, S, work):
     """
     K = len(S.count)
     for k in range(K):
-        if S.count[k] == 0:
+        if S.count[k] == 0 or S.bounds[k + 1] <= S.bounds[k]:
+            return 1e6 * IMPOSSIBLE, 1e6 * IMPOSSIBLE
+    for a in range(S.count[0]):
+        if not P.feeds[S.members[0, a]]:
             return 1e6 * IMPOSSIBLE, 1e6 * IMPOSSIBLE
     for k in range(K):
         if S.dirty[PATHS, k]:

@@ -45,9 +45,9 @@ T is what plans are compared by. The **tokens/s** that are said to people are fo
 
 **Memory.** Stage k's member holds `Workload.resident_bytes` and, for each microbatch in flight, what its backward
 needs; in flight are 1.5 (the window's gain, `peer/replica/flow.py`) x its rate x its round trip, and one more, but
-never more than its share of s_max + 1 steps. What does not fit is impossible, and so are a stage without members, a
-member of stage 0 without the text, two members of a stage without a path between them, and a member without a path to
-any of a neighbouring stage's.
+never more than its share of s_max + 1 steps. What does not fit is impossible, and so are a stage without members or
+layers, a member of stage 0 without the text, two members of a stage without a path between them, and a member without
+a path to any of a neighbouring stage's.
 
 **Staleness** s, the mean over microbatches and stages. What starts at stage k between the last microbatch of a step and
 its commit wants a version that is not there:
@@ -142,6 +142,8 @@ class ThroughputObjective:
         """The cost with what it was made of; a `Cost` alone: the placement is impossible."""
         if any(not stage for stage in placement.stages):
             return Cost.impossible(f"nobody holds stage {next(i for i, s in enumerate(placement.stages) if not s)}")
+        if (empty := next((k for k, (a, b) in enumerate(pairwise(placement.bounds)) if a >= b), None)) is not None:
+            return Cost.impossible(f"stage {empty} has no layer")
         if not self.topology.may_feed[list(placement.stages[0])].all():
             return Cost.impossible("a member of stage 0 has not the text")
         w = self.workload

@@ -12,6 +12,7 @@ from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.calibration import OFF_STEPS, WARM_UP_STEPS, Calibration
 from shoal.coordinator.cluster_view import ClusterView
+from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.measured import ODD_REPORTS
@@ -99,7 +100,7 @@ def begin(policy, live, now_s=0.0):
 
 def answer(policy, allocator, job):
     layout, _ = allocator.search(job.snapshot, job.previous, seed=job.seed)
-    return policy.searched(job, layout, is_possible=True)
+    return policy.searched(Searched(job=job, layout=layout, reason=""))
 
 
 def test_the_first_plan_waits_for_a_search(policy, allocator, hear, better):
@@ -209,7 +210,7 @@ def test_without_numba_the_coordinator_goes_on(policy, hear, live):
         assert reason == ""
         if job is not None:
             jobs.append(job)
-            policy.searched(job, None, is_possible=False)
+            policy.searched(Searched(job=job, reason="", is_possible=False))
     assert len(jobs) == 1
 
 
@@ -703,7 +704,7 @@ def test_a_quiet_hour_of_noisy_measurements_moves_nobody(make_advert, make_heart
     def search(job):
         layout, _ = allocator.search(job.snapshot, job.previous, seed=job.seed)
         searches.append(second)
-        policy.searched(job, layout, is_possible=True)
+        policy.searched(Searched(job=job, layout=layout, reason=""))
 
     def hear():
         for peer in quiet.peers:

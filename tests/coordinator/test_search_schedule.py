@@ -86,6 +86,18 @@ def test_a_pace_that_is_off_brings_a_search_though_no_figure_has_drifted(schedul
     assert schedule.begin(snapshot_of(), live, SWARM, at_s, seed=1, is_off=True) is not None
 
 
+def test_a_search_that_broke_down_is_not_repeated_for_the_same_plan_and_swarm(schedule, live):
+    look(schedule, live, 0.0)
+    schedule.returned(look(schedule, live, SETTLED), None, is_bug=True)
+    for now_s in np.arange(SETTLED, SETTLED + 1000.0):
+        if schedule.is_due(live, SWARM, now_s, is_off=True):
+            assert schedule.begin(snapshot_of(speed=3e10), live, SWARM, now_s, seed=1, is_off=True) is None
+    assert schedule.has_searched(live, SWARM), "and the next coordinator is told so"
+    other = (*SWARM, "a newcomer")
+    look(schedule, live, 2000.0, swarm=other)
+    assert look(schedule, live, 3000.0, swarm=other) is not None
+
+
 def test_an_heir_searches_at_once_what_is_off(live):
     schedule = SearchSchedule(1.0, enabled=True)
     schedule.begin_term(live, 0.0, searched=True)

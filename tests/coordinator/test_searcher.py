@@ -46,13 +46,23 @@ class Scripted(GreedyAllocator):
             ImportError("no numba"),
             Searched(job=JOB, reason="layouts are made without a search: no numba", is_possible=False),
         ),
-        (ZeroDivisionError(), Searched(job=JOB, reason="a search for a layout failed", is_bug=True)),
     ],
 )
 def test_whatever_happens_the_core_hears_of_it(outcome, expected):
     heard = []
     asyncio.run(Searcher(Scripted(outcome), inline, tell=heard.append).run(JOB))
     assert heard == [expected]
+
+
+def test_a_search_that_breaks_down_is_told_in_one_line_and_prints_no_traceback(caplog):
+    heard = []
+    with caplog.at_level("INFO"):
+        asyncio.run(Searcher(Scripted(ValueError("math domain error")), inline, tell=heard.append).run(JOB))
+    ((told),) = heard
+    assert (told.layout, told.is_bug, caplog.text) == (None, True, "")
+    said = "a search for a layout broke down, and the plan stays: ValueError: math domain error (test_searcher.py:"
+    assert told.reason.startswith(said)
+    assert "\n" not in told.reason
 
 
 def test_what_cannot_be_prepared_is_left_for_the_search_to_say():

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.coordinator.allocate.dividing import (
     AHEAD_PART,
@@ -48,6 +50,23 @@ def test_a_gain_is_worth_less_the_more_forecasts_err() -> None:
     assert expected_gain(0.21, 0.0) == pytest.approx(0.21)
     assert expected_gain(0.21, FORECAST_ERROR) == pytest.approx(0.1)
     assert 0.0 < expected_gain(0.21, 3 * FORECAST_ERROR) < 0.02
+
+
+@given(
+    gain=st.floats(allow_infinity=True, allow_nan=False) | st.sampled_from([-1.0, -1.0 - 1e-16, 0.0]),
+    forecast_error=st.floats(0.0, 10.0),
+)
+def test_every_gain_has_a_worth_of_its_sign_and_no_more_than_it_promises(gain: float, forecast_error: float) -> None:
+    worth = expected_gain(gain, forecast_error)
+    assert worth >= -1.0
+    assert 0.0 <= worth <= gain * (1.0 + 1e-9) if gain >= 0.0 else worth <= 0.0
+
+
+def test_an_impossible_layout_is_worth_minus_one_and_what_replaces_one_everything() -> None:
+    snapshot = Snapshot(peers=(), layer_costs=(1.0,), num_stages=None)
+    possible, impossible = Cost(seconds=1.0, parts={"foreseen_s": 1.0}), Cost.impossible("nobody holds stage 0")
+    assert foreseen_gain(snapshot, possible, impossible) == foreseen_gain(snapshot, impossible, impossible) == -1.0
+    assert foreseen_gain(snapshot, impossible, possible) == np.inf
 
 
 def four(card_bytes_per_s: float) -> Topology:

@@ -1,15 +1,19 @@
 """What the live coordinator's search may move, and what it must gain; its repairs are in `test_greedy.py` too."""
 
+import math
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.coordinator.allocate import live_allocator
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import GreedyAllocator
-from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
+from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured_topology import topology_of
 from shoal.coordinator.allocate.prospect import foresee
@@ -18,7 +22,7 @@ from shoal.coordinator.cost.memory import FrozenBase
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.measured import MeasuredNetwork
+from shoal.coordinator.measured import RATE_MAX, MeasuredNetwork
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Member, Plan, PlanShape, Stage, plan_flaw
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec, WireSpec
@@ -367,3 +371,68 @@ def test_a_place_on_a_slow_line_pays_if_a_newcomer_computes_with_its_weights_fir
     if not computes_early:
         monkeypatch.setattr(Workload, "needed_first", 1.0)
     assert live_allocator._pays(objective, current, found, before_s, 600.0) is computes_early
+
+
+def test_with_one_stage_a_member_without_the_text_stays_aside():
+    first_plan = one_stage("a", spares="b")
+    snapshot = replace(snapshot_of("ab", previous=first_plan, says={"b": {"has_data": False}}), num_stages=1)
+    assert ALLOCATOR.search(snapshot, first_plan, seed=1)[0] is None
+
+
+def one_stage(names, spares=""):
+    members = tuple(Member(peer=PeerID(name), share=1.0, bandwidth=1.0) for name in names)
+    stage = Stage(first_layer=0, last_layer=6, members=members)
+    return Plan(
+        run="run",
+        term=1,
+        sequence=1,
+        previous="",
+        coordinator=PeerID(names[0]),
+        stages=(stage,),
+        spares=tuple(map(PeerID, spares)),
+    )
+
+
+FIGURES = st.fixed_dictionaries(
+    {
+        "has_data": st.booleans(),
+        "memory_bytes": st.sampled_from([0, 1 << 26, 1 << 34]),
+        "flop_per_s": st.sampled_from([1.0, 2e10, SPEED_MAX]),
+        "synced_stage": st.sampled_from([None, 0, 1]),
+    }
+)
+LINKS = st.sampled_from([1.0, 1e7, RATE_MAX, math.nan])
+"""Measured rates are clipped, and a pair without a path is in `unreachable`."""
+PREVIOUS = st.sampled_from(
+    [None, one_stage("a", "bcd"), one_stage("abcd"), plan_of("abc", "d"), plan_of(["ad", "b", "c"])]
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    says=st.fixed_dictionaries(dict.fromkeys("abcd", FIGURES)),
+    rates=st.lists(LINKS, min_size=16, max_size=16),
+    unreachable=st.sets(st.sampled_from([("a", "b"), ("a", "c"), ("c", "d")])),
+    previous=PREVIOUS,
+    num_stages=st.sampled_from([None, 1, 2, 3]),
+    seen_tokens_per_s=st.sampled_from([0.0, 1e-9, 1e12]),
+    forecast_error=st.sampled_from([0.0, 0.2, 100.0]),
+)
+def test_no_figures_however_absurd_break_a_search_or_a_repair(says, rates, unreachable, previous, num_stages, **seen):
+    snapshot = replace(
+        snapshot_of("abcd", says=says),
+        num_stages=num_stages,
+        network=MeasuredNetwork(
+            latency_s=np.full((4, 4), 0.01),
+            bytes_per_s=np.array(rates).reshape(4, 4),
+            is_certain=np.isfinite(np.array(rates).reshape(4, 4)),
+        ),
+        unreachable=frozenset((PeerID(one), PeerID(other)) for one, other in unreachable),
+        **seen,
+    )
+    layout, reason = ALLOCATOR.search(snapshot, previous, seed=1)
+    assert reason
+    with suppress(NoLayout):
+        layout = layout or ALLOCATOR.allocate(snapshot, previous, seed=1)
+    if layout is not None:
+        assert plan_flaw(replace_stages(plan_of("abc"), layout), PlanShape(num_layers=6)) is None

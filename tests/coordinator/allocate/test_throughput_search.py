@@ -10,6 +10,7 @@ import pytest
 import allocate_swarms as swarms
 from shoal.coordinator.allocate.evolution import evolve
 from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
+from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import PlacedExperts
 
@@ -31,6 +32,16 @@ def test_the_compiled_cost_is_that_of_the_formula(seed: int) -> None:
         assert (compiled >= IMPOSSIBLE) == math.isinf(plain)
         assert math.isinf(plain) or compiled == pytest.approx(plain, rel=1e-9)
     assert possible
+
+
+def test_both_refuse_a_member_of_stage_0_without_the_text() -> None:
+    topology = swarms.swarm(1, 4)
+    topology = replace(topology, may_feed=np.array([True, True, False, True]))
+    for stages, bounds in ((1, (0, 6)), (2, (0, 3, 6))):
+        evaluator = ThroughputEvaluator(topology, swarms.workload(layers=6), stages)
+        placement = Placement(stages=((0, 2), (1, 3))[:stages], bounds=bounds)
+        assert evaluator.evaluate(evaluator.assignment_of(placement), bounds) >= IMPOSSIBLE
+        assert math.isinf(ThroughputObjective(topology, swarms.workload(layers=6)).cost(placement).seconds)
 
 
 @pytest.mark.parametrize("seed", range(6))
