@@ -33,13 +33,18 @@ def train(
         raise LocalError(f"{out} is there already: name a file that is not")
     check_writable(out)
     from shoal.deploy.terminal.progress import progress_bar
+    from shoal.peer.data.account import Account
     from shoal.peer.data.packing import training_texts
     from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
     from shoal.protocol.spec import DataSpec
 
     spec = DataSpec(source=data_source(source), field=field, subset=subset, split=split)
+    account = Account()
     with progress_bar("reading the text") as tell:
-        data = train_bpe(training_texts(spec, bytes_max=int(text_mb * _MB), on_progress=tell), vocab_size)
+        texts = training_texts(spec, bytes_max=int(text_mb * _MB), account=account, on_progress=tell)
+        data = train_bpe(texts, vocab_size)
+    for sentence in account.sentences(spec.source):
+        typer.echo(sentence, err=True)
     found = FileTokenizer(data, name=str(out)).vocab_size
     try:
         out.write_bytes(data)

@@ -1,5 +1,6 @@
 """Finds the text of a run on this machine: the host's own, and a volunteer's copy of it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -28,11 +29,42 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
     return msgspec.structs.replace(spec, data=data), corpus
 
 
-def passes_in_words(spec: RunSpec, corpus: Corpus) -> str:
-    """How often the run goes through its text, for whoever chose its steps."""
-    of_each = passes(corpus, spec)
-    over = [f"{number:.3g} over {name}" for number, name in zip(of_each, source_names(spec.data), strict=True)]
-    return f"data passes in {spec.training.steps:,} steps: {', '.join(over)}"
+def look_at_text(spec: RunSpec) -> tuple[str, ...]:
+    """Read the run's text as its host does, and say what there is to learn: for commands that make a run's spec.
+
+    The text is kept prepared, so the host does not read it again.
+    Returns: `text_in_words`: whole sentences for people, one a line.
+    Raises: DataError: the run cannot train on this; one sentence says what was found and what to set.
+    """
+    return text_in_words(*load_own_corpus(spec))
+
+
+def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
+    """What the run reads and learns of each source, what is left out of it, and how often the run goes through all."""
+    names, of_each = source_names(spec.data), passes(corpus, spec)
+    said: list[str] = []
+    for name, data, source in zip(names, spec.data.each, corpus.sources, strict=True):
+        said += (_read_in_words(name, data, source), *source.account.sentences(name), *_cut_in_words(name, source))
+    over = [f"{number:.3g} over {name}" for number, name in zip(of_each, names, strict=True)]
+    return (*said, f"data passes in {spec.training.steps:,} steps: {', '.join(over)}")
+
+
+def _read_in_words(name: str, data: DataSpec, corpus: Corpus) -> str:
+    kind = "conversations" if corpus.packs is not None else "texts"
+    unit = "bytes" if data.tokenizer == BYTES else "tokens"
+    share = "all" if corpus.learnt == 1.0 else f"{100 * corpus.learnt:.3g}%"
+    return f"{name}: {corpus.num_files:,} {kind}, {corpus.text_N.numel():,} {unit}, of which {share} are learnt"
+
+
+def _cut_in_words(name: str, corpus: Corpus) -> Iterator[str]:
+    """What a sample of the run has no room for."""
+    if corpus.packs is None:
+        return
+    context = corpus.packs[0].context
+    if shortened := sum(packs.num_shortened for packs in corpus.packs):
+        yield f"cut in {name}: the end of {shortened:,} conversations, which are longer than model.context {context}"
+    if left_out := sum(packs.num_left_out for packs in corpus.packs):
+        yield f"left out of {name}: {left_out:,} conversations whose answers lie beyond model.context {context}"
 
 
 def find_corpus(

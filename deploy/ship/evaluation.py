@@ -14,9 +14,10 @@ from torch import Tensor
 
 from shoal.deploy.ship.predictor import Predictor, check_vocabulary
 from shoal.deploy.ship.scores import Score
+from shoal.peer.data.account import Unusable
 from shoal.peer.data.corpus import Corpus
-from shoal.peer.data.documents import read_text
 from shoal.peer.data.labels import IGNORED
+from shoal.peer.data.plain_text import read_text
 from shoal.peer.data.samples import Samples
 from shoal.protocol.errors import DataError, LocalError
 
@@ -58,11 +59,15 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
     if not path.is_file():
         raise LocalError(f"there is no file {path} to evaluate on")
     try:
-        text = read_text(path)
+        text, bad = read_text(path)
+    except Unusable as why:
+        raise LocalError(f"cannot evaluate on {path}: it is {why}") from why
     except DataError as error:
         raise LocalError(str(error)) from error
-    if text is None:
-        raise LocalError(f"{path} is empty, or no UTF-8 text")
+    if bad:
+        raise LocalError(f"cannot evaluate on {path}: line {bad[0]} is not UTF-8")
+    if not text:
+        raise LocalError(f"{path} is empty")
     tokenizer, T = predictor.tokenizer, predictor.model.context
     begin = list(tokenizer.beginning) or list(tokenizer.separator)
     tokens_N = torch.tensor([*begin[-1:], *tokenizer.encode([text.decode()])[0].tolist()], dtype=torch.int64)

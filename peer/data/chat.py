@@ -8,7 +8,10 @@ same rows are the same text on every machine.
 answer is what the template adds to the conversation so far, asked to begin an answer, when the answer is there. So it
 has the token that ends a turn, which a model must learn to write. A template may write an earlier answer otherwise once
 more has been said (leaving out its thoughts, say); then only the last one is learnt, as nobody would ask for the others
-so.
+so. An answer whose message has a `weight` of 0 is not learnt.
+
+**What is not read.** A conversation that calls tools or has thoughts beside its answers would be written without them,
+and an empty answer teaches to end a turn at once: such a row is left out.
 """
 
 import json
@@ -20,6 +23,7 @@ from typing import Any, Final
 import msgspec
 from blake3 import blake3
 
+from shoal.peer.data.account import Unusable
 from shoal.protocol.errors import DataError
 
 TEMPLATE_BYTES_MAX: Final = 4 << 20
@@ -48,6 +52,21 @@ class Part(msgspec.Struct, frozen=True):
 class Message(msgspec.Struct, frozen=True):
     role: str
     content: str | list[Part] | None = None
+    weight: float | None = None
+    """0: what it says is not learnt."""
+    tool_calls: Any = None
+    function_call: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+
+    @property
+    def is_learnt(self) -> bool:
+        return self.role == ASSISTANT and self.weight != 0
+
+
+_NOT_READ: Final = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message that a template would write and ours is not given."""
 
 
 class ChatRow(msgspec.Struct, frozen=True):
@@ -56,6 +75,7 @@ class ChatRow(msgspec.Struct, frozen=True):
     messages: list[Message] | None = None
     prompt: str | list[Message] | None = None
     completion: str | list[Message] | None = None
+    tools: Any = None
 
 
 FIELDS: Final = ChatRow.__struct_fields__
@@ -87,25 +107,34 @@ class ChatTemplate:
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
         """The text of a conversation, and its answers: those of the assistant, from message `learn_from` on.
 
-        Raises: DataError: the template refuses it, or does not write an answer where it was asked for one.
+        Raises: Unusable: something in it is not read, or an answer is empty; or the template refuses it, or does not
+            write an answer where it was asked for one.
         """
+        is_learnt = [index >= learn_from and message.is_learnt for index, message in enumerate(messages)]
+        for message, learn in zip(messages, is_learnt, strict=True):
+            _check_is_read(message, is_learnt=learn)
         said = [{"role": message.role, "content": _text(message)} for message in messages]
         text, marked = self._render(said)
         if self._marks:
-            asked = sum(message.role == ASSISTANT for message in messages[:learn_from])
-            return text, marked[asked:]
-        answers: list[tuple[int, int]] = []
-        for index in range(learn_from, len(said)):
-            if said[index]["role"] != ASSISTANT:
+            answers = list(marked[sum(message.role == ASSISTANT for message in messages[:learn_from]) :])
+            if any(message.weight == 0 for message in messages[learn_from:]):
+                learns = [message.is_learnt for message in messages[learn_from:] if message.role == ASSISTANT]
+                if len(answers) != len(learns):
+                    raise Unusable("a `weight` of 0, in a chat whose template does not mark each answer")
+                answers = [span for span, learn in zip(answers, learns, strict=True) if learn]
+            return text, tuple(answers)
+        answers = []
+        for index, learn in enumerate(is_learnt):
+            if not learn:
                 continue
             before, _ = self._render(said[:index], answers=True)
             after = text if index == len(said) - 1 else self._render(said[: index + 1])[0]
             if text.startswith(before) and text.startswith(after) and len(after) > len(before):
                 answers.append((len(before), len(after)))
             elif index == len(said) - 1:
-                raise DataError(
-                    f"{self._name} does not write an answer where it says that one begins: "
-                    "mark answers in it with {% generation %} and {% endgeneration %}"
+                raise Unusable(
+                    f"{self._name} does not write an answer where it says that one begins",
+                    "mark answers in it with {% generation %} and {% endgeneration %}",
                 )
         return text, tuple(answers)
 
@@ -116,10 +145,10 @@ class ChatTemplate:
         try:
             for piece in self._template.generate(messages=messages, **given):
                 self._written.append(piece)
-        except DataError:
+        except Unusable:
             raise
         except Exception as error:  # a template is a program, and raises what it likes
-            raise DataError(f"{self._name} cannot write this: {_first_line(error)}") from error
+            raise Unusable(f"{self._name} cannot write this: {_first_line(error)}") from error
         return "".join(self._written), tuple(self._answers)
 
     def _mark(self, answer: str) -> str:
@@ -157,23 +186,42 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
     """What a row of a chat set says.
 
-    Returns: (the text; its answers; whether a template wrote it, and so what stands around it too). A row without an
-        answer has none.
-    Raises: DataError: it says nothing, or the template refuses it.
+    Returns: (the text; its answers; whether a template wrote it, and so what stands around it too).
+    Raises: Unusable: it has no answer to learn, or something that is not read; or the template refuses it.
     """
     prompt, completion = row.prompt, row.completion
+    if row.tools:
+        raise Unusable("`tools`, which are not read yet")
     if row.messages is not None:
-        return *template.conversation(row.messages), True
+        return *_answered(*template.conversation(row.messages)), True
     if prompt is None or completion is None:
-        raise DataError("there are no messages, nor a prompt and a completion")
+        raise Unusable("no `messages`, nor `prompt` and `completion`")
     if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion.strip():
+            raise Unusable("an empty answer")
         text = prompt + completion
-        return text, ((len(prompt), len(text)),) if completion else (), False
+        return text, ((len(prompt), len(text)),), False
     if isinstance(prompt, str):
         prompt = [Message(role="user", content=prompt)]
     if isinstance(completion, str):
         completion = [Message(role=ASSISTANT, content=completion)]
-    return *template.conversation([*prompt, *completion], learn_from=len(prompt)), True
+    return *_answered(*template.conversation([*prompt, *completion], learn_from=len(prompt))), True
+
+
+def _answered(text: str, answers: Spans) -> tuple[str, Spans]:
+    if not answers:
+        raise Unusable("no answer to learn")
+    return text, answers
+
+
+def _check_is_read(message: Message, *, is_learnt: bool) -> None:
+    for name in _NOT_READ:
+        if getattr(message, name):
+            raise Unusable(f"`{name}`, which {'are' if name.endswith('s') else 'is'} not read yet")
+    if message.weight not in (None, 0, 1):
+        raise Unusable("a `weight` that is neither 0 nor 1")
+    if is_learnt and not _text(message).strip():
+        raise Unusable("an empty answer")
 
 
 def _environment(mark: Any) -> Any:
@@ -211,17 +259,15 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 def _refuse(reason: object) -> None:
-    raise DataError(
-        f"the chat template refuses it: {str(reason).splitlines()[0] if str(reason) else 'no reason given'}"
-    )
+    raise Unusable(f"the chat template refuses it: {str(reason).splitlines()[0] if str(reason) else 'no reason given'}")
 
 
 def _text(message: Message) -> str:
-    """Its content as text. Raises: DataError: there is something else in it."""
+    """Its content as text. Raises: Unusable: there is something else in it."""
     if isinstance(message.content, list):
         for part in message.content:
             if part.type != "text" or part.text is None:
-                raise DataError(f"a message has a part of type {part.type[:40]!r}, and only text can be learnt")
+                raise Unusable(f"a part of type {part.type[:40]!r}, and only text can be learnt")
         return "".join(part.text or "" for part in message.content)
     return message.content or ""
 

@@ -6,9 +6,8 @@ order of their names, so that every machine with the same files prepares the sam
 A run with several sources has a corpus of each.
 """
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,8 +18,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shoal.peer.data.account import Account
 from shoal.peer.data.chat import load_template
-from shoal.peer.data.documents import HUB, Files, find_files, read_text
+from shoal.peer.data.documents import HUB, Files, find_files, printable, read_texts
 from shoal.peer.data.documents import PYTHON_LIBRARY as PYTHON_LIBRARY
 from shoal.peer.data.packing import OnProgress, PackedText, pack
 from shoal.peer.data.samples import Blocks, Packs, Samples
@@ -30,9 +30,6 @@ from shoal.protocol.spec import BETWEEN_DIGESTS, DataSpec, ModelSpec
 
 SEPARATOR: Final = b"\n"
 """Between files; source files end in a newline already, so it reads as an empty line."""
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +53,8 @@ class Corpus:
     """Where documents begin, if tokens are to look at their own only."""
     packs: tuple[Packs, Packs] | None = None
     """Samples of conversations, for training and for validation. None: it is a text, which is cut into blocks."""
+    account: Account = field(default_factory=Account)
+    """What is left out of the source."""
     others: tuple["Corpus", ...] = ()
     """The other sources of a run that has several."""
     weights: tuple[float, ...] = (1.0,)
@@ -69,6 +68,14 @@ class Corpus:
     def tokens_in_training(self) -> int:
         """Of all sources together."""
         return sum(source.num_training for source in self.sources)
+
+    @property
+    def learnt(self) -> float:
+        """The share of this source's tokens that are learnt."""
+        num = self.text_N.numel()
+        if self.packs is not None:
+            return sum(packs.num_learnt for packs in self.packs) / num
+        return 1.0 if self.start_D is None else 1.0 - len(self.start_D) / num
 
     def samples(self, context: int, *, validates: bool = False) -> Samples:
         """Of this source alone. Raises: DataError: there is not one."""
@@ -145,7 +152,7 @@ def _load_one(
     """Load the one source of `spec`."""
     is_hub = spec.source.startswith(HUB)
     files = None if is_hub else find_files(spec.source)
-    where = spec.source if files is None else str(files.root)
+    where = spec.source if files is None else printable(str(files.root))
     is_plain = spec.tokenizer == BYTES and not spec.tokens_max and not spec.leaves_out_targets
     if files is not None and files.are_text and is_plain:
         corpus = _read_bytes(files, spec.validation_fraction)
@@ -156,10 +163,11 @@ def _load_one(
     shortest = min(corpus.num_training, corpus.text_N.numel() - corpus.num_training)
     if shortest < context + 1:
         unit = "bytes" if spec.tokenizer == BYTES else "tokens"
-        raise DataError(
+        few = (
             f"{where} has too little text: {corpus.text_N.numel()} {unit} leave {shortest} for training or "
             f"validation, a sample takes {context + 1}: set model.context lower, or give it more text"
         )
+        raise DataError(corpus.account.behind(few))
     return corpus
 
 
@@ -168,8 +176,6 @@ def _read_packed(
 ) -> Corpus:
     tokenizer = load_tokenizer(spec, path=tokenizer_path)
     packed = pack(spec, tokenizer, cache=cache, on_progress=on_progress)
-    if not packed.about.num_documents:
-        raise DataError(f"{where} has no text")
     return _corpus_of(packed, tokenizer, start_D=packed.start_D if spec.masks_documents else None)
 
 
@@ -187,9 +193,8 @@ def _read_chats(
     packed = pack(spec, tokenizer, template=template, cache=cache, on_progress=on_progress)
     num, split = packed.about.num_documents, packed.about.num_training
     if num < 2:
-        raise DataError(
-            f"{where} has {'one conversation' if num else 'no conversations'}: training and validation take one each"
-        )
+        few = f"{where} has one conversation to learn: training and validation take one each"
+        raise DataError(packed.about.account.behind(few))
     assert packed.counted_N is not None
     text_N, counted_N = torch.from_numpy(packed.token_N), torch.from_numpy(packed.counted_N)
     first = int(np.searchsorted(packed.start_D, split))
@@ -197,14 +202,7 @@ def _read_chats(
     try:
         training, validation = (Packs(text_N[part], counted_N[part], starts_D, context) for part, starts_D in parts)
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
-    shortened = training.num_shortened + validation.num_shortened
-    left_out = training.num_left_out + validation.num_left_out
-    if shortened or left_out:
-        logger.warning(
-            "of the %d conversations in %s %d lose their end, as they are longer than model.context %d, and %d are "
-            "left out, as no answer is within it", num, where, shortened, context, left_out,
-        )  # fmt: skip
+        raise DataError(packed.about.account.behind(f"{where}: {error}")) from error
     return replace(_corpus_of(packed, tokenizer), packs=(training, validation))
 
 
@@ -217,21 +215,13 @@ def _corpus_of(packed: PackedText, tokenizer: Tokenizer, start_D: NDArray[np.int
         vocab_size=tokenizer.vocab_size,
         tokenizer_digest=tokenizer.digest,
         start_D=start_D,
+        account=packed.about.account,
     )
 
 
 def _read_bytes(files: Files, validation_fraction: float) -> Corpus:
-    named = [(files.name(path), text) for path in files.paths if (text := read_text(path)) is not None]
-    if not named:
-        root = files.root
-        raise DataError(
-            f"{root} has no text: nothing in it is UTF-8" if files.paths else f"the folder {root} has no files"
-        )
-    return _split(named, validation_fraction)
-
-
-def _split(named: list[tuple[str, bytes]], validation_fraction: float) -> Corpus:
-    """Prepare the text; empties `named` on the way."""
+    account = Account()
+    named = list(read_texts(files, account))
     sizes = [len(text) + len(SEPARATOR) for _, text in named]
     wanted = int(sum(sizes) * validation_fraction)
     chosen = _whole_files(named, sizes, wanted)
@@ -248,6 +238,7 @@ def _split(named: list[tuple[str, bytes]], validation_fraction: float) -> Corpus
         num_files=len(sizes),
         digest=blake3(num_training.to_bytes(8)).update(text_N.data).hexdigest(),
         vocab_size=int(text_N.max()) + 1,
+        account=account,
     )
 
 

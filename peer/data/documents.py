@@ -1,22 +1,26 @@
-"""Where text comes from: files and folders of text, JSON lines or Parquet, and data sets of the Hugging Face hub; and
+"""Where text comes from: files and folders of text or of rows (`rows.py`), and data sets of the Hugging Face hub; and
 conversations, from all but files of plain text (`chat.py` writes them).
 
 Each is read as a stream of documents in an order of its own, so that every machine with the same source reads the same
-ones, and none is ever in memory as a whole.
+ones, and no source of rows is ever in memory as a whole. What cannot be learnt is left out and counted (`account.py`);
+a source of rows whose beginning cannot be learnt is refused.
 """
 
-import gzip
+import json
 import os
+import re
 import sysconfig
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from shoal.peer.data.account import Account, Unusable
 from shoal.peer.data.chat import FIELDS, ChatRow, ChatTemplate, Spans, read_row
+from shoal.peer.data.plain_text import check_is_prose, read_text
+from shoal.peer.data.rows import Row, first_line, has_rows, read_rows
 from shoal.protocol.errors import DataError
 from shoal.protocol.spec import DataSpec
 
@@ -25,14 +29,15 @@ HUB: Final = "hf:"
 LIBRARY_FOLDERS_LEFT_OUT: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "__pycache__"}
 )
-JSON_LINES: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-PARQUET: Final = (".parquet",)
-UNDECODED_BYTES_MAX: Final = 3
-"""A prefix of a UTF-8 file may end inside a character of up to four bytes."""
-PROBE_BYTES: Final = 64 * 1024
-"""How much of a file decides whether it is text: a folder may hold large binaries."""
-_ROWS: Final = 1024
-"""Of a Parquet file, in memory at a time."""
+ROWS_TRIED: Final = 100
+"""Rows of a file, or of a data set, one of which must be of use: else it is not what its owner takes it for."""
+_NO_CHATS: Final = Unusable(
+    "text, and chats are rows of JSON, CSV, Parquet or a data set", 'for text, remove format = "chat" below [data]'
+)
+_FIELDS_NAMED: Final = 6
+_INDEX: Final = re.compile(r"\[[^]]*\]")
+_PROSE: Final = ("", ".txt", ".text")
+"""Ends of names that say nothing of what is in a file, or that it is prose."""
 
 
 class Document(NamedTuple):
@@ -55,10 +60,14 @@ class Files:
     def name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
 
+    def shown(self, path: Path) -> str:
+        """Its name as text, whatever bytes it has; of a single file its last part."""
+        return printable(path.name if path == self.root else self.name(path))
+
     @property
     def are_text(self) -> bool:
         """And nothing else."""
-        return not any(path.name.endswith((*JSON_LINES, *PARQUET)) for path in self.paths)
+        return not any(map(has_rows, self.paths))
 
 
 def find_files(source: str) -> Files:
@@ -81,43 +90,64 @@ def identify(spec: DataSpec) -> list[Any]:
     if spec.source.startswith(HUB):
         return [spec.source, spec.subset, spec.split]
     files = find_files(spec.source)
-    stats = [(files.name(path), path.stat()) for path in files.paths]
+    stats = [(files.shown(path), path.stat()) for path in files.paths]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def read_documents(spec: DataSpec, template: ChatTemplate | None = None) -> Iterator[Document]:
-    """Args: template: that of the run's vocabulary, where `spec` says that the source is a chat.
-
-    Raises: DataError: something cannot be read; the line says where.
+def read_documents(spec: DataSpec, template: ChatTemplate | None, account: Account) -> Iterator[Document]:
+    """Args:
+        template: that of the run's vocabulary, where `spec` says that the source is a chat.
+        account: is told what is left out.
+    Raises: DataError: something cannot be read, or nothing in the source can be learnt; one sentence says which.
     """
+    reader = _Reader(spec.field, template)
+    has_any = False
     if spec.source.startswith(HUB):
-        yield from _read_hub(spec, template)
+        for document in _documents(_read_hub(spec), reader, account, spec.source, is_alone=True):
+            has_any = True
+            yield document
+        if not has_any:
+            raise DataError(f"{spec.source} has no text")
         return
     files = find_files(spec.source)
+    is_alone = files.root.is_file()
     sizes = [path.stat().st_size for path in files.paths]
     total = max(1, sum(sizes))
     before = 0
     for path, size in zip(files.paths, sizes, strict=True):
-        for document in _read_file(path, spec.field, template):
-            if document.text:
-                yield document._replace(done=(before + document.done * size) / total)
+        if has_rows(path):
+            rows, name = read_rows(path, reader.columns), printable(str(path))
+            where = "" if is_alone else files.shown(path)
+            found = _documents(rows, reader, account, name, where, is_alone=is_alone)
+        elif template is None:
+            found = (Document(text.decode(), 1.0) for _, text in _texts([path], files, account))
+        else:
+            _leave_out_file(path, files, account, _NO_CHATS)
+            found = iter(())
+        for document in found:
+            has_any = True
+            yield document._replace(done=(before + document.done * size) / total)
         before += size
+    if not has_any:
+        raise _nothing(files, account)
 
 
-def read_text(path: Path) -> bytes | None:
-    """The file's bytes, or None if it is empty or not UTF-8 text.
+def read_texts(files: Files, account: Account) -> Iterator[tuple[str, bytes]]:
+    """The name and the text of each file that has one.
 
-    Raises: DataError: it cannot be read.
+    Raises: DataError: one cannot be read, or none has a text.
     """
-    try:
-        with path.open("rb") as file:
-            text = file.read(PROBE_BYTES)
-            if not _is_text(text, whole=False):
-                return None
-            text += file.read()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    return text if text and _is_text(text, whole=True) else None
+    has_any = False
+    for named in _texts(files.paths, files, account):
+        has_any = True
+        yield named
+    if not has_any:
+        raise _nothing(files, account)
+
+
+def printable(name: str) -> str:
+    """A file's name, in which a byte that is no UTF-8 is written as \\xff."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _walk(root: Path, folders_left_out: frozenset[str]) -> Iterator[Path]:
@@ -130,88 +160,134 @@ def _walk(root: Path, folders_left_out: frozenset[str]) -> Iterator[Path]:
                 yield path
 
 
-def _is_text(text: bytes, *, whole: bool) -> bool:
-    """Whether `text` is UTF-8 without NUL; a part of a file may end inside a character."""
-    if b"\0" in text:
-        return False
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        return not whole and error.start >= len(text) - UNDECODED_BYTES_MAX
-    return True
+def _texts(paths: Sequence[Path], files: Files, account: Account) -> Iterator[tuple[str, bytes]]:
+    for path in paths:
+        try:
+            text, bad = read_text(path)
+            if path.suffix in _PROSE:
+                check_is_prose(text)
+        except Unusable as why:
+            _leave_out_file(path, files, account, why)
+            continue
+        where = "" if path == files.root else f"{files.shown(path)} "
+        for number in bad:
+            account.leave_out("line", "not UTF-8 text", f"{where}line {number}")
+        if text:
+            yield files.name(path), text
 
 
-def _read_file(path: Path, field: str, template: ChatTemplate | None) -> Iterator[Document]:
-    """`done` is the share of this file."""
-    if path.name.endswith(JSON_LINES):
-        yield from _read_json_lines(path, field, template)
-    elif path.name.endswith(PARQUET):
-        yield from _read_parquet(path, field, template)
-    elif template is not None:
-        raise DataError(f"{path} has no chats: they are read from JSON lines (.jsonl), Parquet and data sets")
-    elif (text := read_text(path)) is not None:
-        yield Document(text.decode(), 1.0)
+def _leave_out_file(path: Path, files: Files, account: Account, why: Unusable) -> None:
+    """Raises: DataError: it is all that there is."""
+    if path == files.root:
+        raise DataError(f"cannot train on {printable(str(path))}: it is {why}") from why
+    account.leave_out("file", why.reason, files.shown(path))
 
 
-def _read_json_lines(path: Path, field: str, template: ChatTemplate | None) -> Iterator[Document]:
-    """Only the wanted fields of a line are made; the others are skipped over."""
-    line_type = ChatRow if template else msgspec.defstruct("Line", [("text", str | None)], rename={"text": field})
-    decoder: Any = msgspec.json.Decoder(line_type)
-    size = max(1, path.stat().st_size)
-    try:
-        with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
+def _nothing(files: Files, account: Account) -> DataError:
+    root = printable(str(files.root))
+    if not files.paths:
+        return DataError(f"the folder {root} has no files")
+    return DataError(account.behind(f"{root} has no text"))
+
+
+class _Reader:
+    """Makes documents of rows.
+
+    Args: field: where a row has its text, unless a template writes chats of it.
+    """
+
+    def __init__(self, field: str, template: ChatTemplate | None) -> None:
+        self._field, self._template = field, template
+        text = msgspec.defstruct("Line", [("text", str | None)], rename={"text": field})
+        self._type: Any = ChatRow if template else text
+        self._decoder: Any = msgspec.json.Decoder(self._type)  # it skips over what is not wanted of a line
+        self.columns = (*FIELDS, *(() if template else (field,)))
+
+    def document(self, row: Row) -> Document:
+        """Raises: Unusable."""
+        value = row.value
+        if isinstance(value, Unusable):
+            raise value
+        if self._template is None:
+            if isinstance(value, str):  # of an array of texts
+                value = {self._field: value}
+            text = self._decoded(value).text
+            if not text:
+                raise Unusable("an empty text")
+            document = Document(text, row.done)
+        else:
+            said = self._decoded(value)
+            if said.messages is None and None in (said.prompt, said.completion):
+                raise self._lacks(_names(value))
+            text, answers, is_whole = read_row(said, self._template)
+            document = Document(text, row.done, answers, not is_whole)
+        if not _has_characters(text):
+            raise Unusable("a lone surrogate, or a byte that is not UTF-8")
+        return document
+
+    def _decoded(self, value: Any) -> Any:
+        try:
+            if isinstance(value, bytes):
                 try:
-                    row = decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise DataError(f"{path}, line {number}: {_first_line(error)}") from error
-                done = raw.tell() / size
-                if template is None:
-                    yield Document(row.text or "", done)
-                else:
-                    yield _chat(row, template, f"{path}, line {number}", done)
-    except (OSError, EOFError) as error:  # gzip's errors are OSErrors too; a cut one ends in EOFError
-        raise DataError(f"cannot read {path}: {_first_line(error)}") from error
+                    return self._decoder.decode(value)
+                except msgspec.ValidationError:
+                    raise
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    value = _lenient(value)  # a lone surrogate or NaN in another field does no harm
+            return msgspec.convert(value, self._type)
+        except msgspec.ValidationError as error:
+            names = _names(value)
+            if self._template is None and self._field not in names:
+                raise self._lacks(names) from error
+            what, why = "no text" if self._template is None else "no chat", _INDEX.sub("[]", first_line(error))
+            raise Unusable(f"{what}: {why}") from error
+
+    def _lacks(self, names: Sequence[str]) -> Unusable:
+        """Why a row with these fields has no text, or no chat."""
+        only = ", ".join(name[:40] for name in names[:_FIELDS_NAMED]) + (", …" if len(names) > _FIELDS_NAMED else "")
+        but = f", but {only}" if names else ""
+        if self._template is not None:
+            reason = f"no `messages`, nor `prompt` and `completion`{but}"
+            if self._field in names:
+                return Unusable(reason, 'for texts, remove format = "chat" below [data]')
+            return Unusable(reason, "shoal reads chats from these fields only: rename yours")
+        if "messages" in names or {"prompt", "completion"} <= set(names):
+            return Unusable(f"a chat ({only})", 'set format = "chat" below [data]')
+        return Unusable(f"no field `{self._field}`{but}", "set `field` below [data] to the one that has the text")
 
 
-def _chat(row: object, template: ChatTemplate, where: str, done: float) -> Document:
-    """A conversation from a decoded line, or from a row as a dict."""
-    try:
-        said = row if isinstance(row, ChatRow) else msgspec.convert(row, ChatRow)
-        text, answers, is_whole = read_row(said, template)
-    except (msgspec.ValidationError, DataError) as error:
-        raise DataError(f"{where}: {_first_line(error)}") from error
-    return Document(text, done, answers, not is_whole)
+def _documents(
+    rows: Iterator[Row], reader: _Reader, account: Account, source: str, where: str = "", *, is_alone: bool
+) -> Iterator[Document]:
+    """Args: where: what a row's number stands behind when it is named.
+
+    Raises: DataError: the rows cannot be read, or none of the first ones can be learnt. A folder's file may be a single
+        JSON object that is no row: much that is not data is.
+    """
+    first: tuple[str, Unusable] | None = None
+    tried = 0
+    has_any = False
+    for row in rows:
+        tried += 1
+        try:
+            document = reader.document(row)
+        except Unusable as why:
+            place = f"{row.unit} {row.number}"
+            account.leave_out("row", why.reason, f"{where} {place}".lstrip())
+            first = first or (place, why)
+            if tried == ROWS_TRIED and not has_any:
+                break
+            continue
+        has_any = True
+        yield document
+    if first is not None and not has_any and (is_alone or tried > 1):
+        place, reason = first
+        none = "its only row cannot" if tried == 1 else f"none of its first {tried} rows can"
+        remedy = f"; {reason.remedy}" if reason.remedy else ""
+        raise DataError(f"cannot train on {source}: {none} be learnt ({place}: {reason.reason}){remedy}")
 
 
-def _read_parquet(path: Path, field: str, template: ChatTemplate | None) -> Iterator[Document]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(f"{path} needs the pyarrow library: pip install 'shoal[data]'") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            columns = [name for name in (FIELDS if template else (field,)) if name in names]
-            if not columns:
-                wanted = f"column {field}" if template is None else f"columns {', '.join(FIELDS)}"
-                raise DataError(f"{path} has no {wanted}: it has {', '.join(names)}")
-            number, rows = 0, max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    where, done = f"{path}, row {number}", number / rows
-                    if template is None:
-                        yield Document(_as_text(row[field], where, field), done)
-                    else:
-                        yield _chat(row, template, where, done)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"cannot read {path}: {_first_line(error)}") from error
-
-
-def _read_hub(spec: DataSpec, template: ChatTemplate | None) -> Iterator[Document]:
+def _read_hub(spec: DataSpec) -> Iterator[Row]:
     """Nothing is downloaded beyond what is read."""
     name = spec.source.removeprefix(HUB)
     try:
@@ -221,34 +297,42 @@ def _read_hub(spec: DataSpec, template: ChatTemplate | None) -> Iterator[Documen
     try:
         rows = iter(datasets.load_dataset(name, spec.subset or None, split=spec.split, streaming=True))
     except Exception as error:  # it passes on whatever its loaders and the network raise
-        raise DataError(f"cannot open the data set {name}: {_first_line(error)}") from error
+        raise DataError(f"cannot open the data set {name}: {first_line(error)}") from error
     number = 0
     while True:
         try:
             row = next(rows, None)
         except Exception as error:
-            raise DataError(f"cannot read the data set {name} beyond row {number}: {_first_line(error)}") from error
+            raise DataError(f"cannot read the data set {name} beyond row {number}: {first_line(error)}") from error
         if row is None:
             return
         number += 1
-        where = f"the data set {name}, row {number}"
-        if template is not None:
-            yield _chat({field: row[field] for field in FIELDS if field in row}, template, where, 0.0)
-            continue
-        if spec.field not in row:
-            raise DataError(f"the data set {name} has no field {spec.field}: it has {', '.join(map(str, row))}")
-        yield Document(_as_text(row[spec.field], where, spec.field), 0.0)
+        yield Row("row", number, row, 0.0)
 
 
-def _as_text(value: object, where: str, field: str) -> str:
-    """A row may be without a text; then it has none."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(f"{where}: {field} is {type(value).__name__} and not text")
-    return value
+def _names(value: object) -> list[str]:
+    """The fields of a row. Raises: Unusable: it is none."""
+    if isinstance(value, bytes):
+        value = _lenient(value)
+    if not isinstance(value, Mapping):
+        raise Unusable("no JSON object")
+    return list(map(str, value))
 
 
-def _first_line(error: BaseException) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return next(iter(reason.splitlines()), "") or type(error).__name__
+def _lenient(line: bytes) -> Any:
+    """What a line of JSON says. Raises: Unusable."""
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise Unusable("not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise Unusable("not JSON") from error
+
+
+def _has_characters(text: str) -> bool:
+    """Whether it is without lone surrogates, which stand for no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -23,6 +23,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from shoal.peer.data.account import Account
 from shoal.peer.data.chat import ChatTemplate
 from shoal.peer.data.documents import Document, identify, read_documents
 from shoal.peer.data.tokenizer import Tokenizer, Tokens
@@ -32,7 +33,7 @@ from shoal.protocol.spec import DataSpec
 OnProgress = Callable[[float], None]
 """Told which share of the source is done; 0 while nobody knows."""
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 _TOKENS, _META = "tokens.bin", "meta.json"
 _STARTS: Final = "documents.bin"
 """int64 [D], where documents begin."""
@@ -52,6 +53,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     num_documents: int
     digest: str
     """BLAKE3 (64 hex digits) of the tokens and of where they are split; where documents matter, of these too."""
+    account: Account
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,27 +94,28 @@ def pack(
         raise DataError(f"cannot keep the prepared text in {where}: {error.strerror or error}") from error
 
 
-def training_texts(spec: DataSpec, *, bytes_max: int, on_progress: OnProgress | None = None) -> Iterator[str]:
+def training_texts(
+    spec: DataSpec, *, bytes_max: int, account: Account, on_progress: OnProgress | None = None
+) -> Iterator[str]:
     """Documents that a run with this data would train on, until there are `bytes_max` of them, for a vocabulary.
 
     A single document would be for both sides, so it is given although it may be for validation as a whole.
+    Args: account: is told what is left out.
     Raises: DataError: nothing there, or no text in it.
     """
     size, kept_back = 0, ""
-    for document in read_documents(spec):
+    for document in read_documents(spec, None, account):
         text = document.text
         if on_progress is not None:
             on_progress(max(document.done, min(1.0, size / bytes_max)))
         if _is_validation(text, spec):
             kept_back = kept_back or text
             continue
-        size += len(text.encode(errors="replace"))
+        size += len(text.encode())
         yield text
         if size >= bytes_max:
             return
     if not size:
-        if not kept_back:
-            raise DataError(f"{spec.source} has no text")
         yield kept_back
 
 
@@ -174,9 +177,7 @@ def _write_for_good(folder: Path, source: _Source, on_progress: OnProgress | Non
     """Several processes may do so at once; the last one's stays, and all are the same."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as unfinished:
-        packed = _write(Path(unfinished), source, on_progress)
-        if not packed.num_tokens:
-            raise DataError(f"{source.spec.source} has no text")
+        _write(Path(unfinished), source, on_progress)
         if _known(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # somebody was faster
@@ -198,7 +199,8 @@ def _write(folder: Path, source: _Source, on_progress: OnProgress | None) -> Pac
             return _Side(files[0], files[1] if source.template else None)
 
         training, validation = side(""), side("validation-")
-        num_documents = _tokenise(source, training, validation, on_progress)
+        account = Account()
+        num_documents = _tokenise(source, training, validation, account, on_progress)
         for into, rest in ((training.tokens, validation.tokens), (training.counted, validation.counted)):
             if into is not None and rest is not None:
                 rest.seek(0)
@@ -225,19 +227,22 @@ def _write(folder: Path, source: _Source, on_progress: OnProgress | None) -> Pac
         num_training=num_training,
         num_documents=num_documents,
         digest=_digest([folder / _TOKENS, *apart], num_training),
+        account=account,
     )
     (folder / _META).write_bytes(msgspec.json.encode(packed))
     return packed
 
 
-def _tokenise(source: _Source, training: _Side, validation: _Side, on_progress: OnProgress | None) -> int:
+def _tokenise(
+    source: _Source, training: _Side, validation: _Side, account: Account, on_progress: OnProgress | None
+) -> int:
     """Returns: how many documents there were."""
     spec, tokenizer = source.spec, source.tokenizer
     before, behind = (
         np.array(list(tokens), dtype=tokenizer.dtype) for tokens in (tokenizer.beginning, tokenizer.separator)
     )
     num_documents = num_tokens = 0
-    for batch in _batches(read_documents(spec, source.template)):
+    for batch in _batches(read_documents(spec, source.template, account)):
         for document, tokens, counted in _encoded(batch, source):
             if spec.tokens_max and num_tokens >= spec.tokens_max:
                 return num_documents
@@ -275,7 +280,7 @@ def _encoded(batch: list[Document], source: _Source) -> Iterator[tuple[Document,
 
 
 def _is_validation(text: str, spec: DataSpec) -> bool:
-    number = int.from_bytes(blake3(text.encode(errors="replace")).digest(length=_HASH_BYTES))
+    number = int.from_bytes(blake3(text.encode()).digest(length=_HASH_BYTES))
     return number < int(spec.validation_fraction * 256**_HASH_BYTES)
 
 

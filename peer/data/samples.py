@@ -109,7 +109,9 @@ class Packs:
         self.num_shortened = int((end_D - start_D > context + 1)[taken_D].sum())
         """Conversations that lose their end."""
         self.num_left_out = len(start_D) - len(taken_D)
-        """Conversations without an answer, or whose answers lie behind a sample's end."""
+        """Conversations whose answers lie behind a sample's end."""
+        self.num_learnt = int(learnt_D.sum())
+        """Tokens that are learnt."""
         if not len(taken_D):
             raise DataError(f"no conversation has an answer within {context} tokens")
         self._start_D, self._kept_D = start_D, kept_D

@@ -163,18 +163,29 @@ def test_every_conversation_is_in_one_sample_whole_and_alone(tmp_path: Path) -> 
     assert corpus.packs[0].filled > 0.97
 
 
-def test_what_is_too_long_loses_its_end_and_what_has_no_answer_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_too_long_loses_its_end_and_what_has_no_answer_is_left_out(tmp_path: Path) -> None:
     rows: list[object] = [{"prompt": f"{i} ", "completion": "abc"} for i in range(40)]
     rows += [{"prompt": "long ", "completion": "y" * 100}, {"prompt": "z" * 100, "completion": "never seen"}]
     rows += [{"messages": TALK[:2]}]
-    found = "".join(learnt(load_corpus(chats(tmp_path, rows), context=64), 64))
+    corpus = load_corpus(chats(tmp_path, rows), context=64)
+    found = "".join(learnt(corpus, 64))
     assert found.count("abc\n") == 40
     assert found.count("y") == 64 - len("long ") + 1
     assert "never" not in found
-    assert "of the 43 conversations" in caplog.text
-    assert "1 lose their end, as they are longer than model.context 64, and 2 are left out" in caplog.text
+    assert corpus.packs is not None
+    assert sum(packs.num_shortened for packs in corpus.packs) == sum(packs.num_left_out for packs in corpus.packs) == 1
+    assert corpus.account.sentences("it") == ("left out of it: 1 row: no answer to learn (line 43)",)
+    assert corpus.learnt == len(found) / corpus.text_N.numel()
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_a_message_with_a_weight_of_0_is_in_sight_and_not_learnt(source: str) -> None:
+    weights = zip(TALK, (None, None, 0, None, 1.0), strict=True)
+    talk = [Message(role=one["role"], content=one["content"], weight=weight) for one, weight in weights]
+    template = ChatTemplate(source, {}, name="it")
+    text, spans = template.conversation(talk)
+    assert text == template.conversation(messages(TALK))[0]
+    assert [text[begin:end] for begin, end in spans] == answers(source, TALK)[1:]
 
 
 def test_microbatches_of_a_step_weigh_as_their_tokens(tmp_path: Path) -> None:
@@ -210,22 +221,6 @@ def test_a_text_beside_chats_is_learnt_whole_and_its_documents_do_not_see_each_o
 
 
 @pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        ({"text": "a"}, r"chat\.jsonl, line 2: there are no messages, nor a prompt and a completion$"),
-        ({"messages": "hello"}, r"line 2: Expected `array \| null`, got `str`"),
-        ({"messages": [{"content": "hello"}]}, r"line 2: .*missing required field `role`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"a part of type 'image', and only text"),
-        ({"prompt": "a"}, "nor a prompt and a completion"),
-    ],
-)
-def test_a_row_that_is_no_conversation_is_one_clear_line(tmp_path: Path, row: object, sentence: str) -> None:
-    with pytest.raises(DataError, match=sentence) as caught:
-        load_corpus(chats(tmp_path, [{"messages": TALK}, row]), context=64)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("source", "sentence"),
     [
         ("{% for m in %}", "is not a chat template: "),
@@ -248,12 +243,6 @@ def test_a_vocabulary_without_a_template_is_told_where_it_belongs(folder: Path) 
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert load_template(folder / "tokenizer.json").source == CHATML
-
-
-def test_plain_text_files_are_no_chats(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"a\.txt has no chats: they are read from JSON lines"):
-        load_corpus(DataSpec(source=str(tmp_path / "a.txt"), format="chat"), context=8)
 
 
 def test_another_template_is_another_text(folder: Path, tmp_path: Path) -> None:

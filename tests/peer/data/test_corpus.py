@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.peer.data.corpus import Corpus, load_corpus
-from shoal.peer.data.documents import PROBE_BYTES
+from shoal.peer.data.plain_text import PROBE_BYTES
 from shoal.protocol.errors import DataError
 from shoal.protocol.spec import DataSpec
 

@@ -227,50 +227,21 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, bpe: Pat
     load_corpus(DataSpec(source=str(tmp_path / "ascii"))).check_fits(ModelSpec(vocab_size=128))
 
 
-@pytest.mark.parametrize(
-    ("lines", "sentence"),
-    [
-        ('{"text": "a"}\nnonsense\n', r"a\.jsonl, line 2: JSON is malformed"),
-        ('{"text": "a"}\n\n{"content": "b"}\n', r"a\.jsonl, line 3: .*missing required field `text`"),
-        ('{"text": 3}\n', r"line 1: Expected `str \| null`, got `int`"),
-        ('{"text": null}\n', "has no text"),
-        ("", "has no text"),
-        ('{"text": "a"}\n', "has too little text: 2 bytes"),
-    ],
-)
-def test_bad_json_lines_are_one_clear_line(tmp_path: Path, lines: str, sentence: str) -> None:
+@pytest.mark.parametrize("lines", ["", '{"text": null}\n', "nonsense\n", '{"text": "a"}\n'])
+def test_a_source_without_text_leaves_nothing_in_the_cache(tmp_path: Path, lines: str) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
-    for cache in (None, tmp_path / "cache"):
-        with pytest.raises(DataError, match=sentence) as caught:
-            load_corpus(DataSpec(source=str(tmp_path / "a.jsonl")), context=4, cache=cache)
-        assert "\n" not in str(caught.value)
-
-
-def test_bad_archives_are_one_clear_line(tmp_path: Path) -> None:
-    json_lines(tmp_path / "a.jsonl", TEXTS)
-    whole = gzip.compress((tmp_path / "a.jsonl").read_bytes())
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-40])
-    (tmp_path / "none.jsonl.gz").write_bytes(b"not gzip")
-    (tmp_path / "none.parquet").write_bytes(b"not parquet")
-    parquet(tmp_path / "other.parquet", ["a"], field="content")
-    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
-    for name, sentence in (
-        ("cut.jsonl.gz", "cannot read"),
-        ("none.jsonl.gz", "cannot read"),
-        ("none.parquet", "cannot read"),
-        ("other.parquet", r"has no column text: it has id, content"),
-        ("numbers.parquet", r"row 1: text is int and not text"),
-    ):
-        with pytest.raises(DataError, match=sentence) as caught:
-            load_corpus(DataSpec(source=str(tmp_path / name)))
-        assert name in str(caught.value)
-        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError) as alone:
+        load_corpus(DataSpec(source=str(tmp_path / "a.jsonl")), context=4)
+    for _ in range(2):
+        with pytest.raises(DataError) as caught:
+            load_corpus(DataSpec(source=str(tmp_path / "a.jsonl")), context=4, cache=tmp_path / "cache")
+        assert str(caught.value) == str(alone.value)
 
 
 def test_a_data_set_that_is_not_there_or_has_no_such_field_is_one_clear_line(hub: list[tuple[Any, ...]]) -> None:
     with pytest.raises(DataError, match=r"cannot open the data set no/where: no such data set$"):
         load_corpus(DataSpec(source="hf:no/where"))
-    with pytest.raises(DataError, match="has no field body: it has text, id"):
+    with pytest.raises(DataError, match=r"its first 100 rows .*no field `body`, but text, id\)"):
         load_corpus(DataSpec(source="hf:fish/stories", field="body"))
 
 

@@ -1,0 +1,74 @@
+"""What a source loses while it is read: each reason, how often it was met, and where first. Pure."""
+
+from typing import Final, Literal
+
+import msgspec
+
+from shoal.protocol.errors import DataError
+
+PLACES_NAMED: Final = 3
+_REASONS_MAX: Final = 16
+"""Reasons are few; a chat template may word each of its refusals in another way."""
+_OTHER: Final = "for other reasons"
+
+Unit = Literal["row", "line", "file"]
+
+
+class Unusable(DataError):
+    """A row or a file that nothing can be learnt from.
+
+    Args:
+        reason: what was found, as in "line 3: not JSON".
+        remedy: what its owner may do, where that is known.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{reason}; {remedy}" if remedy else reason)
+        self.reason = reason
+        self.remedy = remedy
+
+
+class LeftOut(msgspec.Struct, kw_only=True):
+    """How much is left out for one reason."""
+
+    unit: Unit
+    reason: str
+    count: int = 0
+    places: list[str] = []
+    """The first ones."""
+
+    def __str__(self) -> str:
+        named = ", ".join(self.places) + (", …" if self.count > len(self.places) else "")
+        return f"{self.count:,} {self.unit}{'s' if self.count > 1 else ''}: {self.reason} ({named})"
+
+
+class Account(msgspec.Struct):
+    """All that is left out of one source."""
+
+    left_out: list[LeftOut] = []
+
+    def leave_out(self, unit: Unit, reason: str, place: str) -> None:
+        entry = self._entry(unit, reason)
+        entry.count += 1
+        if len(entry.places) < PLACES_NAMED:
+            entry.places.append(place)
+
+    def _entry(self, unit: Unit, reason: str) -> LeftOut:
+        if len(self.left_out) >= _REASONS_MAX and not self._has(unit, reason):
+            reason = _OTHER
+        for entry in self.left_out:
+            if (entry.unit, entry.reason) == (unit, reason):
+                return entry
+        self.left_out.append(LeftOut(unit=unit, reason=reason))
+        return self.left_out[-1]
+
+    def _has(self, unit: Unit, reason: str) -> bool:
+        return any((entry.unit, entry.reason) == (unit, reason) for entry in self.left_out)
+
+    def sentences(self, source: str) -> tuple[str, ...]:
+        """For people, one for each reason, the most frequent one first."""
+        return tuple(f"left out of {source}: {entry}" for entry in sorted(self.left_out, key=lambda e: -e.count))
+
+    def behind(self, sentence: str) -> str:
+        """A sentence about the source, and what is left out of it."""
+        return "; ".join((sentence, *self.sentences("it")))

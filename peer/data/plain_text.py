@@ -1,0 +1,114 @@
+"""Files of plain text: UTF-8, or UTF-16 behind its byte order mark. What is none is called by its name.
+
+A line that is no UTF-8 is left out, as long as such lines are few; where they are many the file is in another encoding,
+or no text.
+"""
+
+import codecs
+import re
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from shoal.peer.data.account import Unusable
+from shoal.peer.data.rows import GZIP, UTF_16
+from shoal.protocol.errors import DataError
+
+PROBE_BYTES: Final = 64 * 1024
+"""How much of a file decides whether it is text: a folder may hold large binaries."""
+_GOOD_PER_BAD: Final = 9
+"""Lines that are text for each one that is none. A single bad one needs a single good one."""
+_UTF_32: Final = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+_KINDS: Final = (
+    (GZIP, "gzip", "unpack it"),
+    (b"BZh", "bzip2", "unpack it"),
+    (b"\xfd7zXZ\0", "xz", "unpack it"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unpack it"),
+    (b"PK\x03\x04", "zip (so are .docx, .xlsx and .epub)", "take the text out of it"),
+    (b"%PDF", "PDF", "take the text out of it"),
+    (b"PAR1", "Parquet", "give its name .parquet as its end"),
+)
+_CONTROL: Final = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+_ARRAY: Final = re.compile(rb'\s*\[\s*\{\s*"')
+
+
+def read_text(path: Path) -> tuple[bytes, list[int]]:
+    """Returns: (the text as UTF-8, the numbers of the lines that are left out).
+
+    Raises: Unusable: it is no text. DataError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(PROBE_BYTES)
+            is_whole = len(text) < PROBE_BYTES
+            _check_kind(text)
+            if not text.startswith(UTF_16) and not is_whole:
+                _bad_lines(text, is_whole=False)
+            text += file.read()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if text.startswith(UTF_16):
+        try:
+            return text.decode("utf-16").encode(), []
+        except UnicodeError as error:
+            raise Unusable("damaged UTF-16", "save it as UTF-8") from error
+    text = text.removeprefix(codecs.BOM_UTF8)
+    bad = _bad_lines(text, is_whole=True)
+    if bad:
+        lines, chosen = text.split(b"\n"), set(bad)
+        text = b"\n".join(line for number, line in enumerate(lines, 1) if number not in chosen)
+    return text, bad
+
+
+def check_is_prose(text: bytes) -> None:
+    """Raises: Unusable: it has rows, and its name hides them."""
+    line = text[:PROBE_BYTES].lstrip().partition(b"\n")[0]
+    try:
+        has_objects = line.startswith(b"{") and bool(msgspec.json.decode(line))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        has_objects = False
+    if has_objects:
+        raise Unusable("JSON lines in a file that is not called so", "give its name .jsonl as its end")
+    if _ARRAY.match(text[:PROBE_BYTES]):
+        raise Unusable("a JSON array in a file that is not called so", "give its name .json as its end")
+
+
+def _check_kind(start: bytes) -> None:
+    for mark, name, remedy in _KINDS:
+        if start.startswith(mark):
+            raise Unusable(name, remedy)
+    if start.startswith(_UTF_32):
+        raise Unusable("UTF-32", "save it as UTF-8")
+    for offset in (0, 1) if not start.startswith(UTF_16) else ():
+        if len(start) > 1 and start[1 - offset :: 2].count(0) > len(start) // 4 and not start[offset::2].count(0):
+            raise Unusable("UTF-16 without its byte order mark", "save it as UTF-8")
+
+
+def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
+    """The numbers of the lines that are no UTF-8 text; the last line of a part may end anywhere.
+
+    Raises: Unusable: they are too many.
+    """
+    if _is_text(text, is_whole=is_whole):
+        return []
+    lines = text.split(b"\n")
+    last = len(lines)
+    bad = [n for n, line in enumerate(lines, 1) if not _is_text(line, is_whole=is_whole or n < last)]
+    good = sum(map(bool, lines)) - len(bad)
+    if good < (_GOOD_PER_BAD * len(bad) if len(bad) > 1 else 1):
+        if _CONTROL.search(text):
+            raise Unusable("no text but binary data")
+        raise Unusable("not UTF-8 (Latin-1 or Windows-1252, it seems)", "iconv -f WINDOWS-1252 -t UTF-8 makes it so")
+    return bad
+
+
+def _is_text(text: bytes, *, is_whole: bool) -> bool:
+    """Whether it is UTF-8 without NUL; what is not whole may end inside a character."""
+    if b"\0" in text:
+        return False
+    try:
+        codecs.utf_8_decode(text, "strict", is_whole)
+    except UnicodeDecodeError:
+        return False
+    return True
