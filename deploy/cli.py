@@ -33,6 +33,7 @@ from shoal.deploy.commands.tokenizer import train
 from shoal.deploy.dashboard.address import with_default
 from shoal.deploy.ending import run
 from shoal.deploy.simulate.command import simulate
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import ShoalError
 
 
@@ -43,7 +44,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except ShoalError as error:
-            typer.echo(f"shoal: {error}", err=True)
+            say(f"shoal: {error}", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from error
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error

@@ -266,7 +266,7 @@ def _decode_address(rest: bytes) -> tuple[str, bytes]:
     if kind == _TEXT:
         length = rest[0]
         text = rest[1 : 1 + length]
-        if len(text) != length or not text.startswith(b"/"):
+        if len(text) != length or not text.startswith(b"/") or not text.decode("ascii").isprintable():
             raise ValueError("no multiaddr")
         return text.decode("ascii"), rest[1 + length :]
     size = {_IP4: 4, _IP6: 16}.get(kind, 0)

@@ -59,6 +59,10 @@ class Advert(_Part, frozen=True):
     card_bytes_per_s: float = 0.0
     """The most that has gone out over several links at once; 0: not known."""
 
+    def __post_init__(self) -> None:
+        if not self.name.isprintable():
+            raise ValueError(f"name has a control character or a line break: {self.name!r}")
+
 
 class LinkReport(_Part, frozen=True, array_like=True):
     """Reports what the sender measured of its link with `peer`; 0: not known."""

@@ -647,6 +647,7 @@ class RunSpec(_Section, frozen=True):
 
     def __post_init__(self) -> None:
         _require(0 < len(self.name) <= 64, "name must have 1 to 64 characters")
+        _require(self.name.isprintable(), f"name has a control character or a line break: {self.name!r}")
         _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
         _require(
             (self.swarm.stages_max or 1) <= self.model.num_layers,

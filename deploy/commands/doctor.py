@@ -18,6 +18,7 @@ from shoal.deploy.commands.options import (
     start_logging,
 )
 from shoal.deploy.state import places
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import Invite, parse_invite
 
@@ -53,7 +54,7 @@ def doctor(
         typer.echo(msgspec.json.encode(as_json(diagnosis)).decode())
     else:
         for line in lines(diagnosis):
-            typer.echo(line)
+            say(line)
     if diagnosis.main is not None:
         raise typer.Exit(EXIT_FAILED)
 
@@ -64,13 +65,13 @@ def explain(
     """Say why nobody of a run was found, and end the command."""
     from shoal.deploy.doctor.diagnosis import problem_lines
 
-    typer.echo(f"shoal: nobody at the invite's addresses has the run {invite.run}; looking for the reason…", err=True)
+    say(f"shoal: nobody at the invite's addresses has the run {invite.run}; looking for the reason…", err=True)
     diagnosis = diagnosis_of(invite, listen=listen, state_dir=state_dir, device=device)
     if diagnosis.main is None:
         raise error
     for problem in diagnosis.problems:
         for line in problem_lines(problem):
-            typer.echo(line, err=True)
+            say(line, err=True)
     raise typer.Exit(EXIT_USER_ERROR) from error
 
 

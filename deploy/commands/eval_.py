@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.deploy.commands.options import Device, OfInvite, Swarm, Verbose, data_source, examples, start_logging
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def eval_(
                 said |= {"run": origin.run, "era": origin.era, "version": origin.version}
             typer.echo(msgspec.json.encode(said).decode())
             return
-        typer.echo(predictor.name)
+        say(predictor.name)
         for score in scores:
             typer.echo(f"  {in_words(score)}")
         if origin is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.deploy.commands.options import Device, OfInvite, Swarm, Verbose, examples, start_logging
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def generate(
             count += 1
         sys.stdout.write("\n")
         pace = count / max(1e-9, time.perf_counter() - started_s)
-        typer.echo(f"{predictor.name}, seed {seed}: {count} tokens, {pace:,.3g} a second", err=True)
+        say(f"{predictor.name}, seed {seed}: {count} tokens, {pace:,.3g} a second", err=True)
 
     if swarm or invite:
         from shoal.deploy.commands.through import with_swarm

@@ -10,6 +10,7 @@ import typer
 from shoal.deploy.commands.options import examples
 from shoal.deploy.commands.running import Running, running_here
 from shoal.deploy.control.fresh_invite import PEERS_NAMED
+from shoal.deploy.terminal.plain import say
 from shoal.deploy.words import duration
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import ADDRESSES_MAX
@@ -73,7 +74,7 @@ def list_(state_dir: Running = None, json: Json = False) -> None:
         typer.echo(msgspec.json.encode(found).decode())
         return
     for entry in found:
-        typer.echo(_sentence(entry))
+        say(_sentence(entry))
 
 
 @examples(
@@ -103,7 +104,7 @@ def exclude(
 
         typer.echo(msgspec.json.encode(answer).decode())
     else:
-        typer.echo(f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run")
+        say(f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run")
 
 
 def _seconds(text: str) -> float:
@@ -121,9 +122,9 @@ def _show(answer: dict[str, Any], *, qr: bool, json: bool) -> None:
 
         typer.echo(msgspec.json.encode(answer).decode())
     else:
-        typer.echo(answer["invite"])
+        say(answer["invite"])
         if "name" in answer:
-            typer.echo(_sentence(answer), err=True)
+            say(_sentence(answer), err=True)
     if qr:
         stream = sys.stderr if json else sys.stdout
         typer.echo(qr_code(str(answer["invite"]), coloured=stream.isatty()), file=stream, color=True)
@@ -135,7 +136,7 @@ def _done(answer: Any, *, json: bool) -> None:
 
         typer.echo(msgspec.json.encode(answer).decode())
     else:
-        typer.echo(_sentence(dict(answer)))
+        say(_sentence(dict(answer)))
 
 
 def _sentence(entry: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from shoal.deploy.commands.options import EXIT_FAILED, examples
 from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
+from shoal.deploy.terminal.plain import say
 
 if TYPE_CHECKING:
     import psutil
@@ -45,7 +46,7 @@ def leave(
         except psutil.NoSuchProcess:
             continue  # as quick as that
         if not json:
-            typer.echo(f"{label}: leaving, once what is in flight is done")
+            say(f"{label}: leaving, once what is in flight is done")
     still = _wait(processes)
     if json:
         left = [
@@ -54,7 +55,7 @@ def leave(
         ]
         typer.echo(msgspec.json.encode(left).decode())
     for process in still:
-        typer.echo(f"process {process.pid} has not ended in {_DRAIN_S_MAX:.0f} s: `shoal leave --now` again", err=True)
+        say(f"process {process.pid} has not ended in {_DRAIN_S_MAX:.0f} s: `shoal leave --now` again", err=True)
     if still:
         raise typer.Exit(EXIT_FAILED)
 

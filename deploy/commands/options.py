@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from shoal.deploy.dashboard import address
+from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.spec import AUTO_STAGES
@@ -21,6 +22,12 @@ EXIT_INTERRUPTED = 130
 DEFAULT_LISTEN = "0.0.0.0:0"
 
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|rocm|xpu)(:\d{1,4})?")
+
+
+def _peer_name(text: str) -> str:
+    if not text.isprintable():
+        raise LocalError(f"--name {text!r}: a name has no control characters and no line breaks")
+    return text
 
 
 def _device_name(text: str) -> str:
@@ -35,6 +42,7 @@ def _device_names(text: str) -> str:
     return text
 
 
+PeerName = Annotated[str, typer.Option(help="What others see.", callback=_peer_name)]
 Listen = Annotated[str, typer.Option(help="HOST:PORT, :PORT or a multiaddr; port 0 lets the system choose.")]
 Announce = Annotated[
     list[str] | None,
@@ -179,10 +187,14 @@ def scenario_names(incomplete: str) -> list[str]:
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Writes to what standard error is at that time: a live view takes it over, to write above itself."""
+    """Writes to what standard error is at that time: a live view takes it over, to write above itself. Control
+    characters are gone: a message may name what others have sent."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
     @property
     def stream(self) -> Any:

@@ -7,6 +7,7 @@ import typer
 
 from shoal.deploy.commands.options import examples
 from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
+from shoal.deploy.terminal.plain import say
 
 Json = Annotated[bool, typer.Option("--json", help="Say how each is now, as JSON.")]
 
@@ -41,7 +42,7 @@ def _do(verb: str, name: str | None, everyone: bool, state_dir: Path | None, jso
         typer.echo(msgspec.json.encode(answers).decode())
         return
     for answer in answers:
-        typer.echo(f"{answer['name']}: {_state(answer)}")
+        say(f"{answer['name']}: {_state(answer)}")
 
 
 def _state(answer: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from shoal.deploy.commands.options import check_writable, examples
+from shoal.deploy.terminal.plain import say
 
 
 @examples(
@@ -50,5 +51,5 @@ def report(
     except OSError as error:
         raise LocalError(f"cannot write {error.filename or page}: {error.strerror or error}") from error
     for line in in_words(record, found):
-        typer.echo(line)
-    typer.echo(f"  page         {page.resolve()}" + (f"\n  csv          {csv.resolve()}" if csv is not None else ""))
+        say(line)
+    say(f"  page         {page.resolve()}" + (f"\n  csv          {csv.resolve()}" if csv is not None else ""))

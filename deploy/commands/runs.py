@@ -8,6 +8,8 @@ import typer
 from shoal.deploy.commands.options import examples
 from shoal.deploy.state.runs import FoundRun, all_names, all_runs, find
 from shoal.deploy.state.runs import remove as remove_runs
+from shoal.deploy.terminal.plain import say
+from shoal.deploy.words import printable
 
 _ID_LETTERS = 8
 Json = Annotated[bool, typer.Option("--json", help="As JSON, with the folders and sizes in bytes.")]
@@ -29,7 +31,7 @@ def list_(context: typer.Context, json: Json = False) -> None:
         typer.echo(msgspec.json.encode(found).decode())
         return
     if not found:
-        typer.echo("no run has been hosted or joined on this machine")
+        say("no run has been hosted or joined on this machine")
         return
     from rich.console import Console
 
@@ -61,13 +63,13 @@ def remove(
     if not yes:
         where = "\n".join(f"  {one.folder}" for one in found)
         steps = f" of {first.steps}" if first.steps else ""
-        typer.echo(
+        say(
             f"run {first.name or '?'} ({first.run}), step {first.step}{steps}: "
             f"{_size(sum(one.size_bytes for one in found))} in\n{where}",
             err=json,
         )
         if any(one.role == "host" for one in found):
-            typer.echo("The key that owns the run goes too: nobody can continue it then.", err=json)
+            say("The key that owns the run goes too: nobody can continue it then.", err=json)
         typer.confirm("Delete it?", abort=True, err=json)
     freed = remove_runs(found)
     if json:
@@ -76,11 +78,12 @@ def remove(
         told = {"run": first.run, "name": first.name, "folders": [one.folder for one in found], "bytes": freed}
         typer.echo(msgspec.json.encode(told).decode())
     else:
-        typer.echo(f"deleted run {first.name or '?'} ({first.run}): {_size(freed)}")
+        say(f"deleted run {first.name or '?'} ({first.run}): {_size(freed)}")
 
 
 def _table(found: list[FoundRun]) -> object:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("name", "run", "role"):
@@ -92,7 +95,7 @@ def _table(found: list[FoundRun]) -> object:
     for run in found:
         used = "up now" if run.running else _ago(now_s - run.used_s)
         table.add_row(
-            run.name or "?",
+            Text(printable(run.name or "?")),
             run.run[:_ID_LETTERS] or "?",
             run.role,
             f"{run.step}/{run.steps}" if run.steps else str(run.step),

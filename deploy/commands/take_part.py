@@ -19,6 +19,7 @@ from shoal.deploy.commands.options import (
     Devices,
     Limit,
     Listen,
+    PeerName,
     Record,
     Reports,
     StateDir,
@@ -38,6 +39,7 @@ from shoal.deploy.run.run_file import with_changes
 from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, runs_in
 from shoal.deploy.state.runs import find_hosted, hosted_names
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
 from shoal.protocol.spec import RunSpec
@@ -62,7 +64,7 @@ Steps = Annotated[
 def host(
     run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec (protocol/spec.py).")],
     steps: Steps = None,
-    name: Annotated[str, typer.Option(help="What others see.")] = "host",
+    name: PeerName = "host",
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
     state_dir: StateDir = None,
@@ -106,7 +108,7 @@ def continue_(
         ),
     ],
     steps: Steps = None,
-    name: Annotated[str, typer.Option(help="What others see.")] = "host",
+    name: PeerName = "host",
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
     state_dir: StateDir = None,
@@ -237,7 +239,7 @@ def _tell_finished(sentences: Sequence[str], peer_folder: Path, *, reports: bool
         if reports:
             write_report(Note(text=sentence.strip()))
         else:
-            typer.echo(sentence)
+            say(sentence)
     if reports:
         me = Identity.load_or_create(peer_folder / "identity.key").peer_id
         write_report(Left(peer=me, state_dir=str(peer_folder), finished=True))
@@ -261,7 +263,7 @@ def _where_it_was_hosted(known: RunFolder | None) -> contextlib.AbstractContextM
 )
 def join(
     invite: Annotated[str, typer.Argument(help="What the host printed; - reads it from standard input.")],
-    name: Annotated[str, typer.Option(help="What others see.")] = "volunteer",
+    name: PeerName = "volunteer",
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
     state_dir: StateDir = None,
@@ -331,7 +333,7 @@ def join(
     except RunNotFound as error:
         folder.release()
         if finished := ended_in_words(RunFolder(folder.path, found.run)):
-            typer.echo(finished, err=reports)
+            say(finished, err=reports)
             return
         explain(error, found, listen=addresses, state_dir=folder.path, device=device)
 

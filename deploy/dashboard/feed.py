@@ -178,7 +178,7 @@ class Feed:
                 self._contributions[report.peer] = now_s, report
             case Phase():
                 if self._status is None:
-                    self._phase = report.name
+                    self._phase = clean(report.name, TEXT_CHARS_MAX)
             case Note():
                 self._note(now_s, "note", report.text)
             case Left():

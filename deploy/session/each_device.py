@@ -18,6 +18,7 @@ import typer
 from shoal.deploy.children import CLI, Child, Children, last_line
 from shoal.deploy.manners.device import spare_threads
 from shoal.deploy.manners.limits import MBIT_S_MIN, Limits
+from shoal.deploy.terminal.plain import say as show
 
 _SHARED = ("upload_mbit_s", "download_mbit_s", "relay_mbit_s")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -84,12 +85,15 @@ async def join_with_each(
 
     def say(child: Child, line: bytes) -> None:
         text = line.decode(errors="replace")
-        typer.echo(text if plain else f"{child.name}: {text}")
+        if plain:
+            typer.echo(text)
+        else:
+            show(f"{child.name}: {text}")
 
     def ended(child: Child, status: int) -> None:
         statuses.append(status)
         if status:
-            typer.echo(f"{child.name} ended with status {status}: {last_line(child.log)}", err=True)
+            show(f"{child.name} ended with status {status}: {last_line(child.log)}", err=True)
 
     children, loop = Children(on_line=say, on_exit=ended), asyncio.get_running_loop()
 

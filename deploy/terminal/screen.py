@@ -5,6 +5,8 @@ from collections.abc import Callable
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from shoal.deploy.words import printable
+
 FRAMES_PER_S = 2.0
 
 
@@ -34,8 +36,9 @@ class Screen:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """Print one logical line: rich breaks no word of it, so it can be copied, and reads no markup in it."""
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        """Print one logical line: rich breaks no word of it, so it can be copied, and reads no markup in it.
+        Control characters, which may be another peer's, are gone."""
+        self._console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
     def show(self, drawing: RenderableType) -> None:
         """Print a drawing once."""

@@ -252,3 +252,9 @@ def test_a_device_that_is_not_there(tmp_path: Path, device: str) -> None:
     spec.write_text(f'[data]\nsource = "{__file__}"\n[model]\ncontext = 16\n')
     word = "devices of that kind"
     assert word in complaint("host", str(spec), "--device", device, "--state-dir", str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("command", ["host", "join"])
+def test_a_name_with_a_control_character(command: str, tmp_path: Path) -> None:
+    line = complaint(command, tmp_path / "run.toml" if command == "host" else an_invite(), "--name", "a\x1b[31m")
+    assert line == "--name 'a\\x1b[31m': a name has no control characters and no line breaks"

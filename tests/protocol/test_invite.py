@@ -162,6 +162,7 @@ HEAD = bytes([PROTOCOL_VERSION]) + bytes(8 + 32) + b"\0"
         HEAD + bytes([129, 0, 200]) + b"/short",
         HEAD + bytes([129, 0, 5]) + b"words",
         HEAD + bytes([129, 0, 3]) + b"/\xff\xff",
+        HEAD + bytes([129, 0, 3]) + b"/\x1bc",  # it would reset the terminal that shows it
         HEAD + bytes([1]) + bytes(31),
         HEAD + bytes([128 + 9]) + bytes([4, 1, 2, 3, 4, 0, 1]) * 9,
     ],

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -357,3 +358,14 @@ def test_adapters_take_ten_times_the_rate_at_which_all_weights_are_tuned(tmp_pat
     (tmp_path / "lora.toml").write_text(begins + '[adapter]\nkind = "lora"\n')
     tuned, adapted = (load_spec(tmp_path / f"{name}.toml").optimizer.learning_rate for name in ("all", "lora"))
     assert adapted == pytest.approx(10 * tuned, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\nb", "a\x00b", "a\u202eb"])
+def test_a_name_that_would_act_on_a_terminal_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run.toml").write_text(f"name = {json.dumps(name)}\n")
+    with pytest.raises(SpecError, match="name has a control character or a line break: 'a") as raised:
+        load_spec(tmp_path / "run.toml")
+    assert str(raised.value).isprintable()
+    table = msgspec.msgpack.decode(encode_spec(RunSpec())) | {"name": name}
+    with pytest.raises(SpecError, match="name has a control character"):
+        decode_spec(msgspec.msgpack.encode(table))
