@@ -7,10 +7,10 @@ Drivers decide who does what when, and ask for it here. `TorchArithmetic` does i
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import psutil
 import torch
 from torch import Tensor
 
+from shoal.peer.cgroup import free_memory_bytes
 from shoal.peer.compute_device import ComputeDevice, free_bytes, name_of
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.experts.call import Calling
@@ -225,7 +225,7 @@ class TorchArithmetic:
         return free_bytes(self._device)
 
     def free_host_bytes(self) -> int:
-        return int(psutil.virtual_memory().available)
+        return free_memory_bytes()
 
     @torch.no_grad()
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:

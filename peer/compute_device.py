@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from shoal.peer.cgroup import free_memory_bytes, total_memory_bytes
 from shoal.peer.known_answers import steps_on
 from shoal.peer.precision import precision_of
 from shoal.protocol.spec import RunSpec
@@ -16,7 +16,14 @@ def free_bytes(device: torch.device) -> int:
     """Of a device's memory, now."""
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)  # an Apple GPU has the processor's
+    return free_memory_bytes()  # an Apple GPU has the processor's
+
+
+def total_bytes(device: torch.device) -> int:
+    """Of a device's memory, whatever is in use."""
+    if device.type in ("cuda", "xpu"):
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return total_memory_bytes()
 
 
 def name_of(device: torch.device) -> str:

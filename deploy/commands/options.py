@@ -55,7 +55,7 @@ StateDir = Annotated[
     Path | None, typer.Option(help="Where identity, plans and snapshots are kept. Default: below the user's state.")
 ]
 Threads = Annotated[
-    int, typer.Option(min=0, help="Torch's threads; 0: its own choice, and for who joins one core less.")
+    int, typer.Option(min=0, help="Torch's threads; 0: its own choice of the processors, and for who joins one less.")
 ]
 Device = Annotated[
     str,

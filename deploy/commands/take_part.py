@@ -176,7 +176,7 @@ def _host(
     from shoal.deploy.terminal.progress import progress_bar, sign_of_life
 
     with sign_of_life("starting"), importing():
-        from shoal.deploy.manners.device import pick_device
+        from shoal.deploy.manners.device import own_threads, pick_device
         from shoal.deploy.run.run_text import load_own_corpus, text_in_words
         from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
@@ -206,7 +206,7 @@ def _host(
         name=name,
         folder=folder.path,
         ways=Ways(listen=listen_addresses(listen), announce=announced_addresses(announce or ())),
-        threads=threads,
+        threads=threads or own_threads(),
         device=pick_device(device),
         reports=reports,
         limits=limits,

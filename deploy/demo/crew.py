@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shoal.deploy.children import CLI, Child, Children
 from shoal.deploy.report import Joined, Left, Obeys, Ready
+from shoal.peer.cgroup import processors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX
@@ -121,7 +122,7 @@ class Crew:
         """What `name` may take of a core's time; who comes back has what it had."""
         if name not in self._shares:
             part = parts[min(len(self._shares), len(parts) - 1)]
-            self._shares[name] = min(1.0, part / sum(parts) * (os.cpu_count() or 1))
+            self._shares[name] = min(1.0, part / sum(parts) * processors())
         return self._shares[name]
 
     async def let_in(self, member: Member) -> None:

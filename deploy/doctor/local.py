@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from shoal.deploy.doctor.findings import GpuFound, MachineFound
+from shoal.peer.cgroup import free_memory_bytes
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
@@ -33,7 +34,7 @@ def machine(folder: Path, *, root: Path = Path("/")) -> MachineFound:
         folder=str(folder),
         folder_error=error,
         disk_free_bytes=free_bytes,
-        memory_free_bytes=memory_free_bytes(root),
+        memory_free_bytes=free_memory_bytes(root),
     )
 
 
@@ -103,26 +104,6 @@ def disk(folder: Path) -> tuple[int | None, str]:
     except OSError as error:
         return free_bytes, (error.strerror or str(error)).lower()
     return free_bytes, ""
-
-
-def memory_free_bytes(root: Path = Path("/")) -> int:
-    """The memory that this machine has left, or this container if that is less."""
-    free = psutil.virtual_memory().available
-    group = root / "sys/fs/cgroup"
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        if limit.isdecimal() and used.isdecimal():
-            reclaimable = _inactive_file_bytes((group / "memory.stat").read_text())
-            free = min(free, max(int(limit) - int(used) + reclaimable, 0))
-    except OSError:
-        pass  # no container, or of another kind
-    return int(free)
-
-
-def _inactive_file_bytes(stat: str) -> int:
-    """Pages that the kernel gives up when asked."""
-    match = re.search(r"^inactive_file (\d+)$", stat, re.MULTILINE)
-    return int(match[1]) if match else 0
 
 
 def clock_synchronised() -> bool | None:

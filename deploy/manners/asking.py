@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import typer
 
 from shoal.deploy.config import config_path, write_limits
 from shoal.deploy.manners.limits import GB, MBIT_S_MIN, Limits, parse_value, with_value
+from shoal.peer.cgroup import total_memory_bytes
 from shoal.protocol.errors import LocalError
 
 _BEGIN = """\
@@ -96,7 +96,7 @@ def ask(
     """
     say(_BEGIN)
     answers: dict[str, Any] = {}
-    for question in questions(psutil.virtual_memory().total if memory_bytes is None else memory_bytes):
+    for question in questions(total_memory_bytes() if memory_bytes is None else memory_bytes):
         while question.name not in answers:
             typed = prompt(f"  {question.text}", question.default)
             try:

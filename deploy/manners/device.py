@@ -7,6 +7,7 @@ import threading
 import torch
 
 from shoal.deploy.manners.limits import Limits
+from shoal.peer.cgroup import processors
 from shoal.peer.compute_device import free_bytes
 from shoal.protocol.errors import LocalError
 
@@ -63,12 +64,16 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
     return int(min(free, limits.memory_bytes))
 
 
+def own_threads() -> int:
+    """How many threads torch has: its own choice, but no more than processors. Of a fraction of a processor the network
+    lives."""
+    return min(torch.get_num_threads(), max(1, int(processors())))
+
+
 def spare_threads() -> int:
-    """How many threads torch has at a volunteer: its own choice, but of more than two cores one is left to the
-    machine's user."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    own = torch.get_num_threads()
-    return min(own, cores - 1) if cores > 2 else own
+    """How many threads torch has at a volunteer: of more than two processors one is left to the machine's user."""
+    cores = int(processors())
+    return min(own_threads(), cores - 1) if cores > 2 else own_threads()
 
 
 def stand_back(limits: Limits) -> None:

@@ -62,6 +62,7 @@ from shoal.deploy.state.run_folder import RunFolder
 from shoal.deploy.state.standing_note import StandingNote
 from shoal.deploy.terminal.joining import FetchWatch, JoiningView
 from shoal.deploy.terminal.peer_output import PeerOutput
+from shoal.peer.cgroup import processors
 from shoal.peer.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
@@ -133,7 +134,7 @@ class Options:
     """The folder that this process has claimed, with the identity, plans and snapshots."""
     ways: Ways
     threads: int
-    """How many threads torch has; 0: its own choice."""
+    """How many threads torch has."""
     device: torch.device
     reports: bool
     """Speak to a parent process, not to a person."""
@@ -316,10 +317,12 @@ def _make_compute(options: Options) -> MeteredCompute:
     # On a CPU shared with others the processor's own seconds say what it could give, and had to; a GPU's are not the
     # thread's.
     is_cpu, share = options.device.type == "cpu", options.limits.compute_share
-    threads = options.threads or torch.get_num_threads()
+    # A probe is over before the quota of a control group bites: it is timed as long as the quota takes to earn it.
+    threads, quota = options.threads, processors()
+    throttled = max(1.0, share * threads / quota)
     compute = ThreadCompute(
         initializer=lambda: _prepare_thread(options),
-        probe_clock=time.thread_time if is_cpu else time.perf_counter,
+        probe_clock=(lambda: throttled * time.thread_time()) if is_cpu else time.perf_counter,
         share=share,
         spent_s=(lambda: time.process_time() / threads) if is_cpu and share < 1.0 else None,
     )
@@ -586,5 +589,4 @@ def _obeys(plan: Plan) -> Obeys:
 
 def _prepare_thread(options: Options) -> None:
     stand_back(options.limits)  # first: torch's own threads begin as this one is
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)

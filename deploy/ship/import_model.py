@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-import psutil
 import safetensors
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from shoal.deploy.ship.base_card import name_and_licence
 from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
 from shoal.deploy.ship.model_folder import cached_models, own_file, read_json, tensor_files
 from shoal.deploy.words import printable
+from shoal.peer.cgroup import free_memory_bytes
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.initial import weights_digest
 from shoal.peer.model.frozen import stored_base
@@ -78,7 +78,7 @@ class FolderWeights:
         """float32 [numel]. Raises: LocalError: a file cannot be read, or a shape is another."""
         layout = layer_layout(self._model, key)
         tensors: dict[str, Tensor] = {}
-        if 2 * _FP32_BYTES * layout.numel > (free := psutil.virtual_memory().available):
+        if 2 * _FP32_BYTES * layout.numel > (free := free_memory_bytes()):
             raise LocalError(
                 f"{key} of {self._folder} takes {2 * _FP32_BYTES * layout.numel >> 20:,} MiB to read, "
                 f"and this machine has {free >> 20:,} MiB of memory left"

@@ -123,7 +123,7 @@ def test_the_cores_are_divided_and_who_comes_back_has_what_it_had(tmp_path: Path
             started.append(next(word for word in argv if word.startswith("compute_share=")))
             return SimpleNamespace(name=name, is_running=True)
 
-    monkeypatch.setattr("shoal.deploy.demo.crew.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("shoal.deploy.demo.crew.processors", lambda: 2)
     crew = Crew(Starting(), folder=tmp_path, spec_path=tmp_path / "run.toml", data="", parts=(1.0, 2.0, 5.0))
 
     async def start() -> None:

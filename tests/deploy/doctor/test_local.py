@@ -104,20 +104,6 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [problem.code for problem in diagnose(Findings(machine=found)).problems] == ["disk-full"]
 
 
-def test_a_containers_memory_counts(tmp_path: Path) -> None:
-    assert local.memory_free_bytes(tmp_path) > 0
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("400000\n")
-    (group / "memory.current").write_text("300000\n")
-    (group / "memory.stat").write_text("anon 250000\ninactive_file 50000\n")
-    assert local.memory_free_bytes(tmp_path) == 150_000
-    found = MachineFound(memory_free_bytes=local.memory_free_bytes(tmp_path))
-    assert [problem.code for problem in diagnose(Findings(machine=found)).problems] == ["memory"]
-    (group / "memory.max").write_text("max\n")
-    assert local.memory_free_bytes(tmp_path) > 150_000
-
-
 def test_the_clock_is_kept_or_not_or_nobody_knows() -> None:
     assert local.clock_synchronised() in (True, False, None)
 

@@ -1,24 +1,35 @@
 """The device that is asked for, and how many threads a volunteer takes."""
 
-import os
-import sys
-
 import pytest
 import torch
 
-from shoal.deploy.manners.device import pick_device, spare_threads, untested
+from shoal.deploy.manners import device
+from shoal.deploy.manners.device import own_threads, pick_device, spare_threads, untested
 from shoal.protocol.errors import LocalError
 
 
 @pytest.mark.parametrize(
-    ("cores", "own", "taken"),
-    [(1, 1, 1), (2, 2, 2), (2, 1, 1), (3, 3, 2), (8, 8, 7), (8, 4, 4), (64, 32, 32)],
+    ("cores", "own", "at_host", "at_volunteer"),
+    [
+        (1, 1, 1, 1),
+        (2, 2, 2, 2),
+        (2, 1, 1, 1),
+        (3, 3, 3, 2),
+        (8, 8, 8, 7),
+        (8, 4, 4, 4),
+        (64, 32, 32, 32),
+        (0.25, 32, 1, 1),  # of a container, on a machine of 64
+        (1.5, 32, 1, 1),
+        (2.5, 32, 2, 2),
+        (4.0, 32, 4, 3),
+    ],
 )
-def test_a_core_of_more_than_two_is_left_free(monkeypatch, cores, own, taken):
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+def test_threads_fit_the_processors_and_a_volunteer_leaves_one_of_more_than_two(
+    monkeypatch, cores, own, at_host, at_volunteer
+):
+    monkeypatch.setattr(device, "processors", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: own)
-    assert spare_threads() == taken
+    assert (own_threads(), spare_threads()) == (at_host, at_volunteer)
 
 
 def test_left_open_it_is_a_gpu_of_nvidias_or_the_processor(monkeypatch):
