@@ -10,9 +10,9 @@ from shoal.protocol.toml.spec_file import load_spec
 
 def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     spec = RunSpec(
-        name='quotes " and \\ and ünicode \t',
+        name='quotes " and \\ and ünicode',
         seed=2**62,
-        data=DataSpec(source="/a b/ü", digest="ab"),
+        data=DataSpec(source="/a b/ü \t", digest="ab"),
         optimizer=OptimizerSpec(learning_rate=1e-9, epsilon=1e-30, weight_decay=0.0),
     )
     write_spec(spec, tmp_path / "run.toml")
