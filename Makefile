@@ -4,7 +4,7 @@ PYTHON ?= $(or $(firstword $(foreach v,3.11 3.12 3.13 3.14,$(shell python$(v) -c
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup compiled demo demo-tune test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-attack soak-dividing bench-gpu bench-live bench-staleness
+.PHONY: setup compiled demo demo-tune test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-daemons soak-attack soak-dividing bench-gpu bench-live bench-staleness
 
 setup: $(STAMP)
 
@@ -87,7 +87,7 @@ bench-staleness: .venv/.study
 	touch $@
 
 # All of them, a working day on two cores.
-soak: soak-stops soak-memory soak-coordination soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-attack soak-experts soak-dividing
+soak: soak-stops soak-daemons soak-memory soak-coordination soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-attack soak-experts soak-dividing
 
 # Thirty minutes of demo; says how each peer's memory grew.
 soak-memory: setup
@@ -140,6 +140,10 @@ soak-experts: setup
 # Real peers told to stop in every order and started again, ten minutes: where does the run go on? ARGS='--power-s 0' for less.
 soak-stops: setup
 	$(BIN)/python tests/soak/stops.py $(ARGS)
+
+# Two real peers whose network daemons are killed and suspended at any moment, five minutes: each time they are back within 35 s.
+soak-daemons: setup
+	$(BIN)/python tests/soak/daemons.py $(ARGS)
 
 # Six real peers in peace and then under every attack that a stranger knows, half an hour. ARGS='--only false_mate --peace 20
 # --seconds 30' for one of them by itself.

@@ -312,7 +312,7 @@ def join(
         flags += ["--record" if records else "--no-record"]
         flags += [*_flag("--wandb", project), *(["--verbose"] if verbose else []), *(["--reports"] if reports else [])]
         first = [*_flag("--dashboard", dashboard or ""), *(f for way in announce or () for f in ("--announce", way))]
-        each = Each(name=name, limits=limits, listen=listen, state_dir=state_dir, threads=threads, flags=flags)
+        each = Each(name=name, limits=limits, listen=addresses[0], state_dir=state_dir, threads=threads, flags=flags)
         raise typer.Exit(run(join_with_each(devices_of(device), found.encode(), each, first=first, plain=reports)))
     parent = places.state_root() / "runs" / found.run
     folder = places.claim_folder(state_dir) if state_dir else places.claim_first_free(parent, "peer")

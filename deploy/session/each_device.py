@@ -29,7 +29,7 @@ class Each:
     """What the owner has said, for all peers together.
 
     Args:
-        listen: as of `shoal join`; the first peer listens there, the others on ports that the system chooses.
+        listen: a multiaddr; the first peer listens there, the others on ports that the system chooses.
         threads: torch's, of each; 0: what is spare, divided.
         flags: given on as they are.
     """
@@ -43,8 +43,8 @@ class Each:
 
     def argv(self, index: int, device: str, *, among: int, threads: int) -> list[str]:
         """The command line of one peer."""
-        host, _, _ = self.listen.rpartition(":")
-        listen = self.listen if index == 0 else f"{host}:0"
+        host, _, _ = self.listen.rpartition("/")
+        listen = self.listen if index == 0 else f"{host}/0"
         argv = [
             *CLI,
             "join",

@@ -388,6 +388,9 @@ async def _train(
         output.say(Note(text=f"warning: {warning}"))
     node = _make_node(network, run, options, compute, output, device)
     told = worth_telling(network.transport.addresses())
+    for place in options.ways.announce:
+        if f"{place}/p2p/{node.peer_id}" not in told:
+            output.say(Note(text=f"--announce {place} is not in the invite: others would not reach this machine there"))
     invite = run.invite(told).encode()
     control = ControlServer(options.folder)
     keeper = Keeper(

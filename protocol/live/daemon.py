@@ -1,18 +1,20 @@
 """One p2pd child process and our connection to it: started, watched, started again when it dies, cleaned up.
 
 The daemon owns the network: its death closes every stream and forgets every handler. So whoever registers something
-with it does so in a setup hook, which runs at the first start and after every restart.
+with it does so in a setup hook, which runs at the first start and after every restart. A setup speaks with the daemon
+alone: `p2p()` waits until all of them have run, so a setup that waited for another peer could wait for itself.
 """
 
 import asyncio
 import contextvars
 import fcntl
 import functools
+import itertools
 import logging
 import shutil
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -37,6 +39,9 @@ _PULSE_S = 15.0
 """How often the daemon is asked who it is: it answers in a millisecond, and its visible addresses change over time."""
 _PULSE_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
+_START_TIMEOUT_S = 15.0
+_SETUP_TIMEOUT_S = 10.0
+"""The daemon answers each setup in milliseconds. One that takes longer for all of them is replaced."""
 _LAST_BREATH_S = 1.0
 _WITH_US = ("--pdeathsig", "KILL")
 _RELAY_LIMITS = {"relayDataLimit": 128 * 1024, "relayTimeLimit": "2m"}
@@ -122,8 +127,9 @@ class Daemon:
         self.visible: tuple[Any, ...] = ()
         """Multiaddrs under which others may reach us, without `/p2p/…`."""
         self.restarts = 0
-        self.on_restart: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        self._callbacks: set[asyncio.Task[None]] = set()
+        self.on_restart: list[Callable[[], Awaitable[None]]] = []
+        """Called after each restart, once the daemon is up again: one after the other."""
+        self._reunion: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises: TransportError."""
@@ -178,9 +184,17 @@ class Daemon:
         await self._pulse()
 
     async def add_setup(self, setup: Setup) -> None:
-        """Run `setup` on the daemon now and after every restart."""
+        """Run `setup` on the daemon now and after every restart. Raises: TransportError: it is closed."""
+        p2p = await self.p2p()
         self._setups.append(setup)
-        await setup(await self.p2p())
+        try:
+            await _set_up(p2p, [setup])
+        except TransportError as error:
+            if p2p is self._p2p:
+                logger.error("%s", error)
+                self._up.clear()
+                _kill(p2p)  # `_watch` starts another, and runs all setups on it
+            await self.p2p()
 
     def remove_setup(self, setup: Setup) -> None:
         with suppress(ValueError):
@@ -188,7 +202,7 @@ class Daemon:
 
     async def close(self) -> None:
         """Leaves no process, no task and no socket file. Again does nothing."""
-        tasks = [task for task in (self._watcher, *self._callbacks) if task is not None]
+        tasks = [task for task in (self._watcher, self._reunion) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -231,6 +245,8 @@ class Daemon:
         try:
             p2p = await asyncio.shield(creating)
         except BaseException as error:  # cancelled, too: by a close() in the middle of a restart
+            for failed in started:
+                _kill(failed)
             await asyncio.gather(creating, return_exceptions=True)  # a daemon half started cannot be stopped
             for failed in started:
                 await _stop(failed)
@@ -244,10 +260,16 @@ class Daemon:
         self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
         self._connection_limit = ConnectionLimit(self._listen)
         self._connection_limit.open()
+        try:
+            await _set_up(p2p, self._setups)
+        except BaseException:
+            _kill(p2p)
+            await _stop(p2p)
+            raise
 
     async def _create(self) -> Any:
         nat = self._use_relay and not all("/127.0.0.1/" in at or "/ip6/::1/" in at for at in self._listen)
-        return await _DetachedP2P.create(
+        creating = _DetachedP2P.create(
             host_maddrs=self._listen,
             announce_maddrs=self._announce or None,
             identity_path=str(self._identity_path()),
@@ -258,13 +280,20 @@ class Daemon:
             trusted_relays=self._relays if nat else None,  # p2pd panics over relays that it may not use
             auto_nat=nat,
             nat_port_map=nat,
+            startup_timeout=2 * _START_TIMEOUT_S,  # ours comes first: after its own it waits for the daemon's end
         )
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                return await creating
+        except TimeoutError as error:
+            raise P2PDaemonError(f"it did not answer for {_START_TIMEOUT_S:g} s") from error
 
     async def _watch(self) -> None:
         while True:
             reason = await self._death()
             self._up.clear()
             process_id, began_s = self.process_id, time.monotonic()
+            _kill(self._p2p)
             await _stop(self._p2p)
             await self._relaunch()
             self.restarts += 1
@@ -276,10 +305,16 @@ class Daemon:
                 ", ".join(self._listen),
                 time.monotonic() - began_s,
             )
-            for callback in self.on_restart:
-                task = asyncio.create_task(callback(), name="after a daemon restart")
-                self._callbacks.add(task)
-                task.add_done_callback(self._callbacks.discard)
+            if self._reunion is not None:
+                self._reunion.cancel()
+            self._reunion = asyncio.create_task(self._tell_restarted(), name="after a daemon restart")
+
+    async def _tell_restarted(self) -> None:
+        for callback in tuple(self.on_restart):
+            try:
+                await callback()
+            except Exception as error:
+                logger.error("a part of this peer did not come back after the daemon's restart: %r", error)
 
     async def _death(self) -> str:
         """Wait until the daemon is of no use any more. Returns: what happened to it."""
@@ -312,21 +347,28 @@ class Daemon:
         return True
 
     async def _relaunch(self) -> None:
-        for attempt in range(10**9):
+        for attempt in itertools.count():
             await asyncio.sleep(_RESTART_WAITS_S[min(attempt, len(_RESTART_WAITS_S) - 1)])
             try:
                 await self._launch()
                 break
-            except TransportError as error:
-                logger.error("%s; trying again", error)
+            except Exception as error:  # whatever it is, a peer without a daemon is out
+                logger.error("%s; trying again", _last_words(error))
                 if attempt >= len(_RESTART_WAITS_S):
                     self._listen = self._asked  # somebody else has the port that the system chose for us
-        for setup in tuple(self._setups):
-            try:
-                await setup(self._p2p)
-            except Exception:
-                logger.exception("a part of this peer did not come back after the daemon's restart")
         self._up.set()
+
+
+async def _set_up(p2p: Any, setups: Sequence[Setup]) -> None:
+    """Raises: TransportError."""
+    try:
+        async with asyncio.timeout(_SETUP_TIMEOUT_S):
+            for setup in tuple(setups):
+                await setup(p2p)
+    except TimeoutError as error:
+        raise TransportError(f"the network daemon did not answer for {_SETUP_TIMEOUT_S:g} s") from error
+    except (P2PDaemonError, OSError, EOFError) as error:
+        raise TransportError(f"the network daemon failed: {_last_words(error)}") from error
 
 
 def _fail_pending_calls(control: Any) -> None:
@@ -344,6 +386,13 @@ def _socket_paths(p2p: Any) -> list[Path]:
 def _last_words(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[-1][-300:].strip("[]") if text else repr(error)
+
+
+def _kill(p2p: Any) -> None:
+    """A daemon that is of no use any more: one that is suspended would take no other signal."""
+    if p2p._child is not None and p2p._child.returncode is None:
+        with suppress(ProcessLookupError):
+            p2p._child.kill()
 
 
 async def _stop(p2p: Any) -> None:

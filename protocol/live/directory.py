@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from hivemind.dht.node import DHTNode
@@ -45,6 +46,8 @@ class LiveDirectory:
         self._node: Any = None
         self._keeper: asyncio.Task[None] | None = None
         self._is_open = True
+        self._has_met = asyncio.Event()
+        """Set once the node has looked for its neighbours: before that it knows nothing."""
 
     @classmethod
     async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":
@@ -56,6 +59,8 @@ class LiveDirectory:
         """
         self = cls(transport, accept)
         await transport.daemon.add_setup(self._set_up)
+        transport.on_restart(self._meet_connected)  # after the transport's own, which dials them
+        await self._meet_connected()
         self._keeper = asyncio.create_task(self._keep_joined(), name="stay in the directory")
         return self
 
@@ -116,6 +121,9 @@ class LiveDirectory:
         """Leave; the transport stays open. Again does nothing."""
         self._is_open = False
         self._transport.daemon.remove_setup(self._set_up)
+        with suppress(ValueError):
+            self._transport.daemon.on_restart.remove(self._meet_connected)
+        self._has_met.set()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -133,6 +141,7 @@ class LiveDirectory:
 
     async def _ready(self) -> Any:
         await self._transport.daemon.p2p()
+        await self._has_met.wait()
         if self._node is None:
             raise TransportError("the directory is closed")
         return self._node
@@ -153,8 +162,16 @@ class LiveDirectory:
             former.is_alive = False
             node.protocol.storage = former.protocol.storage
         self._node = node
-        infos = await p2p.list_peers()
-        await self._meet(node, {PeerID(info.peer_id.to_base58()) for info in infos})
+        self._has_met.clear()
+
+    async def _meet_connected(self) -> None:
+        node = self._node
+        try:
+            if node is not None:
+                await self._meet(node, await self._transport.connected())
+        finally:
+            if node is self._node:
+                self._has_met.set()
 
     async def _meet(self, node: Any, peers: set[PeerID] | frozenset[PeerID]) -> None:
         """Make `peers` neighbours, then ask them for theirs."""

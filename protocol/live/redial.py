@@ -168,11 +168,11 @@ class Redialer:
         except TimeoutError as error:
             raise P2PDaemonError("nothing comes back from it") from error
 
-    async def dial(self, peer: PeerID, *, p2p: Any = None) -> bool:
-        """Whether the peer is connected now. Args: p2p: a daemon that is not up for everybody yet."""
+    async def dial(self, peer: PeerID) -> bool:
+        """Whether the peer is connected now; waits while the daemon restarts."""
         if not self._addresses(peer):
             return False
-        return await asyncio.shield(self._dial(peer, p2p)) is Outcome.REACHED
+        return await asyncio.shield(self._dial(peer)) is Outcome.REACHED
 
     def drop(self, peer: PeerID) -> "asyncio.Task[None]":
         """Close all connections to the peer, dead or alive; from now on nothing takes them for ones that will do."""
@@ -279,13 +279,13 @@ class Redialer:
 
     # --- dialling ---
 
-    def _dial(self, peer: PeerID, p2p: Any = None) -> "asyncio.Task[Outcome]":
+    def _dial(self, peer: PeerID) -> "asyncio.Task[Outcome]":
         """The dial of this peer that is under way, if it goes where the peer is now known to be; or another."""
         where = tuple(self._addresses(peer))
         old = self._dials.get(peer)
         if old is not None and old[0] == where and not old[1].done():
             return old[1]
-        task = asyncio.create_task(self._try(peer, where, p2p), name=f"dial {peer[-8:]}")
+        task = asyncio.create_task(self._try(peer, where), name=f"dial {peer[-8:]}")
         self._dials[peer] = where, task
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._dial_ended(peer, done))
@@ -296,13 +296,13 @@ class Redialer:
         if peer in self._dials and self._dials[peer][1] is task:
             del self._dials[peer]
 
-    async def _try(self, peer: PeerID, where: Sequence[str], p2p: Any) -> Outcome:
+    async def _try(self, peer: PeerID, where: Sequence[str]) -> Outcome:
         while peer in self._closing:  # until then the daemon takes the old connection for one that will do
             await asyncio.shield(self._closing[peer])
         began_s, was_absent = _now_s(), self._core.is_absent(peer)
         patience_s, outcome = self._core.dials(peer), None
         try:
-            outcome = await self._connect(p2p or await self._daemon.p2p(), peer, where, patience_s)
+            outcome = await self._connect(await self._daemon.p2p(), peer, where, patience_s)
         except TransportError:
             pass  # closed
         finally:

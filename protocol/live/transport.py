@@ -5,7 +5,7 @@ Handler names carry the protocol version and the run, so peers of another run or
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
@@ -147,7 +147,9 @@ class LiveTransport:
             for peer, places in _by_peer(initial_peers).items():
                 if peer != self.peer_id:  # a restart may be told of itself
                     self._remember(peer, places)
+            daemon.on_restart.append(self._find_everyone)
             await daemon.add_setup(self._set_up)
+            await self._dial_everyone()
             self._lane_door.listen(daemon.listening)
             self._keeper = asyncio.create_task(self._keep_connected(), name="stay connected")
             self._redialer.start()
@@ -164,7 +166,7 @@ class LiveTransport:
     def daemon(self) -> Daemon:
         return self._daemon
 
-    def on_restart(self, callback: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def on_restart(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Run `callback` each time the network daemon had to be restarted and knows its peers again."""
         self._daemon.on_restart.append(callback)
 
@@ -276,7 +278,7 @@ class LiveTransport:
                 await asyncio.gather(*(queue.flush() for queue in self._send_queues.values()))
 
     async def _set_up(self, p2p: Any) -> None:
-        """Register with a fresh daemon and introduce it to everyone we know."""
+        """Register with a fresh daemon."""
         if self._throttle.uplink is not None:
             follow(self._throttle.uplink, self._daemon.process_id)
         await self._redialer.register(p2p)
@@ -286,7 +288,6 @@ class LiveTransport:
         await p2p.add_binary_stream_handler(self._carried_name, self._carried.arrive)
         if self._carrier is not None:
             await p2p.add_binary_stream_handler(self._carry_name, self._carrier.carry)
-        await self._dial_everyone(p2p)
 
     def _refuse_if_pointless(self, peer: PeerID) -> None:
         if self._closing:
@@ -573,13 +574,19 @@ class LiveTransport:
         except TimeoutError:
             return False
 
-    async def _dial_everyone(self, p2p: Any) -> bool:
+    async def _find_everyone(self) -> None:
+        """Introduce a fresh daemon to everyone we know, as far as that goes at once."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DIAL_TIMEOUT_S):
+                await self._dial_everyone()
+
+    async def _dial_everyone(self) -> bool:
         """Try everyone at once; go on with those who have not answered. Returns: soon, whether somebody has."""
         gate = asyncio.Semaphore(_DIALS_AT_ONCE)
 
         async def dial(peer: PeerID) -> bool:
             async with gate:
-                return await self._redialer.dial(peer, p2p=p2p)
+                return await self._redialer.dial(peer)
 
         waiting = {asyncio.create_task(dial(peer), name="dial") for peer in tuple(self._addresses)}
         self._dials |= waiting
@@ -601,7 +608,7 @@ class LiveTransport:
             await asyncio.sleep(_LONELY_S)
             if await self.connected():
                 was_connected = True
-            elif self._addresses and not await self._dial_everyone(await self._daemon.p2p()):
+            elif self._addresses and not await self._dial_everyone():
                 if was_connected:
                     logger.warning("none of the %d known peers can be reached now", len(self._addresses))
                 was_connected = False

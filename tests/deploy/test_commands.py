@@ -249,11 +249,62 @@ def test_what_is_announced(text: str, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4001", ":4001", "host", "host:0", "host:99999", "host:x", "/ip4/1.2.3.4/tcp/1/p2p/x"]
+    "text",
+    [
+        *(
+            "",
+            "4001",
+            ":4001",
+            "host",
+            "host:0",
+            "host:99999",
+            "host:x",
+            "ho st:1",
+            "host:1 ",
+            "-:",
+            "[1.2.3.4:1",
+            "::1:1",
+        ),
+        *("0.0.0.0:4001", "[::]:4001", "224.0.0.1:4001", "256.1.1.1:4001", "1.2.3:4001", "[fe80::1%eth0]:4001"),
+        *("/ip4/1.2.3.4", "/ip4/1.2.3.4/udp/1", "/ip4/1.2.3.4/tcp/0", "/ip4/1.2.3.4/tcp/1/p2p/x", "/ip4/::1/tcp/1"),
+        *("/ip4/256.1.1.1/tcp/1", "/ip4/x.org/tcp/1", "/dns/1.2.3/tcp/1", "/ip4/…", "/unix/tmp/x", "x.org,y.org:1"),
+    ],
 )
 def test_what_cannot_be_announced(text: str) -> None:
-    with pytest.raises(LocalError, match="cannot announce"):
+    with pytest.raises(LocalError, match=r"^--announce "):
         announced_addresses([text])
+
+
+def test_more_addresses_than_others_are_told_are_refused() -> None:
+    with pytest.raises(LocalError, match=r"^--announce is given 9 times"):
+        announced_addresses([f"84.12.33.7:{port}" for port in range(1, 10)])
+    assert announced_addresses(["84.12.33.7:1"] * 2) == ("/ip4/84.12.33.7/tcp/1",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4001",
+        "localhost:0",
+        "256.1.1.1:0",
+        "0.0.0.0:65536",
+        "::1:0",
+        "/ip4/0.0.0.0/udp/1",
+        "/ip4/0.0.0.0",
+        "/dns/x/tcp/1",
+    ],
+)
+def test_where_nobody_can_listen(text: str) -> None:
+    with pytest.raises(LocalError, match=r"^--listen .*: write HOST:PORT"):
+        listen_addresses(text)
+
+
+@pytest.mark.parametrize("option", [("--listen", "localhost:0"), ("--announce", "/ip4/1.2.3.4/udp/1")])
+def test_an_address_with_a_mistake_ends_the_command(option: tuple[str, str]) -> None:
+    result = shoal("join", INVITE, *option)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"shoal: {option[0]} {option[1]}: write " in result.stderr
 
 
 def test_where_to_listen() -> None:

@@ -35,14 +35,24 @@ def test_only_the_first_peer_has_the_port_that_was_asked_for(tmp_path: Any) -> N
     each = Each(
         name="me",
         limits=Limits(only_when_idle=True, hours="22:00-07:00"),
-        listen="0.0.0.0:4001",
+        listen="/ip4/0.0.0.0/tcp/4001",
         state_dir=tmp_path,
         threads=0,
         flags=["--no-record"],
     )
     one, two = (each.argv(index, f"cuda:{index}", among=2, threads=1) for index in (0, 1))
-    assert {"--name=me-1", "--device=cuda:0", "--listen=0.0.0.0:4001", f"--state-dir={tmp_path / 'peer-1'}"} <= set(one)
-    assert {"--name=me-2", "--device=cuda:1", "--listen=0.0.0.0:0", f"--state-dir={tmp_path / 'peer-2'}"} <= set(two)
+    assert {
+        "--name=me-1",
+        "--device=cuda:0",
+        "--listen=/ip4/0.0.0.0/tcp/4001",
+        f"--state-dir={tmp_path / 'peer-1'}",
+    } <= set(one)
+    assert {
+        "--name=me-2",
+        "--device=cuda:1",
+        "--listen=/ip4/0.0.0.0/tcp/0",
+        f"--state-dir={tmp_path / 'peer-2'}",
+    } <= set(two)
     assert {"--limit=only_when_idle=true", "--limit=hours=22:00-07:00", "--yes", "--no-record"} <= set(one)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from daemon_kills import back_after_each
 
 from shoal.protocol.live import leftovers
+from shoal.protocol.live.loop import run
 
 PEER = """
 import asyncio, sys
@@ -60,3 +63,16 @@ def test_the_daemon_of_a_killed_peer_ends_even_if_it_can_do_nothing(tmp_path: Pa
         peer.kill()
         peer.wait(30)
         asyncio.run(leftovers.clear(tmp_path / "state"))  # its sockets; should it live, it too
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_peers_come_back_whenever_their_daemons_are_killed_or_suspended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers that dial others, absent ones too. `tests/soak/daemons.py` does the same fifty times."""
+    monkeypatch.setattr("shoal.protocol.live.daemon._PULSE_S", 0.5)
+    monkeypatch.setattr("shoal.protocol.live.daemon._PULSE_TIMEOUT_S", 2.0)
+    signals = [signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL, signal.SIGKILL]
+    assert len(run(back_after_each(signals, tmp_path, random.Random(1)))) == len(signals)
+    assert not psutil.Process().children()

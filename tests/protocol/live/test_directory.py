@@ -46,8 +46,8 @@ def test_a_directory_survives_the_daemon_under_it(live_peer, eventually):
         os.kill(transport.daemon.process_id, signal.SIGKILL)
         await eventually(lambda: transport.daemon.restarts == 1)
         assert second._node.node_id == node_id
-        assert second.num_neighbours > 0
         assert await second.get("key") == {"sub": b"before"}
+        assert second.num_neighbours > 0
         assert await second.store("key", "sub", b"after", expires_in_s=90)
         for directory in (first, second, third):
             assert await directory.get("key") == {"sub": b"after"}

@@ -247,8 +247,8 @@ def test_who_loses_everyone_warns_once(live_peer, monkeypatch, caplog):
             met.add(transport.peer_id)
         return found
 
-    async def counted(transport, p2p, dial=transport_module.LiveTransport._dial_everyone):
-        reached = await dial(transport, p2p)
+    async def counted(transport, dial=transport_module.LiveTransport._dial_everyone):
+        reached = await dial(transport)
         dials.append(transport.peer_id)
         return reached
 
