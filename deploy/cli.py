@@ -36,6 +36,8 @@ from shoal.deploy.simulate.command import simulate
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import ShoalError
 
+_SHOWN_CHARS_MAX = 200
+
 
 class _Group(TyperGroup):
     """Ends every command that fails for a reason we know with one line and no traceback."""
@@ -45,6 +47,9 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except ShoalError as error:
             say(f"shoal: {error}", err=True)
+            raise typer.Exit(EXIT_USER_ERROR) from error
+        except UnicodeEncodeError as error:  # of a path that was typed: what we write and send is UTF-8
+            say(f"shoal: {error.object[:_SHOWN_CHARS_MAX]!r} is not UTF-8: name a path that is", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from error
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error

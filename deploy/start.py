@@ -1,14 +1,26 @@
 """The console script. Its first import takes most of a second; Ctrl-C ends it without a traceback even then."""
 
+import io
+import os
 import signal
 import sys
 
 
 def main() -> None:
     try:
+        _speak_utf8()
         from shoal.deploy.cli import app
         from shoal.deploy.ending import run
 
         run(app)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _speak_utf8() -> None:
+    """Names and files are UTF-8 whatever the locale says: in one that is not, Python starts anew in its UTF-8 mode."""
+    if sys.getfilesystemencoding() != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"  # for our children
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path that is not UTF-8 can still be named

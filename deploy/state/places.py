@@ -58,9 +58,13 @@ def claim_folder(path: Path) -> FolderLock:
     From now on this process makes files and folders for its own user alone (its umask is 077), whoever of its parts or
     of its children makes them.
 
-    Raises: LocalError: another process holds it, or it cannot be made.
+    Raises: LocalError: another process holds it, it cannot be made, or its path is not UTF-8, as our notes are.
     """
     os.umask(_OTHERS)
+    try:
+        str(path.resolve()).encode()
+    except UnicodeEncodeError as error:
+        raise LocalError(f"cannot use the state folder {path}: its path is not UTF-8; name another one") from error
     try:
         path.mkdir(parents=True, exist_ok=True)
         close_to_others(state_root())

@@ -39,7 +39,7 @@ class StandingNote:
             loss=before.loss if before is not None else None,
             steps=node.spec.training.steps,
             used_s=time.time(),
-            directory=os.getcwd() if is_host else "",
+            directory=os.fsencode(os.getcwd()).decode(errors="replace") if is_host else "",
         )
         return cls(run_folder, standing)
 
