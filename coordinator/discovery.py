@@ -149,7 +149,7 @@ class Discovery:
             try:
                 signer, record = self._endpoint.open_record(data, source=PeerID(subkey))
             except RemoteError as error:
-                logger.warning("ignored a record under %s: %s", key, error)
+                logger.info("ignored a record under %s: %s", key, error)  # nobody here can do anything about it
                 continue
             if signer == subkey:
                 found.append((signer, record))

@@ -75,6 +75,7 @@ def demo(
     from shoal.deploy.demo.chaos import ChaosOptions
     from shoal.deploy.demo.driver import Demo, DemoOptions
     from shoal.deploy.run.run_file import DEMO_SPEC, LONG_SPEC, MOE_SPEC, with_changes
+    from shoal.deploy.session.open_files import allow_open_files
 
     if long and not tune:
         raise LocalError("--long is for the longer of two fine-tuning demos: say --tune, too")
@@ -95,6 +96,7 @@ def demo(
         changes["data.source"] = data_source(data)
     if json is not None:
         check_writable(json)
+    allow_open_files()
     folder = places.state_root() / "demo" / time.strftime("%Y-%m-%d-%H%M%S")
     chosen = DemoOptions(
         spec=with_changes(base, changes),

@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -11,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from shoal.deploy.dashboard import address
-from shoal.deploy.words import printable
+from shoal.deploy.terminal.log_lines import LogLines
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.spec import AUTO_STAGES
@@ -186,29 +185,11 @@ def scenario_names(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-class _StandardError(logging.StreamHandler[Any]):
-    """Writes to what standard error is at that time: a live view takes it over, to write above itself. Control
-    characters are gone: a message may name what others have sent."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(printable(line) for line in super().format(record).split("\n"))
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, stream: Any) -> None:
-        raise AttributeError("it is always standard error")
-
-
 def start_logging(verbose: bool) -> None:
-    """`verbose`: everything, with when and where; else warnings, as this program's word to its user."""
+    """`verbose`: everything, with when and where; else warnings, as this program's word to its user, and what repeats
+    once."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s" if verbose else "shoal: %(message)s",
-        handlers=[_StandardError()],
+        handlers=[LogLines(every=verbose)],
     )

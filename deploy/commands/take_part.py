@@ -173,16 +173,20 @@ def _host(
     limits = with_overrides(load_settings().limits, limit or [])
     start_logging(verbose or reports)
     from shoal.deploy.session.heap import importing
+    from shoal.deploy.session.open_files import allow_open_files
     from shoal.deploy.terminal.progress import progress_bar, sign_of_life
 
+    allow_open_files()
     with sign_of_life("starting"), importing():
-        from shoal.deploy.manners.device import own_threads, pick_device
+        from shoal.deploy.manners.device import check_machine, own_threads, pick_device
         from shoal.deploy.run.run_text import load_own_corpus, text_in_words
         from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
         from shoal.peer.data.microbatch import passes
         from shoal.protocol.live.loop import run
 
+    picked = pick_device(device)
+    check_machine(limits, picked, threads)
     folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(asked.spec.name))
     with _where_it_was_hosted(asked.known), contextlib.ExitStack() as unless_it_begins:
         unless_it_begins.callback(folder.release)
@@ -207,7 +211,7 @@ def _host(
         folder=folder.path,
         ways=Ways(listen=listen_addresses(listen), announce=announced_addresses(announce or ())),
         threads=threads or own_threads(),
-        device=pick_device(device),
+        device=picked,
         reports=reports,
         limits=limits,
         records=RecordChoice(keeps=records, wandb=project),
@@ -295,10 +299,12 @@ def join(
     limits = with_overrides(load_settings().limits, limit or []).of_a_volunteer
     start_logging(verbose or reports)
     from shoal.deploy.session.heap import importing
+    from shoal.deploy.session.open_files import allow_open_files
     from shoal.deploy.terminal.progress import sign_of_life
 
+    allow_open_files()
     with sign_of_life("starting"), importing():
-        from shoal.deploy.manners.device import devices_of, pick_device, spare_threads
+        from shoal.deploy.manners.device import check_machine, devices_of, pick_device, spare_threads
         from shoal.deploy.session.session import Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.loop import run
 
@@ -314,6 +320,8 @@ def join(
         first = [*_flag("--dashboard", dashboard or ""), *(f for way in announce or () for f in ("--announce", way))]
         each = Each(name=name, limits=limits, listen=addresses[0], state_dir=state_dir, threads=threads, flags=flags)
         raise typer.Exit(run(join_with_each(devices_of(device), found.encode(), each, first=first, plain=reports)))
+    picked = pick_device(device)
+    check_machine(limits, picked, threads)
     parent = places.state_root() / "runs" / found.run
     folder = places.claim_folder(state_dir) if state_dir else places.claim_first_free(parent, "peer")
     chosen = Options(
@@ -321,7 +329,7 @@ def join(
         folder=folder.path,
         ways=Ways(listen=addresses, announce=told),
         threads=threads or spare_threads(),
-        device=pick_device(device),
+        device=picked,
         reports=reports,
         limits=limits,
         records=RecordChoice(keeps=records, wandb=project),

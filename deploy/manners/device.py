@@ -1,14 +1,15 @@
 """Picks the device, and the limits that it keeps for us: memory, and how far its thread stands back."""
 
+import math
 import os
 import sys
 import threading
 
 import torch
 
-from shoal.deploy.manners.limits import Limits
+from shoal.deploy.manners.limits import GB, Limits
 from shoal.peer.cgroup import processors
-from shoal.peer.compute_device import free_bytes
+from shoal.peer.compute_device import free_bytes, total_bytes
 from shoal.protocol.errors import LocalError
 
 
@@ -49,6 +50,17 @@ def untested(device: torch.device) -> str:
     return f"nobody has run shoal on {kind} yet: its steps are compared with known ones, its speed and memory are not"
 
 
+def check_machine(limits: Limits, device: torch.device, threads: int) -> None:
+    """Args: threads: as `--threads` says. Raises: LocalError: the machine has not so much memory, or processors."""
+    if limits.memory_gb * GB > (total := total_bytes(device)):
+        raise LocalError(
+            f"memory_gb is {limits.memory_gb:g}, and {device} has {math.floor(total / GB * 10) / 10:g} GB: set less; "
+            "0 takes what is free"
+        )
+    if threads > (most := math.ceil(processors())):
+        raise LocalError(f"--threads {threads}: this process may use {most} processors; 0 lets shoal choose")
+
+
 def memory_claim(limits: Limits, device: torch.device) -> int | None:
     """How many bytes the swarm may plan with; None: whatever is free. On a GPU torch takes no more from now on.
 
@@ -80,4 +92,6 @@ def stand_back(limits: Limits) -> None:
     """Lower the priority of the thread that calls and of those it starts; the network's stays as it is. Elsewhere than
     on Linux a process has one priority, and the network would stand back too, so it is left alone there."""
     if limits.nice and sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), limits.nice)
+        thread = threading.get_native_id()
+        # A process that was started with `nice` may stand back further already, and only root may go forward again.
+        os.setpriority(os.PRIO_PROCESS, thread, max(limits.nice, os.getpriority(os.PRIO_PROCESS, thread)))

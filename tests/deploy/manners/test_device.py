@@ -1,10 +1,14 @@
 """The device that is asked for, and how many threads a volunteer takes."""
 
+import os
+import sys
+
 import pytest
 import torch
 
 from shoal.deploy.manners import device
-from shoal.deploy.manners.device import own_threads, pick_device, spare_threads, untested
+from shoal.deploy.manners.device import check_machine, own_threads, pick_device, spare_threads, stand_back, untested
+from shoal.deploy.manners.limits import Limits
 from shoal.protocol.errors import LocalError
 
 
@@ -30,6 +34,26 @@ def test_threads_fit_the_processors_and_a_volunteer_leaves_one_of_more_than_two(
     monkeypatch.setattr(device, "processors", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: own)
     assert (own_threads(), spare_threads()) == (at_host, at_volunteer)
+
+
+def test_a_limit_above_what_the_machine_has_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(device, "total_bytes", lambda _: 19_990_000_000)
+    monkeypatch.setattr(device, "processors", lambda: 1.5)
+    check_machine(Limits(memory_gb=19.9), torch.device("cpu"), 2)
+    with pytest.raises(LocalError, match=r"^memory_gb is 9999, and cpu has 19.9 GB: set less; 0 takes what is free$"):
+        check_machine(Limits(memory_gb=9999.0), torch.device("cpu"), 0)
+    with pytest.raises(LocalError, match=r"^--threads 3: this process may use 2 processors; 0 lets shoal choose$"):
+        check_machine(Limits(), torch.device("cpu"), 3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process has one priority elsewhere, and it is left alone")
+@pytest.mark.parametrize(("before", "nice", "after"), [(0, 5, 5), (10, 5, 10), (10, 19, 19)])
+def test_a_thread_never_steps_forward(monkeypatch, before, nice, after):
+    given = []
+    monkeypatch.setattr(os, "getpriority", lambda which, thread: before)
+    monkeypatch.setattr(os, "setpriority", lambda which, thread, priority: given.append(priority))
+    stand_back(Limits(nice=nice))
+    assert given == [after]
 
 
 def test_left_open_it_is_a_gpu_of_nvidias_or_the_processor(monkeypatch):

@@ -1,0 +1,26 @@
+"""Makes room for the files and sockets that a peer keeps open."""
+
+import contextlib
+import sys
+
+from shoal.protocol.errors import LocalError
+
+FILES_MIN = 256
+"""A peer that waits for a run has 28 open; each neighbour, transfer and snapshot takes a few more."""
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit to the hard one, for our child processes as well. Raises: LocalError: that is not enough."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinite one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if soft != resource.RLIM_INFINITY and soft < FILES_MIN:
+        raise LocalError(
+            f"this process may have {soft} files open, and a peer needs {FILES_MIN}: raise the limit "
+            "(`ulimit -n`; LimitNOFILE of a systemd unit; `--ulimit nofile` of a container)"
+        )

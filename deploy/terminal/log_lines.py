@@ -1,0 +1,75 @@
+"""Writes log lines to standard error, and what repeats once: a stranger's record is read again every few seconds."""
+
+import copy
+import logging
+import re
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.deploy.words import printable
+
+REPEATS_S = 600.0
+_CAUSES_MAX = 256
+
+
+@dataclass(slots=True)
+class _Cause:
+    said_s: float
+    repeats: int = 0
+
+
+class LogLines(logging.StreamHandler[Any]):
+    """Writes to what standard error is at that time: a live view takes it over, to write above itself.
+
+    Lines that come from one place of the code have one cause, whichever peer or step they name. A cause is said at most
+    once in `REPEATS_S`, and next time with how often it came meanwhile. Control characters are shown as escapes: a line
+    may name what other peers have sent.
+
+    Args: every: write each line, as `--verbose` wants it.
+    """
+
+    def __init__(self, *, every: bool, now_s: Callable[[], float] = time.monotonic) -> None:
+        logging.Handler.__init__(self)
+        self._every, self._now_s = every, now_s
+        self._causes: OrderedDict[tuple[str, int, str], _Cause] = OrderedDict()
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        raise AttributeError("it is always standard error")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(printable(line) for line in super().format(record).split("\n"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._every:
+            super().emit(record)
+        elif (repeats := self._repeats(record)) is not None:
+            if repeats:
+                text = f"{record.getMessage()} ({repeats} more such lines since the last one; --verbose shows each)"
+                record = copy.copy(record)
+                record.msg, record.args = text, None
+            super().emit(record)
+
+    def _repeats(self, record: logging.LogRecord) -> int | None:
+        """How many lines of this cause were left out since the last one; None: this one is left out too."""
+        template = str(record.msg)
+        words = re.sub(r"%\S*", "", template)
+        text = template if re.search(r"\w", words) else record.getMessage()  # "%s" alone says nothing of the cause
+        now_s, key = self._now_s(), (record.name, record.levelno, text)
+        cause = self._causes.get(key)
+        if cause is not None and now_s - cause.said_s < REPEATS_S:
+            cause.repeats += 1
+            return None
+        self._causes[key] = _Cause(now_s)
+        self._causes.move_to_end(key)
+        if len(self._causes) > _CAUSES_MAX:
+            self._causes.popitem(last=False)
+        return cause.repeats if cause is not None else 0
