@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shoal.deploy.commands.config import check, path, set_, show
+from shoal.deploy.commands.config import check, path, set_, show, unset
 from shoal.deploy.commands.demo import demo
 from shoal.deploy.commands.doctor import doctor
 from shoal.deploy.commands.eval_ import eval_
@@ -67,6 +67,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Strangers lend spare GPUs to one training run.",
     epilog="""\b
 Begin with:
@@ -121,6 +122,7 @@ config = typer.Typer(
 )
 config.command(cls=_Command, epilog=examples_of(show))(show)
 config.command("set", cls=_Command, epilog=examples_of(set_))(set_)
+config.command(cls=_Command, epilog=examples_of(unset))(unset)
 config.command(cls=_Command, epilog=examples_of(check))(check)
 config.command(cls=_Command, epilog=examples_of(path))(path)
 app.add_typer(config, name="config")

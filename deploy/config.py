@@ -1,7 +1,7 @@
 """The settings of this user on this machine: one TOML in the user's configuration folder.
 
 `$XDG_CONFIG_HOME/shoal/config.toml`, `~/.config/shoal/config.toml` without it. No file: every default. Options of a
-command stand above it. It is read when a peer starts.
+command stand above it. A peer reads it when it starts, and again when `shoal config set` or `unset` has changed it.
 """
 
 import ast
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from shoal.deploy.manners import limits as limits_module
-from shoal.deploy.manners.limits import Limits, parse_value, with_value
+from shoal.deploy.manners.limits import Limits, parse_truth, parse_value, with_value
 from shoal.protocol.errors import LocalError
 from shoal.protocol.toml.complaint import complaint
 
@@ -82,15 +82,37 @@ def set_one(name: str, text: str) -> Settings:
 
     Returns: what holds from now on. Raises: LocalError.
     """
-    if name in RecordSettings.__struct_fields__:
-        line = f"{name} = {_toml(_parse_record_value(name, text))}"
-        return _write(_with_line(_read() or "", line, name, table="record"))
-    if name not in Limits.__struct_fields__:
-        names = (*Limits.__struct_fields__, *RecordSettings.__struct_fields__)
-        raise LocalError(f"there is no setting {name!r}: there are {', '.join(names)}")
-    value = parse_value(name, text)
-    with_value(Limits(), name, value)  # so that the blame is on what was typed, and not on the file
-    return _write(_with_line(_read() or "", f"{name} = {_toml(value)}", name))
+    table = _table_of(name)
+    if table == "record":
+        value = _parse_record_value(name, text)
+    else:
+        value = parse_value(name, text)
+        with_value(Limits(), name, value)  # so that the blame is on what was typed, and not on the file
+    return _write(_with_line(_read() or "", f"{name} = {_toml(value)}", name, table=table))
+
+
+def unset_one(name: str) -> Settings:
+    """Take `name` out of the file, and leave the rest of it as it is.
+
+    Returns: what holds from now on. Raises: LocalError.
+    """
+    table, text = _table_of(name), _read()
+    return _write(_with_line(text, None, name, table=table)) if text is not None else Settings()
+
+
+def _table_of(name: str) -> str:
+    """Raises: LocalError: there is no such setting."""
+    tables = dict.fromkeys(Limits.__struct_fields__, "limits")
+    tables |= dict.fromkeys(RecordSettings.__struct_fields__, "record")
+    if name not in tables:
+        raise LocalError(f"there is no setting {name!r}: there are {', '.join(tables)}")
+    return tables[name]
+
+
+def in_toml(settings: Settings, name: str) -> str:
+    """The value of one setting as the file has it. Raises: LocalError: there is no such setting."""
+    value = getattr(getattr(settings, _table_of(name)), name)
+    return "not set" if value is None else _toml(value)
 
 
 def write_limits(limits: Mapping[str, Any]) -> Settings:
@@ -132,16 +154,19 @@ def _decode(text: str) -> Settings:
         raise LocalError(f"{config_path()}: {complaint(error, Settings)}") from error
 
 
-def _with_line(text: str, line: str, name: str, *, table: str = "limits") -> str:
-    lines = text.splitlines()
+def _with_line(text: str, line: str | None, name: str, *, table: str) -> str:
+    """Args: line: takes the place of the one that sets `name`; None: that one goes."""
+    lines, new = text.splitlines(), [] if line is None else [line]
     begin = next((i for i, old in enumerate(lines) if re.match(rf"\s*\[\s*{table}\s*\]", old)), None)
+    if begin is None and line is None:
+        return text
     if begin is None:
-        return "\n".join([*lines, *([""] if lines else []), f"[{table}]", line]) + "\n"
+        return "\n".join([*lines, *([""] if lines else []), f"[{table}]", *new]) + "\n"
     end = next((i for i in range(begin + 1, len(lines)) if lines[i].lstrip().startswith("[")), len(lines))
     for i in range(begin + 1, end):
         if re.match(rf"\s*{name}\s*=", lines[i]):
-            return "\n".join([*lines[:i], line, *lines[i + 1 :]]) + "\n"
-    return "\n".join([*lines[: begin + 1], line, *lines[begin + 1 :]]) + "\n"
+            return "\n".join([*lines[:i], *new, *lines[i + 1 :]]) + "\n"
+    return "\n".join([*lines[: begin + 1], *new, *lines[begin + 1 :]]) + "\n"
 
 
 def _toml(value: Any) -> str:
@@ -153,7 +178,4 @@ def _parse_record_value(name: str, text: str) -> Any:
     """Read a value as a person writes it. Raises: LocalError."""
     if name == "wandb_project":
         return text.strip()
-    try:
-        return msgspec.convert(text.strip(), bool, strict=False)
-    except msgspec.ValidationError as error:
-        raise LocalError(f"{name} is true or false, not {text.strip()!r}") from error
+    return parse_truth(name, text)

@@ -2,6 +2,7 @@
 
 import os
 import plistlib
+import re
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shoal.deploy.config import config_path
 from shoal.protocol.errors import LocalError
 
 UNIT: Final = "shoal.service"
@@ -26,52 +28,59 @@ class Service:
 
     path: Path
     text: str
+    invite: Path
+    """The file in which the service finds its invite, which nobody else may read."""
     on: tuple[tuple[str, ...], ...]
     off: tuple[tuple[str, ...], ...]
 
 
 def service(arguments: Sequence[str], *, platform: str = sys.platform) -> Service:
-    """`arguments` of `shoal join`.
+    """`arguments` of `shoal join`, without the invite.
 
     Raises: LocalError: an argument has a control character; this system has neither systemd nor launchd.
     """
     for argument in arguments:
         _refuse_control_characters(argument)
+    invite = config_path().parent / "service.invite"
+    _refuse_control_characters(str(invite))
     if platform == "darwin":
         path = Path.home() / "Library" / "LaunchAgents" / f"{AGENT}.plist"
         domain = f"gui/{os.getuid()}"
         on: tuple[tuple[str, ...], ...] = (("launchctl", "bootstrap", domain, str(path)),)
-        return Service(path, _agent(arguments), on, (("launchctl", "bootout", f"{domain}/{AGENT}"),))
+        return Service(path, _agent(arguments, invite), invite, on, (("launchctl", "bootout", f"{domain}/{AGENT}"),))
     if not platform.startswith("linux"):
         raise LocalError(f"shoal installs no service on {platform}")
-    base = os.environ.get("XDG_CONFIG_HOME")
-    path = (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / UNIT
+    path = config_path().parents[1] / "systemd" / "user" / UNIT
     systemctl = ("systemctl", "--user")
     on = ((*systemctl, "daemon-reload"), (*systemctl, "enable", "--now", UNIT))
-    return Service(path, _unit(arguments), on, ((*systemctl, "disable", "--now", UNIT),))
+    return Service(path, _unit(arguments, invite), invite, on, ((*systemctl, "disable", "--now", UNIT),))
 
 
-def install(arguments: Sequence[str]) -> Path:
+def install(invite: str, arguments: Sequence[str]) -> Path:
     """Write it and start it, now and whenever this user's services start.
 
     Raises: LocalError: it cannot be written, or the system does not start it; then nothing is left of it.
     """
     wanted = service(arguments)
-    former = wanted.path.read_bytes() if wanted.path.exists() else None
-    try:
-        wanted.path.parent.mkdir(parents=True, exist_ok=True)
-        wanted.path.write_text(wanted.text)
-        wanted.path.chmod(0o600)  # who has the invite may join
-    except OSError as error:
-        raise LocalError(f"cannot write {wanted.path}: {error.strerror or error}") from error
+    files = {wanted.path: wanted.text, wanted.invite: f"{invite}\n"}
+    former = {path: path.read_bytes() if path.exists() else None for path in files}
+    for path, text in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            path.chmod(0o600)  # before the invite is in it
+            path.write_text(text)
+        except OSError as error:
+            raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
     try:
         for command in wanted.on:
             _run(command)
     except LocalError:
-        if former is None:
-            wanted.path.unlink(missing_ok=True)
-        else:
-            wanted.path.write_bytes(former)
+        for path, content in former.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_bytes(content)
         raise
     return wanted.path
 
@@ -84,17 +93,24 @@ def uninstall() -> Path:
     for command in found.off:
         _run(command)
     found.path.unlink()
+    found.invite.unlink(missing_ok=True)
     return found.path
 
 
-def _unit(arguments: Sequence[str]) -> str:
+def _unit(arguments: Sequence[str], invite: Path) -> str:
+    words = {
+        "@SHOAL@": _quoted(_shoal()),
+        "@ARGUMENTS@": " ".join(map(_quoted, arguments)),
+        "@INVITE@": str(invite).replace("%", "%%"),
+    }
     template = (_HERE / "systemd" / UNIT).read_text()
-    return template.replace("@SHOAL@", _quoted(_shoal())).replace("@ARGUMENTS@", " ".join(map(_quoted, arguments)))
+    return re.sub("|".join(words), lambda found: words[found.group()], template)
 
 
-def _agent(arguments: Sequence[str]) -> str:
+def _agent(arguments: Sequence[str], invite: Path) -> str:
     agent = plistlib.loads((_HERE / "launchd" / f"{AGENT}.plist").read_bytes())
-    agent["ProgramArguments"] = [_shoal(), "join", *arguments]
+    agent["ProgramArguments"] = [_shoal(), "join", "-", *arguments]
+    agent["StandardInPath"] = str(invite)
     agent["StandardErrorPath"] = agent["StandardOutPath"] = str(Path.home() / "Library" / "Logs" / "shoal.log")
     return plistlib.dumps(agent, sort_keys=False).decode()
 

@@ -12,6 +12,7 @@ import msgspec
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.names import is_name
 from shoal.protocol.wire_format import Formats, WireFormat
 
 
@@ -60,7 +61,7 @@ class Advert(_Part, frozen=True):
     """The most that has gone out over several links at once; 0: not known."""
 
     def __post_init__(self) -> None:
-        if not self.name.isprintable():
+        if not is_name(self.name):
             raise ValueError(f"name has a control character or a line break: {self.name!r}")
 
 

@@ -32,6 +32,7 @@ from shoal.protocol.limits import (
     STEPS_MAX,
     VOCABULARY_MAX,
 )
+from shoal.protocol.names import is_name
 from shoal.protocol.staleness import synchronous_steps
 from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.wire_format import AUTO_ACTIVATIONS, AUTO_SUMS, WireFormat, tensor_bytes
@@ -647,7 +648,7 @@ class RunSpec(_Section, frozen=True):
 
     def __post_init__(self) -> None:
         _require(0 < len(self.name) <= 64, "name must have 1 to 64 characters")
-        _require(self.name.isprintable(), f"name has a control character or a line break: {self.name!r}")
+        _require(is_name(self.name), f"name has a control character or a line break: {self.name!r}")
         _require(0 <= self.seed < 2**63, "seed must be in [0, 2^63)")
         _require(
             (self.swarm.stages_max or 1) <= self.model.num_layers,

@@ -1,10 +1,17 @@
 """`shoal config`: what this user has set on this machine."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.deploy.commands.options import examples
+from shoal.deploy.commands.running import labels
+from shoal.deploy.terminal.plain import say
+from shoal.protocol.errors import LocalError
+
+if TYPE_CHECKING:
+    from shoal.deploy.config import Settings
 
 
 @examples(
@@ -18,7 +25,10 @@ def show(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False)
     from shoal.deploy.config import as_toml, load_settings
 
     settings = load_settings()
-    typer.echo(msgspec.json.encode(settings).decode() if json else as_toml(settings), nl=json)
+    if json:
+        typer.echo(msgspec.json.encode(settings).decode())
+    else:
+        say(as_toml(settings).rstrip("\n"))
 
 
 @examples("shoal config path  # where the file is, or would be")
@@ -44,24 +54,54 @@ def check(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False
         said = {"path": str(config_path()), "exists": config_path().exists()}
         typer.echo(msgspec.json.encode(said).decode())
         return
-    typer.echo(
-        f"{config_path()}: " + ("no fault in it" if config_path().exists() else "not there, so all defaults hold")
-    )
+    say(f"{config_path()}: " + ("no fault in it" if config_path().exists() else "not there, so all defaults hold"))
 
 
 @examples(
     "shoal config set upload_mbit_s 5  # send at most 5 Mbit/s",
     "shoal config set hours 22:00-07:00  # compute at night",
     "shoal config set only_when_idle true  # compute while nobody uses this machine",
-    "shoal config set compute_share 0.5  # half of the device's time",
+    "shoal config set compute_share 50%  # half of the device's time",
     "shoal config set keep_record true  # a record of each run in which this machine takes part",
 )
 def set_(
     name: Annotated[str, typer.Argument(help="As `shoal config show` has it.")],
     value: Annotated[str, typer.Argument(help="Its new value.")],
 ) -> None:
-    """Change one, from the next start on."""
-    from shoal.deploy.config import config_path, set_one
+    """Change one. A peer that runs here takes what it can at once."""
+    from shoal.deploy.config import set_one
 
-    set_one(name, value)
-    typer.echo(f"{config_path()}: {name} is {value} from the next start on")
+    _tell(name, set_one(name, value))
+
+
+@examples("shoal config unset hours  # compute at all hours again")
+def unset(name: Annotated[str, typer.Argument(help="As `shoal config show` has it.")]) -> None:
+    """Take one back: its default holds again."""
+    from shoal.deploy.config import unset_one
+
+    _tell(name, unset_one(name))
+
+
+def _tell(name: str, settings: "Settings") -> None:
+    """Say what holds now, and what the peers that run here make of it."""
+    import msgspec
+
+    from shoal.deploy.config import config_path, in_toml
+    from shoal.deploy.control.control_socket import ask
+    from shoal.deploy.state import places
+
+    say(f"{config_path()}: {name} is {in_toml(settings, name)}")
+    here = [note for note in places.all_running() if note.folder]
+    wanted = msgspec.to_builtins(settings.limits)
+    for label, note in zip(labels(here), here, strict=True):
+        try:
+            now = ask(Path(note.folder), "limits")["limits"]
+        except LocalError as error:
+            say(f"{label}: {error}", err=True)
+            continue
+        if name not in wanted:
+            say(f"{label}: from its next start on")
+        elif now.get(name) == wanted[name]:
+            say(f"{label}: at once")
+        else:
+            say(f"{label}: from its next start on, unless --limit says otherwise then")

@@ -13,6 +13,7 @@ from shoal.deploy.dashboard import address
 from shoal.deploy.terminal.log_lines import LogLines
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import STAGES_MAX
+from shoal.protocol.names import is_name
 from shoal.protocol.spec import AUTO_STAGES
 
 EXIT_FAILED = 1
@@ -24,7 +25,7 @@ _DEVICE = re.compile(r"auto|cpu|mps|(cuda|rocm|xpu)(:\d{1,4})?")
 
 
 def _peer_name(text: str) -> str:
-    if not text.isprintable():
+    if not is_name(text):
         raise LocalError(f"--name {text!r}: a name has no control characters and no line breaks")
     return text
 

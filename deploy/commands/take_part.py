@@ -33,7 +33,7 @@ from shoal.deploy.commands.options import (
 from shoal.deploy.config import load_settings
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.manners.asking import ask, may_ask
-from shoal.deploy.manners.limits import with_overrides
+from shoal.deploy.manners.limits import Limits, with_overrides
 from shoal.deploy.run.going_on import GoingOn, ended_in_words, going_on, new_run_note, same_run
 from shoal.deploy.run.run_file import with_changes
 from shoal.deploy.state import places
@@ -170,7 +170,11 @@ def _host(
 ) -> None:
     records, project = _records(record, wandb, default=True)
     shown = parse_address(dashboard) if dashboard else None
-    limits = with_overrides(load_settings().limits, limit or [])
+
+    def read_limits() -> Limits:
+        return with_overrides(load_settings().limits, limit or [])
+
+    limits = read_limits()
     start_logging(verbose or reports)
     from shoal.deploy.session.heap import importing
     from shoal.deploy.session.open_files import allow_open_files
@@ -180,7 +184,7 @@ def _host(
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import check_machine, own_threads, pick_device
         from shoal.deploy.run.run_text import load_own_corpus, text_in_words
-        from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
+        from shoal.deploy.session.session import LimitChoice, Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
         from shoal.peer.data.microbatch import passes
         from shoal.protocol.live.loop import run
@@ -213,7 +217,7 @@ def _host(
         threads=threads or own_threads(),
         device=picked,
         reports=reports,
-        limits=limits,
+        limits=LimitChoice(at_start=limits, reread=read_limits),
         records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
         initial=initial,
@@ -296,7 +300,11 @@ def join(
     shown = parse_address(dashboard) if dashboard else None
     if may_ask(answered=bool(limit) or yes or reports or invite == "-"):
         ask()
-    limits = with_overrides(load_settings().limits, limit or []).of_a_volunteer
+
+    def read_limits() -> Limits:
+        return with_overrides(load_settings().limits, limit or []).of_a_volunteer
+
+    limits = read_limits()
     start_logging(verbose or reports)
     from shoal.deploy.session.heap import importing
     from shoal.deploy.session.open_files import allow_open_files
@@ -305,7 +313,7 @@ def join(
     allow_open_files()
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import check_machine, devices_of, pick_device, spare_threads
-        from shoal.deploy.session.session import Options, RecordChoice, TextPaths, Ways, join_run
+        from shoal.deploy.session.session import LimitChoice, Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.loop import run
 
     if found is None:  # after the imports: a parent starts us before it has the invite
@@ -331,7 +339,7 @@ def join(
         threads=threads or spare_threads(),
         device=picked,
         reports=reports,
-        limits=limits,
+        limits=LimitChoice(at_start=limits, reread=read_limits),
         records=RecordChoice(keeps=records, wandb=project),
         dashboard=shown,
         text=TextPaths(data=text, tokenizer=tokenizer, base=base),

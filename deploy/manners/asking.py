@@ -24,8 +24,6 @@ class Question:
     text: str
     default: str
     """The answer that Enter stands for, as a person would type it."""
-    read: Callable[[str], str]
-    """What a person types -> as the limit is written."""
     hint: str
     """The reply to an answer that cannot be."""
 
@@ -37,36 +35,31 @@ def questions(memory_bytes: float) -> tuple[Question, ...]:
         Question(
             name="compute_share",
             text="share of the device's time, in percent",
-            default="100",
-            read=_share_of_percent,
+            default="100%",
             hint="write a percentage from 1 to 100",
         ),
         Question(
             name="memory_gb",
             text="memory in GB; 0: whatever is free",
             default=str(half_gb),
-            read=_plain("GB"),
             hint="write a number, such as 8",
         ),
         Question(
             name="upload_mbit_s",
             text="upload in Mbit/s; 0: no limit",
             default="0",
-            read=_plain("Mbit/s"),
             hint=f"write 0, or a number from {MBIT_S_MIN:g} on",
         ),
         Question(
             name="hours",
             text="hours of the day, such as 22:00-07:00",
             default="always",
-            read=_hours,
             hint="write hours such as 22:00-07:00 or 09:00-12:00, 13:00-17:00, or always",
         ),
         Question(
             name="only_when_idle",
             text="only while nobody uses the machine, yes or no",
             default="no",
-            read=_yes,
             hint="write yes or no",
         ),
     )
@@ -100,7 +93,7 @@ def ask(
         while question.name not in answers:
             typed = prompt(f"  {question.text}", question.default)
             try:
-                value = parse_value(question.name, question.read(typed.strip().lower()))
+                value = parse_value(question.name, typed)
                 with_value(Limits(), question.name, value)
             except LocalError:
                 say(f"  {question.hint}")
@@ -109,24 +102,3 @@ def ask(
     limits = write_limits(answers).limits
     say(f"kept in {config_path()}; `shoal config set NAME VALUE` changes one, `shoal config show` says what each means")
     return limits
-
-
-def _share_of_percent(typed: str) -> str:
-    number = typed.removesuffix("%").strip()
-    try:
-        value = float(number)
-    except ValueError:
-        return typed
-    return str(value / 100 if value > 1 or typed.endswith("%") else value)
-
-
-def _plain(unit: str) -> Callable[[str], str]:
-    return lambda typed: typed.removesuffix(unit.lower()).strip()
-
-
-def _hours(typed: str) -> str:
-    return "" if typed in ("always", "") else typed
-
-
-def _yes(typed: str) -> str:
-    return {"y": "true", "yes": "true", "n": "false", "no": "false"}.get(typed, typed)

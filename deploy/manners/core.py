@@ -6,7 +6,7 @@ machine. What cannot be known is no reason; the owner is told once that it canno
 
 from dataclasses import dataclass, field
 
-from shoal.deploy.manners.limits import Limits, is_within, parse_hours
+from shoal.deploy.manners.limits import Limits, is_within, next_begin, parse_hours
 
 BUSY_SHARE = 0.1
 """The share of device or processors from which on others use them: a desktop by itself takes less."""
@@ -54,8 +54,9 @@ class Manners:
         limits, seen = self.limits, self._seen
         if seen is None:
             return tuple(found)
-        if not is_within(parse_hours(limits.hours), seen.minute):
-            found.append(f"outside the hours {limits.hours}")
+        if not is_within(hours := parse_hours(limits.hours), seen.minute):
+            hour, minute = divmod(next_begin(hours, seen.minute), 60)
+            found.append(f"outside the hours {limits.hours}, until {hour:02}:{minute:02}")
         if limits.only_when_idle:
             if seen.input_idle_s is not None and seen.input_idle_s < 60.0 * limits.idle_minutes:
                 found.append("somebody uses this machine")

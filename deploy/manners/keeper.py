@@ -7,12 +7,13 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from shoal.deploy import report
 from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.manners.core import Manners, Seen
-from shoal.deploy.manners.limits import Limits
+from shoal.deploy.manners.limits import AT_ONCE, Limits
 from shoal.deploy.manners.watching import ProcessorUse, gpu_others_share, input_idle_s
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class Keeper:
         say: tells a person a sentence.
         look: at the machine; blocks.
         run_blocking: runs `look`.
+        reread: the limits as they are set now. Raises: LocalError: the settings cannot be read.
+        apply_upload: bounds what is sent from now on, in bytes/s.
     """
 
     def __init__(
@@ -50,12 +53,16 @@ class Keeper:
         say: Callable[[str], None],
         look: Callable[[], Seen],
         run_blocking: Callable[[Callable[[], Seen]], Awaitable[Seen]] = asyncio.to_thread,
+        reread: Callable[[], Limits] = Limits,
+        apply_upload: Callable[[float], None] = lambda bytes_per_s: None,
     ) -> None:
         self._manners = Manners(limits=limits)
         self._pausing = pausing
         self._say = say
         self._look = look
         self._run_blocking = run_blocking
+        self._reread, self._apply_upload = reread, apply_upload
+        self._is_started = False
         self._told: tuple[str, ...] = ()
         self._warned: set[str] = set()
         self._task: asyncio.Task[None] | None = None
@@ -72,22 +79,43 @@ class Keeper:
         )
 
     def install(self, control: ControlServer) -> None:
-        """Answer `shoal pause`, `shoal resume` and Ctrl-Z."""
+        """Answer `shoal pause`, `shoal resume`, `shoal config set` and Ctrl-Z."""
         control.on("pause", lambda arguments: self.pause())
         control.on("resume", lambda arguments: self.resume())
+        control.on("limits", lambda arguments: self.change())
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTSTP, self._on_stop_key)
         loop.add_signal_handler(signal.SIGCONT, self._on_continue)
 
     def start(self) -> None:
+        self._is_started = True
+        self._watch_if_needed()
+
+    def _watch_if_needed(self) -> None:
         limits = self._manners.limits
-        if limits.hours or limits.only_when_idle:
+        if self._is_started and self._task is None and (limits.hours or limits.only_when_idle):
             self._task = asyncio.create_task(self._watch(), name="manners")
 
     async def close(self) -> None:
+        self._is_started = False
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    async def change(self) -> Mapping[str, Any]:
+        """Take the limits that have changed in the settings, as far as that is possible at once.
+
+        Returns: all limits that hold now.
+        """
+        before, wanted = self._manners.limits, self._reread()
+        limits = msgspec.structs.replace(before, **{name: getattr(wanted, name) for name in AT_ONCE})
+        if limits != before:
+            self._manners.limits = limits
+            self._apply_upload(limits.rates.upload_bytes_per_s)
+            self._say(f"limits from now on: {', '.join(limits.in_words) or 'none'}")
+            self._watch_if_needed()
+            self._apply()
+        return {"limits": msgspec.to_builtins(limits)}
 
     async def _watch(self) -> None:
         while True:

@@ -85,7 +85,18 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return tuple(text for holds, text in words if holds)
 
 
+AT_ONCE = ("upload_mbit_s", "hours", "only_when_idle", "idle_minutes")
+"""The limits that a running peer takes at once when its owner changes them; the others count from its next start on."""
 NICE_MAX = 19
+_UNITS = {
+    "compute_share": "%",
+    "memory_gb": "gb",
+    "upload_mbit_s": "mbit/s",
+    "download_mbit_s": "mbit/s",
+    "relay_mbit_s": "mbit/s",
+    "idle_minutes": "minutes",
+}
+"""What a person may write behind a number, in small letters."""
 MBIT_S_MIN = 0.1
 """A heartbeat and a few votes a second."""
 
@@ -114,13 +125,32 @@ def with_value(limits: Limits, name: str, value: Any) -> Limits:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Read a value as a person writes it: `5`, `true`, `22:00-07:00`. Raises: LocalError."""
+    """Read a limit as a person writes it: `5`, `5 Mbit/s`, `50%`, `yes`, `always`. Raises: LocalError."""
     kind = int if name == "nice" else type(getattr(Limits(), name))
+    typed = text.strip().lower()
+    if kind is str:
+        return "" if typed == "always" else typed
+    if kind is bool:
+        return parse_truth(name, text)
+    number = typed.removesuffix(_UNITS.get(name, "")).strip()
+    is_percent = name == "compute_share" and (typed.endswith("%") or (typed.isdecimal() and int(typed) > 1))
     try:
-        return msgspec.convert(text.strip(), kind, strict=False)
+        value = msgspec.convert(number, kind, strict=False)
     except msgspec.ValidationError as error:
-        wants = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        wants = "a whole number" if kind is int else "a number"
         raise LocalError(f"{name} is {wants}, not {text.strip()!r}") from error
+    return value / 100 if is_percent else value
+
+
+def parse_truth(name: str, text: str) -> bool:
+    """Read `true` or `false`, `yes` or `no`, `y` or `n`. Raises: LocalError."""
+    typed = text.strip().lower()
+    try:
+        return msgspec.convert(
+            {"y": "true", "yes": "true", "n": "false", "no": "false"}.get(typed, typed), bool, strict=False
+        )
+    except msgspec.ValidationError as error:
+        raise LocalError(f"{name} is true or false, not {text.strip()!r}") from error
 
 
 # --- hours of the day ---
@@ -149,6 +179,11 @@ def parse_hours(text: str) -> tuple[Span, ...]:
 
 def is_within(spans: tuple[Span, ...], minute: int) -> bool:
     return not spans or any(span.contains(minute) for span in spans)
+
+
+def next_begin(spans: tuple[Span, ...], minute: int) -> int:
+    """The minute of the day at which the next of the spans, of which there is one at least, begins."""
+    return min((span.begin for span in spans), key=lambda begin: (begin - minute) % _DAY_MINUTES) % _DAY_MINUTES
 
 
 def _span(text: str) -> Span:

@@ -8,7 +8,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -126,6 +126,15 @@ class RecordChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitChoice:
+    """What this machine's owner gives, and when."""
+
+    at_start: Limits
+    reread: Callable[[], Limits]
+    """The limits as they are set now. Raises: LocalError: the settings cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How one process takes part."""
 
@@ -138,8 +147,7 @@ class Options:
     device: torch.device
     reports: bool
     """Speak to a parent process, not to a person."""
-    limits: Limits = Limits()  # noqa: RUF009  frozen
-    """What this machine's owner gives, and when."""
+    limits: LimitChoice
     dashboard: Address | None = None
     """Where to show the run as a page."""
     text: TextPaths = TextPaths()
@@ -280,7 +288,7 @@ def _network(identity: Identity, invite: Invite, options: Options) -> contextlib
         folder=options.folder,
         listen=options.ways.listen,
         announce=options.ways.announce,
-        rates=options.limits.rates,
+        rates=options.limits.at_start.rates,
         invited=invite.addresses,
     )
 
@@ -316,7 +324,7 @@ def _keeping(network: Network, run: _Run, options: Options) -> Keeping:
 def _make_compute(options: Options) -> MeteredCompute:
     # On a CPU shared with others the processor's own seconds say what it could give, and had to; a GPU's are not the
     # thread's.
-    is_cpu, share = options.device.type == "cpu", options.limits.compute_share
+    is_cpu, share = options.device.type == "cpu", options.limits.at_start.compute_share
     # A probe is over before the quota of a control group bites: it is timed as long as the quota takes to earn it.
     threads, quota = options.threads, processors()
     throttled = max(1.0, share * threads / quota)
@@ -345,7 +353,7 @@ def _make_node(
         disk=LiveDisk(options.folder),
         rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
         device=device,
-        memory_bytes=memory_claim(options.limits, options.device),
+        memory_bytes=memory_claim(options.limits.at_start, options.device),
         machine=_machine(run.id),
         run_blocking=asyncio.to_thread,
         run_search=in_background,
@@ -394,10 +402,12 @@ async def _train(
     invite = run.invite(told).encode()
     control = ControlServer(options.folder)
     keeper = Keeper(
-        options.limits,
+        options.limits.at_start,
         node.peer.pausing,
         say=lambda text: output.say(Note(text=text)),
         look=looking_at(options.device),
+        reread=options.limits.reread,
+        apply_upload=network.transport.limit_upload,
     )
     keeper.install(control)
     showing.steer(pause=keeper.pause, resume=keeper.resume)
@@ -425,7 +435,7 @@ async def _train(
             if run.owner == node.peer_id:
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
-            if limits := options.limits.in_words:
+            if limits := options.limits.at_start.in_words:
                 output.say(Note(text=f"limits that you have set: {', '.join(limits)}"))
             if run.corpus is None:
                 output.say(
@@ -591,5 +601,5 @@ def _obeys(plan: Plan) -> Obeys:
 
 
 def _prepare_thread(options: Options) -> None:
-    stand_back(options.limits)  # first: torch's own threads begin as this one is
+    stand_back(options.limits.at_start)  # first: torch's own threads begin as this one is
     torch.set_num_threads(options.threads)

@@ -26,7 +26,7 @@ class LogLines(logging.StreamHandler[Any]):
     """Writes to what standard error is at that time: a live view takes it over, to write above itself.
 
     Lines that come from one place of the code have one cause, whichever peer or step they name. A cause is said at most
-    once in `REPEATS_S`, and next time with how often it came meanwhile. Control characters are shown as escapes: a line
+    once in `REPEATS_S`, and next time with how often it came meanwhile. A control character becomes `?`: a line
     may name what other peers have sent.
 
     Args: every: write each line, as `--verbose` wants it.

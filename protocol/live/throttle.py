@@ -200,6 +200,11 @@ class Throttle:
         """What may be carried for others; 0: nothing."""
         self.download = RateLimiter(limits.download_bytes_per_s) if limits.download_bytes_per_s < math.inf else None
 
+    def limit_upload(self, bytes_per_s: float) -> None:
+        """Change the volunteer's limit on what is sent, from now on. Infinite: there is none."""
+        assert self.line is not None, "a link that was made without a line stays without one"
+        self._upload = self.line.limiter = RateLimiter(bytes_per_s) if bytes_per_s < math.inf else None
+
     def sent(self, nbytes: int) -> None:
         """Something that must not wait has gone out."""
         if self._upload is not None:

@@ -199,6 +199,10 @@ class LiveTransport:
         """Stay connected to these peers, the others of the plan: whoever is lost is dialled until it answers."""
         self._redialer.want([peer for peer in peers if peer != self.peer_id])
 
+    def limit_upload(self, bytes_per_s: float) -> None:
+        """Change the volunteer's limit on what is sent, from now on. Infinite: there is none."""
+        self._throttle.limit_upload(bytes_per_s)
+
     def known(self) -> dict[PeerID, tuple[str, ...]]:
         """The addresses of everyone that this peer was told of, dead or alive: multiaddrs with `/p2p/…`."""
         return {

@@ -1,4 +1,5 @@
 import os
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -6,7 +7,10 @@ from typer.testing import CliRunner
 
 from shoal.deploy import cli, config
 from shoal.deploy.config import RecordSettings
+from shoal.deploy.control import control_socket
 from shoal.deploy.manners.limits import Limits
+from shoal.deploy.state import places
+from shoal.protocol.errors import LocalError
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +99,39 @@ def test_what_is_set_of_records_stands_in_a_table_of_its_own(tmp_path):
     assert config.config_path().read_text().count("keep_record") == 1
     code, _, err = shoal("set", "keep_record", "perhaps")
     assert (code, "true or false" in err) == (2, True)
+
+
+def test_a_setting_is_written_as_in_the_question_and_taken_back(tmp_path):
+    path = config.config_path()
+    assert shoal("set", "compute_share", "50%") == (0, f"{path}: compute_share is 0.5\n", "")
+    assert shoal("set", "hours", "22:00-07:00")[0] == 0
+    assert shoal("set", "keep_record", "yes") == (0, f"{path}: keep_record is true\n", "")
+    assert shoal("unset", "compute_share") == (0, f"{path}: compute_share is 1.0\n", "")
+    assert config.load_settings() == config.Settings(
+        limits=Limits(hours="22:00-07:00"), record=RecordSettings(keep_record=True)
+    )
+    assert shoal("unset", "keep_record")[1] == f"{path}: keep_record is not set\n"
+    assert shoal("set", "hours", "always")[1] == f'{path}: hours is ""\n'
+    before = path.read_text()
+    assert shoal("unset", "nice")[0] == 0
+    assert path.read_text() == before
+    assert shoal("unset", "niceness")[0] == cli.EXIT_USER_ERROR
+
+
+def test_peers_that_run_here_are_told_and_say_what_they_took(monkeypatch, tmp_path):
+    bob, ann = (SimpleNamespace(folder=str(tmp_path / name), name=name) for name in ("bob", "ann"))
+    monkeypatch.setattr(places, "all_running", lambda: [bob, ann])
+
+    def ask(folder, verb):
+        assert verb == "limits"
+        if folder.name == "ann":
+            raise LocalError("no peer runs in ann")
+        return {"limits": msgspec.to_builtins(Limits(hours=config.load_settings().limits.hours))}
+
+    monkeypatch.setattr(control_socket, "ask", ask)
+    path = config.config_path()
+    lost = "ann: no peer runs in ann\n"
+    assert shoal("set", "hours", "22:00-07:00") == (0, f'{path}: hours is "22:00-07:00"\nbob: at once\n', lost)
+    later = "bob: from its next start on, unless --limit says otherwise then\n"
+    assert shoal("set", "memory_gb", "3 GB") == (0, f"{path}: memory_gb is 3.0\n{later}", lost)
+    assert shoal("unset", "wandb_project")[1].endswith("\nbob: from its next start on\n")

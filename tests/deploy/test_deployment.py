@@ -203,13 +203,17 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_service_is_installed_started_shown_and_removed(home: Path, invite: str) -> None:
-    arguments = [invite, "--limit", "hours=22:00-07:00, 12-13", "--name", "50% $HOME"]
+    arguments = ["--limit", "hours=22:00-07:00, 12-13", "--name", "50% $HOME"]
     shown = CliRunner().invoke(cli.app, ["service", "show", *arguments])
-    result = CliRunner().invoke(cli.app, ["service", "install", *arguments])
+    result = CliRunner().invoke(cli.app, ["service", "install", invite, *arguments])
     assert result.exit_code == 0, result.output
     path = home / ".config" / "systemd" / "user" / "shoal.service"
-    assert shown.stdout == f"# {path}\n{path.read_text()}"
-    assert path.stat().st_mode & 0o077 == 0, "who reads the invite may join"
+    kept = home / ".config" / "shoal" / "service.invite"
+    assert shown.stdout == f"# {path}; the invite: {kept}\n{path.read_text()}"
+    assert invite not in path.read_text() + result.stdout, "it would be in the list of processes, too"
+    assert kept.read_text() == f"{invite}\n"
+    assert kept.stat().st_mode & 0o077 == 0, "who reads the invite may join"
+    assert unit(path.read_text())["Service"]["StandardInput"] == f"file:{kept}"
     command = unit(path.read_text())["Service"]["ExecStart"]
     words = shlex.split(command.replace("%%", "%").replace("$$", "$"))
     assert Path(words[0]).name == "shoal"
@@ -217,6 +221,7 @@ def test_a_service_is_installed_started_shown_and_removed(home: Path, invite: st
     check_command(words[1:])
     assert CliRunner().invoke(cli.app, ["service", "uninstall"]).exit_code == 0
     assert not path.exists()
+    assert not kept.exists()
     told = (home / "told").read_text().splitlines()
     assert told == [
         "--user daemon-reload",
@@ -237,28 +242,29 @@ def test_what_goes_wrong_with_a_service_is_one_line(home: Path, invite: str, mon
         assert len(result.stderr.splitlines()) == 1
     (home / "fails").touch()
     with pytest.raises(LocalError, match="no bus; `shoal service show`"):
-        service.install([invite])
-    path = service.service(()).path
+        service.install(invite, [])
+    path, kept = service.service(()).path, service.service(()).invite
     assert not path.exists(), "a service that never started is left behind"
+    assert not kept.exists()
     path.write_text("the one before")
     with pytest.raises(LocalError, match="no bus"):
-        service.install([invite])
+        service.install(invite, [])
     assert path.read_text() == "the one before"
     monkeypatch.setenv("PATH", str(home))
     with pytest.raises(LocalError, match="no systemctl"):
-        service.install([invite])
+        service.install(invite, [])
     with pytest.raises(LocalError, match="win32"):
         service.service([], platform="win32")
 
 
 @pytest.mark.parametrize("broken", ["{}\nExecStartPre=/bin/touch /tmp/theirs", "{}\r\n[Unit]", "see:\n {} \n%H"])
 def test_what_was_pasted_around_an_invite_is_not_in_the_service(home: Path, invite: str, broken: str) -> None:
-    shown = CliRunner().invoke(cli.app, ["service", "show", broken.format(invite)])
-    clean = CliRunner().invoke(cli.app, ["service", "show", invite])
-    assert (shown.exit_code == cli.EXIT_USER_ERROR) or shown.stdout == clean.stdout
-    assert "theirs" not in shown.stdout
+    kept = home / ".config" / "shoal" / "service.invite"
+    result = CliRunner().invoke(cli.app, ["service", "install", broken.format(invite)])
+    assert result.exit_code == cli.EXIT_USER_ERROR or kept.read_text() == f"{invite}\n"
     halves = f"{invite[:30]}\n{invite[30:]}"  # a chat that breaks lines is understood
-    assert CliRunner().invoke(cli.app, ["service", "show", halves]).stdout == clean.stdout
+    assert CliRunner().invoke(cli.app, ["service", "install", halves]).exit_code == 0
+    assert kept.read_text() == f"{invite}\n"
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
@@ -266,18 +272,18 @@ def test_what_was_pasted_around_an_invite_is_not_in_the_service(home: Path, invi
 @pytest.mark.parametrize("letter", ["\n", "\r", "\0", "\x1b", "\x85", "\u2028", "\ud800"])
 def test_a_service_takes_no_control_character(home: Path, invite: str, platform: str, option: str, letter: str) -> None:
     with pytest.raises(LocalError, match="control character") as refused:
-        service.service([invite, option, f"a{letter}ExecStartPre=/bin/theirs"], platform=platform)
+        service.service([option, f"a{letter}ExecStartPre=/bin/theirs"], platform=platform)
     assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_name_that_a_terminal_types_may_have_any_letter(home: Path, invite: str) -> None:
-    made = service.service([invite, "--name", "Zoë's 👩‍🚀 50% $HOME"])
+    made = service.service(["--name", "Zoë's 👩‍🚀 50% $HOME"])
     words = shlex.split(unit(made.text)["Service"]["ExecStart"].replace("%%", "%").replace("$$", "$"))
     assert words[-1] == "Zoë's 👩‍🚀 50% $HOME"
 
 
 def test_an_agent_for_launchd_is_a_property_list_that_runs_shoal(home: Path, invite: str) -> None:
-    made = service.service([invite, "--name", "a <b> & c"], platform="darwin")
+    made = service.service(["--name", "a <b> & c"], platform="darwin")
     agent = plistlib.loads(made.text.encode())
     assert made.path == home / "Library" / "LaunchAgents" / f"{agent['Label']}.plist"
     assert agent["KeepAlive"] == {"SuccessfulExit": False}

@@ -22,7 +22,7 @@ def test_the_owners_word_ends_and_the_hours_still_hold():
     assert manners.reasons(now_s=0.0) == ("asked",), "nobody has looked at the clock yet"
     manners.look(seen(minute=8 * 60), now_s=0.0)
     manners.take_back("owner")
-    assert manners.reasons(now_s=0.0) == ("outside the hours 22:00-07:00",)
+    assert manners.reasons(now_s=0.0) == ("outside the hours 22:00-07:00, until 22:00",)
     manners.look(seen(minute=22 * 60), now_s=0.0)
     assert manners.reasons(now_s=0.0) == ()
 

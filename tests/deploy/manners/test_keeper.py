@@ -49,7 +49,48 @@ def test_hours_pause_and_resume_a_peer_and_a_broken_look_changes_nothing():
         return states
 
     assert run(main()) == [True, False, False, False, True]
-    assert said == ["paused: outside the hours 22:00-07:00", "computing again", "paused: outside the hours 22:00-07:00"]
+    paused = "paused: outside the hours 22:00-07:00, until 22:00"
+    assert said == [paused, "computing again", paused]
+
+
+def test_limits_that_change_hold_at_once_as_far_as_they_can():
+    said, peer, uploads = [], Peer(), []
+    settings = {"hours": "22:00-07:00", "upload_mbit_s": 8.0, "memory_gb": 3.0}
+
+    async def inline(work):
+        return work()
+
+    async def main():
+        keeper = Keeper(
+            Limits(compute_share=0.5),
+            peer,
+            say=said.append,
+            look=lambda: Seen(minute=12 * 60),
+            run_blocking=inline,
+            reread=lambda: Limits(**settings),
+            apply_upload=uploads.append,
+        )
+        keeper.start()
+        answer = await keeper.change()
+        await asyncio.sleep(LOOK_S / 2)
+        assert peer.is_paused
+        settings.clear()
+        await keeper.change()
+        assert not peer.is_paused
+        await keeper.change()
+        await keeper.close()
+        return answer["limits"]
+
+    now = run(main())
+    assert (now["hours"], now["upload_mbit_s"]) == ("22:00-07:00", 8.0)
+    assert (now["memory_gb"], now["compute_share"]) == (0.0, 0.5), "from the next start on"
+    assert uploads == [1e6, float("inf")]
+    assert said == [
+        "limits from now on: 50% of the device's time, upload at most 8 Mbit/s, only 22:00-07:00",
+        "paused: outside the hours 22:00-07:00, until 22:00",
+        "limits from now on: 50% of the device's time",
+        "computing again",
+    ]
 
 
 def test_without_hours_or_idleness_nobody_looks():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.deploy.manners.limits import Limits, is_within, parse_hours, with_overrides
+from shoal.deploy.manners.limits import Limits, is_within, next_begin, parse_hours, with_overrides
 from shoal.protocol.errors import LocalError
 
 
@@ -33,6 +33,27 @@ def test_a_part_of_the_upload_is_lent_unless_its_owner_says_nothing_is():
     assert Limits().rates.relay_bytes_per_s == 20e6 / 8
     assert with_overrides(Limits(), ["relay_mbit_s=5"]).rates.relay_bytes_per_s == 5e6 / 8
     assert with_overrides(Limits(), ["relay_mbit_s=0"]).rates.relay_bytes_per_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("typed", "limits"),
+    [
+        ("compute_share=50%", Limits(compute_share=0.5)),
+        ("compute_share=50", Limits(compute_share=0.5)),
+        ("compute_share=1%", Limits(compute_share=0.01)),
+        ("memory_gb=2 GB", Limits(memory_gb=2.0)),
+        ("upload_mbit_s=5Mbit/s", Limits(upload_mbit_s=5.0)),
+        ("only_when_idle=Yes", Limits(only_when_idle=True)),
+        ("hours=always", Limits()),
+    ],
+)
+def test_a_limit_is_written_as_a_person_says_it(typed, limits):
+    assert with_overrides(Limits(hours="22:00-23:00" if "hours" in typed else ""), [typed]) == limits
+
+
+def test_when_the_hours_begin_again():
+    assert [next_begin(parse_hours("9-12, 13:00-17:30"), hour * 60) // 60 for hour in (8, 12, 18, 23)] == [9, 13, 9, 9]
+    assert next_begin(parse_hours("24:00-07:00"), 60 * 8) == 0
 
 
 @pytest.mark.parametrize(

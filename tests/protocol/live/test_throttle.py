@@ -1,6 +1,7 @@
 """In virtual time: what waits for its turn, and for how long."""
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -69,6 +70,33 @@ def test_a_gradient_does_not_wait_for_the_rest_of_a_megabyte():
     assert (first, second) == ("gradient", "bulk")
     assert at_s < 0.6
     assert end_s == pytest.approx(((1 << 20) + 60_000) * WIRE_FACTOR / RATE, rel=0.15)
+
+
+def test_a_limit_that_its_owner_changes_holds_for_what_waits_already():
+    async def main():
+        throttle = Throttle(RateLimits(upload_bytes_per_s=RATE / 10), Uplink())
+        line, loop = throttle.line, asyncio.get_running_loop()
+
+        async def seconds(nbytes):
+            began_s = loop.time()
+            for piece in line.cut([bytes(nbytes)], MATE):
+                await line.admit(len(piece), Priority.BULK, MATE)
+            return loop.time() - began_s
+
+        sending = asyncio.ensure_future(seconds(1 << 20))
+        await asyncio.sleep(1.0)
+        throttle.limit_upload(RATE)
+        slow, unlimited = await sending, []
+        for bytes_per_s in (math.inf, RATE):
+            throttle.limit_upload(bytes_per_s)
+            unlimited.append(await seconds(1 << 20))
+        return slow, *unlimited
+
+    alone_s = (1 << 20) * WIRE_FACTOR / RATE
+    changed_s, unlimited_s, limited_s = run(main())
+    assert changed_s == pytest.approx(1.0 + alone_s - 0.1, rel=0.15)
+    assert unlimited_s < 0.1
+    assert limited_s == pytest.approx(alone_s, rel=0.15)
 
 
 def test_who_is_cancelled_in_line_pays_nothing():
