@@ -22,7 +22,7 @@ def train(
     vocab_size: Annotated[
         int, typer.Option(min=257, help="Tokens, the 256 bytes and the end of text included.")
     ] = 8192,
-    field: Annotated[str, typer.Option(help="Where the text is in a row of JSON, CSV or Parquet, or an example.")] = "text",
+    field: Annotated[str, typer.Option(help="Where the text is in a row or an example.")] = "text",
     subset: Annotated[str, typer.Option(help="Of a data set that has several.")] = "",
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
     text_mb: Annotated[float, typer.Option(min=0.001, help="Read no more text than this.")] = 1000.0,
