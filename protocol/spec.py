@@ -252,7 +252,7 @@ class DataSpec(_Section, frozen=True):
     """Says what the run reads. Only stage-0 peers need it."""
 
     source: str = "python-library"
-    """`python-library` (the sources of Python's standard library), the path of a file or folder (text, JSON lines,
+    """`python-library` (the sources of Python's standard library), the path of a file or folder (text, JSON, CSV,
     Parquet), or `hf:NAME`, a data set of the Hugging Face hub."""
     validation_fraction: float = 0.05
     """Share of the text that training never sees."""
@@ -260,7 +260,7 @@ class DataSpec(_Section, frozen=True):
     """BLAKE3 of the prepared text, of several sources one for each with a + between, filled in by the host; a stage-0
     peer whose text differs is not used for stage 0."""
     field: str = "text"
-    """Where the text is in a line of JSON, in a Parquet file or in a data set."""
+    """Where the text is in a row of JSON, CSV, Parquet or a data set."""
     subset: str = ""
     """The subset, where a data set has several."""
     split: str = "train"

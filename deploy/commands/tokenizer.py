@@ -22,7 +22,7 @@ def train(
     vocab_size: Annotated[
         int, typer.Option(min=257, help="Tokens, the 256 bytes and the end of text included.")
     ] = 8192,
-    field: Annotated[str, typer.Option(help="Where the text is in a line of JSON, a row or an example.")] = "text",
+    field: Annotated[str, typer.Option(help="Where the text is in a row or an example.")] = "text",
     subset: Annotated[str, typer.Option(help="Of a data set that has several.")] = "",
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
     text_mb: Annotated[float, typer.Option(min=0.001, help="Read no more text than this.")] = 1000.0,
@@ -34,6 +34,7 @@ def train(
     check_writable(out)
     from shoal.deploy.terminal.progress import progress_bar
     from shoal.peer.data.account import Account
+    from shoal.peer.data.documents import printable
     from shoal.peer.data.packing import training_texts
     from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
     from shoal.protocol.spec import DataSpec
@@ -43,7 +44,7 @@ def train(
     with progress_bar("reading the text") as tell:
         texts = training_texts(spec, bytes_max=int(text_mb * _MB), account=account, on_progress=tell)
         data = train_bpe(texts, vocab_size)
-    for sentence in account.sentences(spec.source):
+    for sentence in account.sentences(printable(spec.source)):
         typer.echo(sentence, err=True)
     found = FileTokenizer(data, name=str(out)).vocab_size
     try:

@@ -1,12 +1,13 @@
 """Reads and writes run specs as files: the `RUN.toml` of a host, and the one that `shoal demo` writes."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shoal.protocol.errors import SpecError
+from shoal.protocol.errors import LocalError, SpecError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.toml.spec_file import load_spec
@@ -35,7 +36,10 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
 
 def dump_spec(spec: RunSpec) -> str:
     """TOML that `load_spec` reads back as an equal spec. Our values are strings, numbers, booleans, lists of them,
-    or small tables; None is not to say anything."""
+    or small tables; None is not to say anything.
+
+    Raises: LocalError: it names a path that is not UTF-8, as TOML is.
+    """
     table: dict[str, Any] = msgspec.to_builtins(spec)
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections and value is not None]
@@ -46,6 +50,7 @@ def dump_spec(spec: RunSpec) -> str:
 
 
 def write_spec(spec: RunSpec, path: Path) -> None:
+    """Raises: as `dump_spec`."""
     path.write_text(dump_spec(spec))
     assert load_spec(path) == spec
 
@@ -58,4 +63,8 @@ def _value(value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value(part) for part in value) + "]"
     # A JSON string is a TOML basic string, except that TOML has no \/ (which msgspec does not write either).
-    return msgspec.json.encode(value).decode()
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError as error:
+        name = os.fsencode(str(value)).decode(errors="backslashreplace")
+        raise LocalError(f"a run spec cannot name {name}, which is not UTF-8: rename it") from error

@@ -50,7 +50,8 @@ def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
 
 
 def _read_in_words(name: str, data: DataSpec, corpus: Corpus) -> str:
-    kind = "conversations" if corpus.packs is not None else "texts"
+    kind = "text" if corpus.packs is None else "conversation"
+    kind += "s" if corpus.num_files > 1 else ""
     unit = "bytes" if data.tokenizer == BYTES else "tokens"
     share = "all" if corpus.learnt == 1.0 else f"{100 * corpus.learnt:.3g}%"
     return f"{name}: {corpus.num_files:,} {kind}, {corpus.text_N.numel():,} {unit}, of which {share} are learnt"
@@ -62,9 +63,9 @@ def _cut_in_words(name: str, corpus: Corpus) -> Iterator[str]:
         return
     context = corpus.packs[0].context
     if shortened := sum(packs.num_shortened for packs in corpus.packs):
-        yield f"cut in {name}: the end of {shortened:,} conversations, which are longer than model.context {context}"
+        yield f"cut in {name}: the ends of {shortened:,} that are longer than model.context {context}"
     if left_out := sum(packs.num_left_out for packs in corpus.packs):
-        yield f"left out of {name}: {left_out:,} conversations whose answers lie beyond model.context {context}"
+        yield f"left out of {name}: {left_out:,} whose answers lie beyond model.context {context}"
 
 
 def find_corpus(

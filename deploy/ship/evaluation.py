@@ -16,6 +16,7 @@ from shoal.deploy.ship.predictor import Predictor, check_vocabulary
 from shoal.deploy.ship.scores import Score
 from shoal.peer.data.account import Unusable
 from shoal.peer.data.corpus import Corpus
+from shoal.peer.data.documents import printable
 from shoal.peer.data.labels import IGNORED
 from shoal.peer.data.plain_text import read_text
 from shoal.peer.data.samples import Samples
@@ -81,7 +82,7 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
         tokens_BT, targets_BT = (torch.stack(column) for column in zip(*rows, strict=True))
         total += predictor.loss_sum(tokens_BT, targets_BT)
         on_progress(min(1.0, (at + batch) / len(starts)))
-    score = _score(path.name, total, num)
+    score = _score(printable(path.name), total, num)
     return msgspec.structs.replace(score, bits_per_byte=total / math.log(2) / len(text))
 
 

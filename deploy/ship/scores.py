@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.deploy.state import places
-from shoal.peer.data.documents import HUB, PYTHON_LIBRARY
+from shoal.peer.data.documents import HUB, PYTHON_LIBRARY, printable
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec
 
@@ -97,7 +97,7 @@ def source_names(data: DataSpec) -> list[str]:
     names: list[str] = []
     for one in data.each:
         is_known = one.source == PYTHON_LIBRARY or one.source.startswith(HUB)
-        name = one.source if is_known else Path(one.source).name
+        name = one.source if is_known else printable(Path(one.source).name)
         count = sum(known == name or known.startswith(f"{name} (") for known in names)
         names.append(f"{name} ({count + 1})" if count else name)
     return names

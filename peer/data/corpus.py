@@ -41,7 +41,7 @@ class Corpus:
     num_training: int
     """Tokens [0, num_training) are for training."""
     num_files: int
-    """Files, or documents where a file has several."""
+    """Files, or documents where a file has several; of this source alone."""
     digest: str
     """BLAKE3 (64 hex digits) of the prepared tokens and of where they are split; of several sources all, one behind the
     other."""
@@ -136,7 +136,6 @@ def load_corpus(
         first,
         digest=BETWEEN_DIGESTS.join(corpus.digest for corpus in corpora),
         vocab_size=max(corpus.vocab_size for corpus in corpora),
-        num_files=sum(corpus.num_files for corpus in corpora),
         others=tuple(others),
         weights=tuple(one.weight for one in spec.sources),
     )

@@ -1,9 +1,10 @@
+import os
 from pathlib import Path
 
 import pytest
 
 from shoal.deploy.run.run_file import DEMO_SPEC, MOE_SPEC, dump_spec, with_changes, write_spec
-from shoal.protocol.errors import SpecError
+from shoal.protocol.errors import LocalError, SpecError
 from shoal.protocol.spec import AdapterSpec, ContinuedSpec, DataSpec, OptimizerSpec, RunSpec, SourceSpec
 from shoal.protocol.toml.spec_file import load_spec
 
@@ -17,6 +18,14 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     )
     write_spec(spec, tmp_path / "run.toml")
     assert load_spec(tmp_path / "run.toml") == spec
+
+
+def test_a_path_that_is_not_utf_8_is_refused_by_its_name(tmp_path: Path) -> None:
+    spec = RunSpec(data=DataSpec(source=os.fsdecode(b"/a/caf\xe9.txt")))
+    with pytest.raises(LocalError) as caught:
+        write_spec(spec, tmp_path / "run.toml")
+    assert str(caught.value) == r"a run spec cannot name /a/caf\xe9.txt, which is not UTF-8: rename it"
+    assert not (tmp_path / "run.toml").exists()
 
 
 def test_a_run_that_was_continued_reads_back_equal(tmp_path: Path) -> None:

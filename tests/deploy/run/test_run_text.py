@@ -1,6 +1,7 @@
 """The host names the run's text and vocabulary; a volunteer reads only what its user names."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -101,6 +102,40 @@ def test_a_volunteer_names_all_of_several_sources_in_their_order(stories: Path, 
         find_corpus(elsewhere, data=str(stories))
     with pytest.raises(DataError):
         find_corpus(elsewhere, data=f"{chats},{stories},python-library")
+
+
+def test_the_host_hears_of_each_source_what_is_learnt_and_what_is_left_out(tmp_path: Path, stories: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    answers = [*(f"{i}!" for i in range(60)), "", "so " * 20]
+    rows = [{"prompt": f"{i}?", "completion": answer} for i, answer in enumerate(answers)]
+    rows.append({"prompt": "so " * 20, "completion": "late"})
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stories.write_text(stories.read_text() + "nonsense\n")
+    sources = (SourceSpec(source=str(stories), field="story"), SourceSpec(source=str(chats), format="chat"))
+    said = look_at_text(RunSpec(model=ModelSpec(context=32), data=DataSpec(sources=sources)))
+    assert said[:-1] == (
+        "stories.jsonl: 300 texts, 12,669 bytes, of which 97.6% are learnt",
+        "left out of stories.jsonl: 1 row: not JSON (line 301)",
+        "chats.jsonl: 62 conversations, 529 bytes, of which 49.1% are learnt",
+        "left out of chats.jsonl: 1 row: an empty answer (line 61)",
+        "cut in chats.jsonl: the ends of 1 that are longer than model.context 32",
+        "left out of chats.jsonl: 1 whose answers lie beyond model.context 32",
+    )
+
+
+def test_names_of_files_that_are_not_utf_8_are_read_and_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    Path(os.fsdecode(bytes(folder) + b"/caf\xe9.txt")).write_bytes(b"the fish\n" * 90 + b"caf\xe9\n")
+    Path(os.fsdecode(bytes(folder) + b"/caf\xe9.bin")).write_bytes(bytes(90))
+    for tokens_max in (0, 10_000):  # as it is, and packed
+        said = look_at_text(
+            RunSpec(model=ModelSpec(context=16), data=DataSpec(source=str(folder), tokens_max=tokens_max))
+        )
+        assert said[1:3] == (
+            r"left out of data: 1 file: no text but binary data (caf\xe9.bin)",
+            r"left out of data: 1 line: not UTF-8 text (caf\xe9.txt line 91)",
+        )
 
 
 def test_a_volunteer_who_names_nothing_reads_nothing(hosted: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:

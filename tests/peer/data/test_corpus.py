@@ -90,13 +90,46 @@ def test_binary_hidden_and_linked_files_are_left_out(tmp_path: Path) -> None:
     (folder / "linked").symlink_to(outside)
     (folder / "dangling").symlink_to(tmp_path / "nowhere")
     os.mkfifo(folder / "pipe")
-    training, validation = parts(load(folder))
+    corpus = load(folder)
+    training, validation = parts(corpus)
+    assert corpus.account.sentences("it") == (
+        "left out of it: 2 files: not UTF-8 (Latin-1 or Windows-1252, it seems) (late, latin)",
+        "left out of it: 1 file: no text but binary data (image)",
+    )
     assert training + validation == b"plain\n" * 9 + b"\n" + "größer\n".encode() * 9 + b"\n"
 
 
 def test_a_character_across_the_probe_boundary_is_text(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a" * (PROBE_BYTES - 1) + "€".encode() * 10)
     assert load(tmp_path / "a").text_N.numel() == PROBE_BYTES + 30
+
+
+def test_of_a_folder_rows_are_read_and_a_json_file_that_is_no_row_is_left_out(tmp_path: Path) -> None:
+    files = {
+        "a.csv": b"text,id\none,1\n" * 9,
+        "b.json": b'[{"text": "two"}]',
+        "c.json": b'{"name": "a package"}',
+        "d.json": b'{"text": "three"}',
+        "e.json": b"// of an editor\n{}",
+        "f.md": b"four" * 9,
+    }
+    corpus = load(write_files(tmp_path, files))
+    assert {*b"".join(parts(corpus)).split()} == {b"one", b"text", b"two", b"three", b"four" * 9}
+    assert corpus.account.sentences("it") == (
+        "left out of it: 1 row: no field `text`, but name (c.json line 1)",
+        "left out of it: 1 row: not JSON (e.json row 1)",
+    )
+
+
+@pytest.mark.parametrize("name", ["g.json", "g.jsonl", "g.csv"])
+def test_rows_of_a_folder_none_of_which_is_a_text_are_refused_and_not_left_to_its_readme(
+    tmp_path: Path, name: str
+) -> None:
+    rows = b"story\none\ntwo\n" if name == "g.csv" else b'{"story": "one"}\n{"story": "two"}\n'
+    with pytest.raises(
+        DataError, match=rf"{name}: none of its first 2 rows .*no field `text`, but story\); set `field`"
+    ):
+        load(write_files(tmp_path, {"README.md": b"what this is\n" * 90, name: rows}))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 import torch
 
-from shoal.peer.data import packing
+from shoal.peer.data import packing, rows
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.data.microbatch import microbatch, validation_microbatch
 from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
@@ -59,9 +59,14 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_the_same_documents_are_the_same_tokens_wherever_they_come_from(
-    tmp_path: Path, hub: list[tuple[Any, ...]]
+    tmp_path: Path, hub: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rows, "_CHUNK", 7)
     lines = json_lines(tmp_path / "a.jsonl", TEXTS)
+    table = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
+    (tmp_path / "e.json").write_text(json.dumps(table, indent=1))
+    (tmp_path / "f.json").write_bytes(json.dumps(table, ensure_ascii=False).encode("utf-16"))
+    (tmp_path / "g.csv").write_text("id,text\n" + "".join(f'{row["id"]},"{row["text"]}"\n' for row in table))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     other_field = json_lines(tmp_path / "c.ndjson", TEXTS, field="content")
     folder = tmp_path / "folder"
@@ -74,6 +79,7 @@ def test_the_same_documents_are_the_same_tokens_wherever_they_come_from(
         other_field,
         parquet(tmp_path / "d.parquet", [*TEXTS], field="content"),
         msgspec.structs.replace(lines, source=str(folder)),
+        *(msgspec.structs.replace(lines, source=str(tmp_path / name)) for name in ("e.json", "f.json", "g.csv")),
         msgspec.structs.replace(lines, source="hf:fish/stories", subset="small", split="test"),
     ]
     corpora = [load_corpus(spec) for spec in specs]
@@ -84,6 +90,23 @@ def test_the_same_documents_are_the_same_tokens_wherever_they_come_from(
     assert training == sorted(training)  # in the order of the source
     assert 0.1 < len(validation) / len(TEXTS) < 0.3
     assert corpora[0].num_files == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ('{"text": "%s"}' % ("x" * 9000), "row 1: no JSON, or a value of more than 0 MB"),
+        ('[{"text": "a"}, {"text": "%s"}]' % ("x" * 9000), "behind row 1: no JSON, or a value of more than 0 MB"),
+    ],
+)
+def test_a_row_that_is_too_large_to_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, sentence: str
+) -> None:
+    monkeypatch.setattr(rows, "_CHUNK", 7)
+    monkeypatch.setattr(rows, "_ROW_MAX", 1000)
+    (tmp_path / "a.json").write_text(data.replace("{", "{\n", 1))
+    with pytest.raises(DataError, match=sentence):
+        load_corpus(DataSpec(source=str(tmp_path / "a.json")))
 
 
 def test_a_document_that_comes_twice_is_never_on_both_sides(tmp_path: Path) -> None:
