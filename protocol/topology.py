@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import NETWORK_FILE_BYTES_MAX, SCENARIO_DEVICES_MAX
-from shoal.protocol.toml.complaint import complaint, misspelt
+from shoal.protocol.toml.complaint import complaint, misspelt, unread
 from shoal.protocol.toml.toml_file import read_at_most
 
 Floats = npt.NDArray[np.float64]
@@ -31,6 +31,8 @@ _MILLI = 1e-3
 DEFAULT_FLOP_PER_S = 45e12
 """The speed of a device whose file says nothing: a V100 in fp16, as in the DT-FM paper's measurements."""
 DEFAULT_MEMORY_BYTES = 16e9
+_UNREAD_SHOWN = 12
+"""So many fields that are not read are named; of the others the number."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -128,17 +130,19 @@ def make_topology(
     )
 
 
-def load_topology(path: Path) -> tuple[Topology, "NetworkFile"]:
+def load_topology(path: Path) -> tuple[Topology, "NetworkFile", tuple[str, ...]]:
     """Read a JSON object with `latency_ms` or `latency_s`, and `bandwidth_gbps` or `bandwidth_bits_per_s`, square
     matrices, row = from; optional: `device_regions`, `devices` (one `DeviceEntry` each), `unreachable` and `workload`.
 
+    Returns: the swarm, the file, and sentences about what is not read of it and what is assumed beside it.
     Raises: LocalError, in one line: no such file, not JSON (NaN is not), a field that is misspelt, not square, a number
     that cannot be, a device that nobody reaches.
     """
     try:
         raw = read_at_most(path, NETWORK_FILE_BYTES_MAX)
         file = msgspec.json.decode(raw, type=NetworkFile)
-        flaw = _misspelt(msgspec.json.decode(raw))
+        found = msgspec.json.decode(raw)
+        flaw = _misspelt(found)
     except RecursionError as error:
         raise LocalError(f"{path} is not a network: it is nested too deep") from error
     except OSError as error:
@@ -148,7 +152,7 @@ def load_topology(path: Path) -> tuple[Topology, "NetworkFile"]:
     if flaw:
         raise LocalError(f"{path} is not a network: {flaw}")
     try:
-        return file.topology(), file
+        return file.topology(), file, _notes(found, file)
     except LocalError as error:
         raise LocalError(f"{path} is not a network: {error}") from error
 
@@ -162,12 +166,39 @@ def _misspelt(found: Any) -> str:
     return ""
 
 
+def _notes(found: Any, file: "NetworkFile") -> tuple[str, ...]:
+    names = unread(found, NetworkFile)
+    of_devices = [name for name in names if name in DeviceEntry.__struct_fields__]
+    others = [name for name in names if name not in of_devices]
+    others += [f"workload.{name}" for name in unread(found.get("workload"), WorkloadEntry)]
+    notes = []
+    if of_devices:
+        notes.append(f"not read at the top of the file: {_listed(of_devices)}; say it in each entry of devices")
+    if others:
+        notes.append(f"not read: {_listed(others)}")
+    devices = file.devices or [DeviceEntry()] * len(file.latency_s or file.latency_ms or ())
+    for what, default, given in (
+        ("speed", f"{DEFAULT_FLOP_PER_S / _TERA:g} TFLOP/s", [entry.tflops is not None for entry in devices]),
+        ("memory", f"{DEFAULT_MEMORY_BYTES / _GIGA:g} GB", [entry.memory_gb is not None for entry in devices]),
+    ):
+        if not all(given):
+            left = given.count(False)
+            whose = "every device" if left == len(devices) else f"{left} of {len(devices)} devices"
+            notes.append(f"the {what} of {whose} is assumed: {default}")
+    return tuple(notes)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(_shown(name) for name in names[:_UNREAD_SHOWN])
+    return shown + (f" and {len(names) - _UNREAD_SHOWN} more" if len(names) > _UNREAD_SHOWN else "")
+
+
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device of a network file; what is not said is the default."""
+    """One device of a network file; what is not said is assumed (`DEFAULT_FLOP_PER_S`, `DEFAULT_MEMORY_BYTES`)."""
 
     name: str = ""
-    tflops: float = DEFAULT_FLOP_PER_S / _TERA
-    memory_gb: float = DEFAULT_MEMORY_BYTES / _GIGA
+    tflops: float | None = None
+    memory_gb: float | None = None
     up_mbps: float = math.inf
     down_mbps: float = math.inf
     card: int | None = None
@@ -193,7 +224,7 @@ class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Other fields (source, constants of the case) are for people."""
+    """Other fields (source, constants of the case) are for people, and `load_topology` lists them."""
 
     latency_s: list[list[float]] | None = None
     latency_ms: list[list[float]] | None = None
@@ -241,8 +272,8 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
         topology = make_topology(
             latency_s,
             bytes_per_s,
-            flop_per_s=[entry.tflops * _TERA for entry in entries],
-            memory_bytes=[entry.memory_gb * _GIGA for entry in entries],
+            flop_per_s=[DEFAULT_FLOP_PER_S if e.tflops is None else e.tflops * _TERA for e in entries],
+            memory_bytes=[DEFAULT_MEMORY_BYTES if e.memory_gb is None else e.memory_gb * _GIGA for e in entries],
             up_bytes_per_s=[entry.up_mbps * _MEGA / _BITS_PER_BYTE for entry in entries],
             down_bytes_per_s=[entry.down_mbps * _MEGA / _BITS_PER_BYTE for entry in entries],
             card=card,

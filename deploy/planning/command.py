@@ -36,8 +36,8 @@ ObjectiveName = Literal["throughput", "dtfm"]
 WORLD = "Every figure is the planner's arithmetic: nothing was run. `shoal simulate` plays a plan in virtual time."
 _SEARCHING = "searching (the first search on a machine compiles for half a minute)"
 _LEGEND = (
-    "step and tokens/s: as foreseen; x first: seconds that the search makes small, divided by those of the first row; "
-    "took: seconds of one core, compiling included"
+    "step and tokens/s: as foreseen; x first: the step divided by that of the first row; took: seconds of one core, "
+    "compiling included"
 )
 
 
@@ -72,6 +72,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` prints, for each layout."""
 
     layout: str
+    notes: tuple[str, ...] = ()
+    """What is not read of the network file, and what is assumed beside it."""
     objective: str
     seed: int
     stages: tuple[StageLine, ...]
@@ -235,6 +237,7 @@ def show_plan(what: str, asked: Asked) -> None:
         markup=False,
         style="dim",
     )
+    print_notes(console, scenario)
     if asked.compare:
         reports = _show_comparison(console, aim, request, judge)
         tokens_per_s = {
@@ -247,7 +250,15 @@ def show_plan(what: str, asked: Asked) -> None:
     else:
         reports = [_show_one(console, what, aim, request, judge, scenario, spec, asked)]
     if asked.as_json:
+        reports = [msgspec.structs.replace(report, notes=scenario.notes) for report in reports]
         print_json(reports if asked.compare else reports[0])
+
+
+def print_notes(console: Console, scenario: Scenario) -> None:
+    for note in scenario.notes:
+        console.print(printable(note), markup=False, style="dim", soft_wrap=True)
+    if scenario.notes:
+        console.print()
 
 
 def _show_one(
@@ -343,7 +354,7 @@ def _show_comparison(console: Console, aim: ObjectiveName, request: Request, jud
             seen[proposal.placement] = name
         reports.append(report)
         if math.isnan(first_s) and math.isfinite(proposal.cost.seconds):
-            first_s = proposal.cost.seconds
+            first_s = shown_s(proposal.cost)
         cells, why = compared_cells(proposal, first_s)
         rows.row(*cells, last=why)
     console.print()
@@ -442,9 +453,13 @@ def cost_view(proposal: Proposal) -> RenderableType:
     return Group(_cost_table(proposal.cost), Text(), Text(took, style="dim"))
 
 
+def shown_s(cost: Cost) -> float:
+    """The seconds of a step that a table shows: as foreseen, which is not quite what plans are compared by."""
+    return cost.parts.get("foreseen_s", cost.seconds)
+
+
 def compared_cells(proposal: Proposal, first_s: float) -> tuple[tuple[str, ...], str]:
-    """(the cells of `_COLUMNS`, why there are none). Steps are as foreseen, which is not quite what plans are compared
-    by."""
+    """(the cells of `_COLUMNS`, why there are none). Args: first_s: the step of the first row, as shown."""
     cost, placement = proposal.cost, proposal.placement
     stages = "none" if placement is None else str(len(placement.stages))
     took = _seconds(proposal.seconds)
@@ -454,8 +469,8 @@ def compared_cells(proposal: Proposal, first_s: float) -> tuple[tuple[str, ...],
     return (
         shown_name(proposal.name),
         stages,
-        _seconds(cost.parts.get("foreseen_s", cost.seconds)),
-        f"{cost.seconds / first_s:.2f}",
+        _seconds(shown_s(cost)),
+        f"{shown_s(cost) / first_s:.2f}",
         "not counted" if tokens is None else f"{tokens:,.0f}",
         took,
     ), ""
@@ -546,7 +561,7 @@ def _in_a_line(proposal: Proposal) -> str:
     devices = sum(len(stage) for stage in proposal.placement.stages)
     tokens = f", {parts['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in parts else ""
     held = f"{devices} devices in {stages} stage{'s' if stages > 1 else ''}"
-    return f"{held}, {_seconds(parts.get('foreseen_s', proposal.cost.seconds))} a step{tokens}"
+    return f"{held}, {_seconds(shown_s(proposal.cost))} a step{tokens}"
 
 
 def _has_said(group: LeftOut) -> str:

@@ -130,6 +130,7 @@ def _compare(
     import msgspec
     from rich.console import Console
 
+    from shoal.deploy.planning.command import print_notes
     from shoal.deploy.planning.rows import Rows
     from shoal.deploy.simulate import strategies
     from shoal.deploy.simulate.outcome import row_of
@@ -145,6 +146,7 @@ def _compare(
     churn = strategies.churn_of(scenario, options.seed)
     console = Console(highlight=False)
     console.print(printable(scenario.title), markup=False, style="bold")
+    print_notes(console, scenario)
     table = Rows(console, COLUMNS, last=LAST)
     _show_arithmetic(table, scenario, chosen, options)
     outcomes: list[Outcome] = []

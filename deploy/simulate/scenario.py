@@ -131,6 +131,8 @@ class Scenario:
     """`training.steps` is how far each strategy runs."""
     stages: int | None
     seconds: float | None
+    notes: tuple[str, ...] = ()
+    """What is not read of the network file, and what is assumed beside it: a sentence each."""
     watts: tuple[float | None, ...]
     """[N], what each device draws while it trains, where the file says it."""
     paper: WorkloadEntry | None
@@ -184,9 +186,10 @@ def load_scenario(path: Path) -> Scenario:
     """Raises: LocalError."""
     file = read_scenario(path)
     network: NetworkFile | None = None
+    notes: tuple[str, ...] = ()
     watts = tuple(region.watts for region in file.network.region for _ in range(region.count))
     if file.network.file:
-        topology, network = load_topology(path.parent / file.network.file)
+        topology, network, notes = load_topology(path.parent / file.network.file)
         watts = network.watts
     else:
         try:
@@ -213,6 +216,7 @@ def load_scenario(path: Path) -> Scenario:
         spec=spec,
         stages=file.stages,
         seconds=file.seconds,
+        notes=notes,
         watts=watts,
         paper=network.workload if network is not None else None,
         trace=trace,
@@ -223,7 +227,7 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def _of_network(path: Path) -> Scenario:
-    topology, file = load_topology(path)
+    topology, file, notes = load_topology(path)
     try:
         model, training = run_of_workload(file.workload)
         spec = _spec(path.stem, model, training, WireSpec())
@@ -238,6 +242,7 @@ def _of_network(path: Path) -> Scenario:
         spec=spec,
         stages=file.num_stages,
         seconds=None,
+        notes=notes,
         watts=file.watts,
         paper=file.workload,
         trace=None,

@@ -34,6 +34,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     scenario: str
     title: str
+    notes: tuple[str, ...] = ()
+    """What is not read of the network file, and what is assumed beside it."""
     seed: int
     devices: tuple[str, ...]
     regions: tuple[str, ...]
@@ -47,6 +49,7 @@ def comparison(scenario: Scenario, seed: int, rows: Sequence[Row], reached: Reac
     return Comparison(
         scenario=scenario.name,
         title=scenario.title,
+        notes=scenario.notes,
         seed=seed,
         devices=scenario.topology.names,
         regions=scenario.topology.regions,

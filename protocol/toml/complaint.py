@@ -10,6 +10,9 @@ import msgspec
 
 _READ_MAX: Final = 256
 """Names of a table, and letters of a name, that are compared with ours: a slip is in none longer."""
+_SLIP: Final = 0.9
+"""How alike an unknown field and one of ours must be to be taken for a slip (`difflib`), where a file may say more than
+we read: `num_layer` is one (0.95), `num_devices` beside `devices` is none (0.78)."""
 _WHERE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`")
 _KIND: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
@@ -64,7 +67,7 @@ def complaint(error: Exception, kind: type) -> str:
 
 def misspelt(found: object, kind: type) -> str:
     """One line about the first field of `found` that is nearly one of `kind`, for files in which others may say more
-    than we read; empty if there is none.
+    than we read (`unread`); empty if there is none.
 
     Args:
         found: an object of the file, as decoded without a type.
@@ -72,13 +75,19 @@ def misspelt(found: object, kind: type) -> str:
     """
     names = _field_names(kind)
     for name in islice(found, _READ_MAX) if isinstance(found, dict) else ():
-        if name not in names and _nearest(name, names):
+        if name not in names and _nearest(name, names, cutoff=_SLIP):
             return _no_such(name, "", names)
     return ""
 
 
-def _nearest(name: str, names: tuple[str, ...]) -> list[str]:
-    return difflib.get_close_matches(name, names, n=1) if len(name) <= _READ_MAX else []
+def unread(found: object, kind: type) -> tuple[str, ...]:
+    """List the fields of `found` that are none of `kind`. Args: as of `misspelt`."""
+    names = _field_names(kind)
+    return tuple(name for name in found if name not in names) if isinstance(found, dict) else ()
+
+
+def _nearest(name: str, names: tuple[str, ...], *, cutoff: float = 0.6) -> list[str]:
+    return difflib.get_close_matches(name, names, n=1, cutoff=cutoff) if len(name) <= _READ_MAX else []
 
 
 def _no_such(name: str, path: str, names: tuple[str, ...]) -> str:

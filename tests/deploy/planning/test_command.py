@@ -97,6 +97,32 @@ def test_all_layouts_are_compared(tmp_path: Path) -> None:
     assert by_name["ours"]["cost_s"] == min(costs)
 
 
+def test_x_first_is_the_quotient_of_the_steps_beside_it(tmp_path: Path) -> None:
+    result = shoal("plan", network(tmp_path), "--compare", "--stages", "2", "--seconds", "0.05")
+    steps = [
+        (float(found[1].replace(",", "")) * (1.0 if found[2] == "s" else 1e-3), float(found[3]))
+        for row in rows(result.stdout).values()
+        if (found := re.match(r"\d+ +([\d,.]+) (m?s) +([\d.]+) ", row))
+    ]
+    assert len(steps) > 3
+    assert len({times for _, times in steps}) > 1
+    for step_s, times in steps:
+        assert times == pytest.approx(step_s / steps[0][0], rel=0.01), "as far as three digits say"
+
+
+def test_what_is_for_people_in_a_network_is_listed_and_what_is_assumed_is_said(tmp_path: Path) -> None:
+    path = network(tmp_path, num_devices=4, device_model="NVIDIA V100", tflops=80)
+    said = (
+        "not read at the top of the file: tflops; say it in each entry of devices\n"
+        "not read: num_devices, device_model\n"
+        "the speed of every device is assumed: 45 TFLOP/s\n"
+        "the memory of every device is assumed: 16 GB\n"
+    )
+    for arguments in (("plan", path), ("simulate", path, "--strategies", "given", "--steps", "2")):
+        assert said in shoal(*arguments, "--seconds", "0.05").output
+    assert planned(path, "--seconds", "0.05")["notes"] == said.splitlines()
+
+
 def rows(stdout: str) -> dict[str, str]:
     """Of a comparison: layout -> the rest of its line."""
     names = "ours, at once|ours|dtfm|given|random|mod|greedy"
@@ -291,7 +317,8 @@ def test_indexes_are_said_as_ranges() -> None:
 
 def test_a_cell_has_a_figure_or_a_word() -> None:
     good = Placement(stages=((0,), (1,)), bounds=(0, 1, 2))
-    first = Proposal(name="at-once", placement=good, cost=Cost(seconds=2.0, parts={"tokens_per_s": 9.0}), seconds=0.5)
+    parts = {"tokens_per_s": 9.0, "foreseen_s": 2.0}
+    first = Proposal(name="at-once", placement=good, cost=Cost(seconds=1.9, parts=parts), seconds=0.5)
     assert compared_cells(first, 2.0) == (("ours, at once", "2", "2.000 s", "1.00", "9", "500 ms"), "")
     slower = Proposal(name="given", placement=good, cost=Cost(seconds=3.0), seconds=1.0)
     assert compared_cells(slower, 2.0) == (("given", "2", "3.000 s", "1.50", "not counted", "1.000 s"), "")

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from shoal.protocol.toml.complaint import complaint, misspelt
+from shoal.protocol.toml.complaint import complaint, misspelt, unread
 
 
 class Boat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,7 +75,18 @@ def test_fields_inside_lists_and_optional_tables_are_known(text: str, says: str)
     assert complaint(caught.value, _Lists) == says
 
 
+class _Network(msgspec.Struct):
+    devices: list[str]
+    device_regions: list[str]
+    name: str = ""
+    num_stages: int = 0
+
+
 def test_a_misspelt_field_is_found_where_more_may_be_said() -> None:
     assert misspelt({"item": [], "note": 3}, _Lists) == ""
-    assert misspelt({"itm": []}, _Lists) == "there is no 'itm': did you mean item?"
+    assert misspelt({"items": []}, _Lists) == ""
+    assert misspelt({"num_devices": 2, "device_model": "V100", "names": [], "regions": []}, _Network) == ""
+    assert misspelt({"device": []}, _Network) == "there is no 'device': did you mean devices?"
     assert misspelt([], _Lists) == ""
+    assert unread({"item": [], "note": 3, "items": []}, _Lists) == ("note", "items")
+    assert unread([], _Lists) == ()
