@@ -66,7 +66,7 @@ from shoal.peer.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
 from shoal.peer.model.schedule import rate_of
-from shoal.protocol.errors import InviteError, RunNotFound, ShoalError
+from shoal.protocol.errors import InviteError, LocalError, RunNotFound, ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey, worth_telling
 from shoal.protocol.limits import ADDRESSES_MAX, PROTOCOL_VERSION
@@ -446,7 +446,9 @@ async def _train(
         finished = ended is Ended.DONE
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
         if recorder is not None and recorder.is_kept:
-            output.say(Summary(lines=await asyncio.to_thread(recorder.summary)))
+            output.say(Summary(lines=await asyncio.to_thread(recorder.summary, node.peer.unsaved)))
+        if node.peer.unsaved:
+            raise LocalError(node.peer.unsaved)
         return None
     finally:
         await keeper.close()
