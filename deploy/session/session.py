@@ -28,7 +28,7 @@ from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredComput
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.split_watch import SplitWatch
 from shoal.deploy.manners.device import memory_claim, stand_back, untested
-from shoal.deploy.manners.keeper import Keeper, looking_at
+from shoal.deploy.manners.keeper import PAUSED, Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.record.recorder import Keeping, Recorder, recording
@@ -392,6 +392,7 @@ async def _train(
         node.peer.pausing,
         say=lambda text: output.say(Note(text=text)),
         look=looking_at(options.device),
+        kept=options.folder / PAUSED,
     )
     keeper.install(control)
     showing.steer(pause=keeper.pause, resume=keeper.resume)
