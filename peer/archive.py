@@ -78,6 +78,8 @@ class Archive:
         """The newest era that we have seen under way, in this life or an earlier one, and its version then."""
         self._saved = 0
         """The version of the last snapshot that was written here, in this life or an earlier one; 0: none was."""
+        self.unsaved = ""
+        """The steps that the disk did not take, and why, in a sentence; empty: it took the last snapshot."""
 
     @property
     def keeps(self) -> bool:
@@ -188,7 +190,11 @@ class Archive:
                 await self._run_blocking(write)
         except (OSError, LocalError) as error:
             self._complain(f"no snapshot of version {state.version}: {error}")
+            first = self._saved + 1 if self._saved < state.version else 1  # of an older era
+            steps = f"steps {first} to {state.version} are" if first < state.version else f"step {state.version} is"
+            self.unsaved = f"{steps} not saved on this machine: {error}"
             return False
+        self.unsaved = ""
         return True
 
     def may_thin(self, safe: tuple[int, int]) -> bool:

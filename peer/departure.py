@@ -70,6 +70,8 @@ class Departure:
         self._archive, self._copies = archive, copies
         self._tenures, self._plan, self._drains, self._say = tenures, plan, drains, say
         self._halts_at: int | None = None
+        self.unsaved = ""
+        """The steps that go with us, and why, in a sentence; empty: our disk or another machine has them."""
         endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
@@ -82,7 +84,7 @@ class Departure:
 
     async def _leave(self, tenure: Tenure, until_s: float) -> bool:
         began_s = self._clock.now_s()
-        saved = False
+        saved = tried = False
         while (left_s := until_s - self._clock.now_s()) > 0.0:
             if not self._is_last(tenure):
                 if saved:
@@ -92,12 +94,12 @@ class Departure:
                 if not self._is_last(tenure) or (plan := self._plan()) is None:
                     return saved
                 tenure.stay(plan)  # as the last one we take traffic until the halt
-            elif not saved:
+            elif not tried:
                 await self._halt(tenure, until_s)
                 if self._is_last(tenure):  # else somebody who stays has come meanwhile
-                    saved = await self._save(tenure, until_s)
+                    tried, saved = True, await self._save(tenure, until_s)
             elif not self._may_have_successor(tenure, began_s):
-                return True
+                return saved
             else:
                 await asyncio.sleep(_POLL_S)
         return saved
@@ -170,10 +172,11 @@ class Departure:
         """Ours first, since it is what nobody else has. Returns: whether our disk has it."""
         state = await self._made(tenure, until_s)
         if state is None:
-            logger.error("left within a step: version %d is not saved", tenure.version)
+            self.unsaved = f"step {tenure.version} is not saved: the step after it did not end in time"
             return False
         if state.version == 0:
             return True  # anybody can make that
+        keepers: list[PeerID] = []
         others = asyncio.create_task(self._ask_others_to_save(state.version, until_s), name="ask others to save")
         saved = False
         try:
@@ -190,6 +193,8 @@ class Departure:
             logger.error("the disk took longer than %.0f s: version %d is not saved", _SAVE_S, state.version)
         finally:
             await others
+        if not saved and not keepers:
+            self.unsaved = self._archive.unsaved or f"step {state.version} is not saved: the disk is too slow"
         return saved
 
     async def _made(self, tenure: Tenure, until_s: float) -> StageState | None:

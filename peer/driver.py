@@ -293,6 +293,12 @@ class PeerDriver:
             on_change=self._say_hello,
         )
 
+    @property
+    def unsaved(self) -> str:
+        """The steps that end with this peer, and why, in a sentence; empty: none does."""
+        is_over = self.replica is not None and self.replica.version >= self._spec.training.steps
+        return self._departure.unsaved or (self._archive.unsaved if is_over else "")
+
     def has_lost_all(self) -> bool:
         """As `Archive.has_lost_all`."""
         return self._archive.has_lost_all

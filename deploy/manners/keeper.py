@@ -5,7 +5,8 @@ import datetime
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 LOOK_S = 5.0
 _OWNER = "owner"
 _TERMINAL = "terminal"
+_OWNERS_WORD = "you asked for it (`shoal resume` ends it)"
+PAUSED: Final = "paused"
+"""The file in a peer's folder whose presence means that its owner has paused it."""
 
 
 class Pausable(Protocol):
@@ -40,6 +44,7 @@ class Keeper:
     Args:
         say: tells a person a sentence.
         look: at the machine; blocks.
+        kept: the file that says that the owner has paused this peer, so that a restart does not take the device back.
         run_blocking: runs `look`.
         reread: the limits as they are set now. Raises: LocalError: the settings cannot be read.
         apply_upload: bounds what is sent from now on, in bytes/s.
@@ -52,6 +57,7 @@ class Keeper:
         *,
         say: Callable[[str], None],
         look: Callable[[], Seen],
+        kept: Path | None = None,
         run_blocking: Callable[[Callable[[], Seen]], Awaitable[Seen]] = asyncio.to_thread,
         reread: Callable[[], Limits] = Limits,
         apply_upload: Callable[[float], None] = lambda bytes_per_s: None,
@@ -62,6 +68,7 @@ class Keeper:
         self._look = look
         self._run_blocking = run_blocking
         self._reread, self._apply_upload = reread, apply_upload
+        self._kept = kept
         self._is_started = False
         self._told: tuple[str, ...] = ()
         self._warned: set[str] = set()
@@ -88,6 +95,10 @@ class Keeper:
         loop.add_signal_handler(signal.SIGCONT, self._on_continue)
 
     def start(self) -> None:
+        """Begin to look. A pause of an earlier process holds on."""
+        if self._kept is not None and self._kept.exists():
+            self._manners.ask(_OWNER, _OWNERS_WORD)
+            self._apply()
         self._is_started = True
         self._watch_if_needed()
 
@@ -144,14 +155,24 @@ class Keeper:
 
     async def pause(self) -> Mapping[str, Any]:
         """Pause because the owner says so. Returns: a sentence about how it is now."""
-        self._manners.ask(_OWNER, "you asked for it (`shoal resume` ends it)")
+        self._manners.ask(_OWNER, _OWNERS_WORD)
         self._apply()
+        if self._kept is not None:
+            try:
+                self._kept.touch(mode=0o600)
+            except OSError as error:
+                self._say(f"a restart will forget the pause: cannot write {self._kept}: {error.strerror or error}")
         return self._answer()
 
     async def resume(self) -> Mapping[str, Any]:
         """End the owner's own pause. Other reasons against computing still hold."""
         self._manners.take_back(_OWNER, _TERMINAL)
         self._apply()
+        if self._kept is not None:
+            try:
+                self._kept.unlink(missing_ok=True)
+            except OSError as error:
+                self._say(f"a restart will pause again: cannot remove {self._kept}: {error.strerror or error}")
         return self._answer()
 
     def _answer(self) -> Mapping[str, Any]:

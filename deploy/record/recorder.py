@@ -145,12 +145,15 @@ class Recorder:
     def is_kept(self) -> bool:
         return self._file is not None
 
-    def summary(self) -> tuple[str, ...]:
-        """What came of the run, for the terminal. This reads the file, so it is called after `finish`."""
+    def summary(self, unsaved: str = "") -> tuple[str, ...]:
+        """What came of the run, for the terminal. This reads the file, so it is called after `finish`.
+
+        Args: unsaved: the steps that no disk has, in a sentence.
+        """
         if self._keeping.folder is None:
             return ()
         try:
-            lines = in_words(read_record(self._keeping.folder), self._keeping.folder / RECORD)
+            lines = in_words(read_record(self._keeping.folder), self._keeping.folder / RECORD, unsaved)
             return (*lines, f"  look back    shoal report {self._keeping.run}")
         except LocalError as error:
             return (str(error),)

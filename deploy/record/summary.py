@@ -11,6 +11,7 @@ from shoal.deploy.record.reading import Record
 _AT_THE_END = 10
 """How many steps the last loss is a mean of, since that of one step is noisy."""
 NAMES_MAX = 8
+NOTHING = "nothing"
 
 
 class Totals:
@@ -114,8 +115,11 @@ def _validations(lines: Sequence[ValidationLine]) -> tuple[ValidationLine, Valid
     return (lines[0], lines[-1], min(lines, key=lambda line: line.loss)) if lines else None
 
 
-def in_words(record: Record, path: Path) -> tuple[str, ...]:
-    """The run so far, for the terminal. Args: path: of the record."""
+def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
+    """The run so far, for the terminal.
+
+    Args: path: of the record; unsaved: the steps that no disk has, in a sentence.
+    """
     found = Totals(record)
     of = f" of {found.steps:,}" if found.steps else ""
     lines = [f"{found.name}: {found.step:,}{of} steps, {_worked(found)}"]
@@ -131,7 +135,10 @@ def in_words(record: Record, path: Path) -> tuple[str, ...]:
         )
     if found.names:
         lines.append(f"  peers        {_named(found.names)}; {found.peers_max} at work at once, at most")
-    lines.append(f"  lost         {what_was_lost(found)}")
+    lost = [unsaved] if unsaved else []
+    if not unsaved or what_was_lost(found) != NOTHING:
+        lost.append(what_was_lost(found))
+    lines.append(f"  lost         {'; '.join(lost)}")
     lines.append(f"  record       {path}")
     return tuple(lines)
 
@@ -160,7 +167,7 @@ def what_was_lost(found: Totals) -> str:
         parts.append(f"{counted(found.duplicates, 'microbatch', 'microbatches')} computed twice")
     if found.lost:
         parts.append(f"{counted(found.lost, 'step')} not in the record, since nobody who is left knew of it")
-    return "; ".join(parts) or "nothing"
+    return "; ".join(parts) or NOTHING
 
 
 def counted(number: int, one: str, many: str = "") -> str:

@@ -1,5 +1,6 @@
 """Appends to a record, so that a crash costs a line at most, and a full disk costs no step of the run."""
 
+import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -93,12 +94,12 @@ class RecordFile:
             batch = b"".join(self._waiting)
             data = b"\n" + batch if self._torn else batch
             written = os.write(file, data)
-            self._size += written
             if written < len(data):
-                self._dropped(written - (len(data) - len(batch)))
-            else:
-                self._waiting.clear()
-                self._torn = False
+                self._keep_whole_lines(file, written - (len(data) - len(batch)))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._size += written
+            self._waiting.clear()
+            self._torn = False
         if self._now_s() >= self._synced_s + SYNC_S:
             os.fsync(file)
             self._synced_s = self._now_s()
@@ -108,12 +109,17 @@ class RecordFile:
             # If little could be thinned, not again at every line.
             self._thin_at = max(self._bytes_max, self._size + self._bytes_max // 8)
 
-    def _dropped(self, written: int) -> None:
-        """Only `written` bytes of what waits have gone out: whole lines are done, the one that is torn goes again."""
-        self._torn = True
+    def _keep_whole_lines(self, file: int, written: int) -> None:
+        """Only `written` bytes of what waits have gone out: whole lines are done, the one that is torn is cut off and
+        goes again."""
+        if written >= 0:  # else not even the newline behind an older torn line
+            self._size += int(self._torn)
+            self._torn = False
         while self._waiting and written >= len(self._waiting[0]):
-            written -= len(self._waiting.popleft())
-            self._torn = written > 0
+            line = self._waiting.popleft()
+            self._size += len(line)
+            written -= len(line)
+        os.ftruncate(file, self._size)
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)

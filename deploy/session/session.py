@@ -28,7 +28,7 @@ from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredComput
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.doctor.split_watch import SplitWatch
 from shoal.deploy.manners.device import memory_claim, stand_back, untested
-from shoal.deploy.manners.keeper import Keeper, looking_at
+from shoal.deploy.manners.keeper import PAUSED, Keeper, looking_at
 from shoal.deploy.manners.limits import Limits
 from shoal.deploy.node import Node, NodeListeners, NodePorts, NodeRun
 from shoal.deploy.record.recorder import Keeping, Recorder, recording
@@ -67,7 +67,7 @@ from shoal.peer.compute_device import ComputeDevice
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
 from shoal.peer.model.schedule import rate_of
-from shoal.protocol.errors import InviteError, RunNotFound, ShoalError
+from shoal.protocol.errors import InviteError, LocalError, RunNotFound, ShoalError
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey, worth_telling
 from shoal.protocol.limits import ADDRESSES_MAX, PROTOCOL_VERSION
@@ -408,6 +408,7 @@ async def _train(
         look=looking_at(options.device),
         reread=options.limits.reread,
         apply_upload=network.transport.limit_upload,
+        kept=options.folder / PAUSED,
     )
     keeper.install(control)
     showing.steer(pause=keeper.pause, resume=keeper.resume)
@@ -462,7 +463,9 @@ async def _train(
         finished = ended is Ended.DONE
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
         if recorder is not None and recorder.is_kept:
-            output.say(Summary(lines=await asyncio.to_thread(recorder.summary)))
+            output.say(Summary(lines=await asyncio.to_thread(recorder.summary, node.peer.unsaved)))
+        if node.peer.unsaved:
+            raise LocalError(node.peer.unsaved)
         return None
     finally:
         await keeper.close()

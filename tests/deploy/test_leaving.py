@@ -1,6 +1,7 @@
 """Whole nodes in virtual time that are told to stop: together, one after the other, for good or until tomorrow."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import msgspec
@@ -241,6 +242,28 @@ def test_a_run_waits_for_the_disks_that_have_the_rest_of_what_was_learnt(spec: R
 
     had, went_on = run(main())
     assert went_on >= had
+
+
+def test_who_leaves_with_a_full_disk_says_at_once_which_steps_are_not_saved(spec: RunSpec) -> None:
+    """There is nobody else: what the disk does not take is gone."""
+
+    async def main() -> tuple[str, float, int]:
+        all_ = Run(with_swarm(with_training(spec, steps=60), stages=1, min_peers=1), num_peers=1)
+        all_.launch()
+        await all_.until_step(5)
+        node, peer = all_.swarm.nodes["n0"], all_.swarm.world.peers["n0"]
+        all_.swarm.world.limit_disk(peer, 100)
+        began_s = all_.swarm.world.now_s()
+        had = await all_.stop(["n0"])
+        return node.peer.unsaved, all_.swarm.world.now_s() - began_s, had
+
+    unsaved, took_s, had = run(main())
+    last = re.fullmatch(
+        r"steps 1 to (\d+) are not saved on this machine: .*No space left on device: make room.*", unsaved
+    )
+    assert last is not None, unsaved
+    assert int(last[1]) >= had
+    assert took_s < LEAVE_S / 2
 
 
 class ThreeBegin(GreedyAllocator):

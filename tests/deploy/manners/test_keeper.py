@@ -137,6 +137,45 @@ def test_pause_resume_and_ctrl_z_by_their_own_ways(tmp_path):
     assert said[-1] == "computing again"
 
 
+def test_a_pause_survives_a_restart_until_it_is_resumed(tmp_path):
+    kept = tmp_path / "paused"
+
+    def life(act):
+        """What a process says, and whether its peer is paused at its start and at its end."""
+        said, peer = [], Peer()
+
+        async def main():
+            keeper = Keeper(Limits(), peer, say=said.append, look=lambda: Seen(minute=0), kept=kept)
+            keeper.start()
+            before = peer.is_paused
+            if act is not None:
+                await act(keeper)
+            await keeper.close()
+            return before
+
+        return run(main()), peer.is_paused, said
+
+    paused = "paused: you asked for it (`shoal resume` ends it)"
+    assert life(Keeper.pause) == (False, True, [paused])
+    assert life(None) == (True, True, [paused])
+    assert life(Keeper.resume) == (True, False, [paused, "computing again"])
+    assert life(None) == (False, False, [])
+
+
+def test_a_pause_that_the_disk_does_not_take_is_still_a_pause(tmp_path):
+    said, peer = [], Peer()
+    kept = tmp_path / "not-a-folder" / "paused"
+    kept.parent.write_text("")
+
+    async def main():
+        keeper = Keeper(Limits(), peer, say=said.append, look=lambda: Seen(minute=0), kept=kept)
+        await keeper.pause()
+
+    run(main())
+    assert peer.is_paused
+    assert "a restart will forget the pause" in said[-1]
+
+
 async def until(condition):
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - a signal wakes nobody

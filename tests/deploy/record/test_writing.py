@@ -81,6 +81,8 @@ def test_a_full_disk_is_said_once_and_nothing_is_missing_once_there_is_room(
         bench.now_s += AGAIN_S
     assert len(bench.said) == 1
     assert "No space left" in bench.said[0]
+    assert read_record(bench.path).torn == 0
+    assert bench.path.read_bytes().endswith(b"\n")
     full_disk["room"] = 1_000_000
     file.append([step(5)])
     file.close()
