@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @examples(
     'shoal generate --prompt "def main("  # the newest snapshot on this machine',
-    'shoal generate ./snapshots --prompt "Once" --tokens 500 --temperature 0.6  # longer, and more careful',
+    'shoal generate notes --prompt "Once" --tokens 500 --temperature 0.6  # the run notes; longer, and more careful',
     "shoal generate --prompt - < question.txt  # the prompt from a file",
     'shoal generate --swarm --prompt "Once"  # by the stages of the run that is up, which hold the model',
     'shoal generate --prompt "x = " --temperature 0 --json  # the likeliest text, for a script',
 )
 def generate(
-    snapshot: Annotated[
-        Path | None,
+    model: Annotated[
+        str,
         typer.Argument(
-            metavar="MODEL",
-            help="A snapshot, a folder with some, or a model's folder. Default: what was written last here.",
+            metavar="[MODEL]",
+            help="A run's name, id or folder, a snapshot, or a model's folder. Default: the run used last here.",
         ),
-    ] = None,
+    ] = "",
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue; - reads it from stdin.")] = "",
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="How many to write at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
@@ -84,9 +84,9 @@ def generate(
     if swarm or invite:
         from shoal.deploy.commands.through import with_swarm
 
-        with_swarm("generate", show, invite=invite, local=(snapshot, base), tokenizer=tokenizer)
+        with_swarm("generate", show, invite=invite, local=(model, base), tokenizer=tokenizer)
         return
     from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.loaded_model import load_model
 
-    show(load_model(snapshot, device=pick_device(device), tokenizer=tokenizer, base=base))
+    show(load_model(model, device=pick_device(device), tokenizer=tokenizer, base=base))

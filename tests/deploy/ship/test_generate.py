@@ -101,7 +101,7 @@ def test_a_terminal_gets_no_commands_from_a_model() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("/nowhere",), "there is no snapshot in /nowhere"),
+        (("/nowhere",), "there is no file or folder /nowhere"),
         (("SNAPSHOT", "--top-p", 0), "top-p must be in"),
         (("SNAPSHOT", "--device", "gpu7"), "shoal computes on cpu"),
     ],
