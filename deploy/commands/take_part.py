@@ -175,7 +175,7 @@ def _host(
 
     with sign_of_life("starting"), importing():
         from shoal.deploy.manners.device import pick_device
-        from shoal.deploy.run.run_text import load_own_corpus, passes_in_words
+        from shoal.deploy.run.run_text import load_own_corpus, text_in_words
         from shoal.deploy.session.session import Options, RecordChoice, Ways, host_run
         from shoal.deploy.ship.import_model import open_initial
         from shoal.peer.data.microbatch import passes
@@ -196,7 +196,7 @@ def _host(
             # Of several sources the one that is read most often: that is learnt by heart first.
             tokens = spec.training.steps * spec.tokens_per_step / max(passes(corpus, spec))
             warnings = advice(spec, training_tokens=round(tokens), text_vocab_size=corpus.vocab_size)
-            said = (passes_in_words(spec, corpus),)
+            said = text_in_words(spec, corpus)
         with progress_bar("checking the weights") as tell:
             initial = open_initial(spec, lambda done, layers: tell(done / layers))
         unless_it_begins.pop_all()

@@ -28,11 +28,21 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
     return msgspec.structs.replace(spec, data=data), corpus
 
 
-def passes_in_words(spec: RunSpec, corpus: Corpus) -> str:
-    """How often the run goes through its text, for whoever chose its steps."""
+def look_at_text(spec: RunSpec) -> tuple[str, ...]:
+    """Read the run's text as its host does, and say what there is to learn: for commands that make a run's spec.
+
+    The text is kept prepared, so the host does not read it again.
+    Returns: `text_in_words`: whole sentences for people, one a line.
+    Raises: DataError: the run cannot train on this; one sentence says what was found and what to set.
+    """
+    return text_in_words(*load_own_corpus(spec))
+
+
+def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
+    """What the run learns of its text, and how often the run goes through it."""
     of_each = passes(corpus, spec)
     over = [f"{number:.3g} over {name}" for number, name in zip(of_each, source_names(spec.data), strict=True)]
-    return f"data passes in {spec.training.steps:,} steps: {', '.join(over)}"
+    return (f"data passes in {spec.training.steps:,} steps: {', '.join(over)}",)
 
 
 def find_corpus(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from shoal.deploy import cli
 from shoal.deploy.run.run_file import dump_spec, with_changes
-from shoal.deploy.run.run_text import find_corpus, load_own_corpus, passes_in_words
+from shoal.deploy.run.run_text import find_corpus, load_own_corpus, look_at_text, text_in_words
 from shoal.deploy.state import places
 from shoal.peer.data import documents
 from shoal.peer.data.tokenizer import FileTokenizer
@@ -88,7 +88,8 @@ def test_a_volunteer_names_all_of_several_sources_in_their_order(stories: Path, 
     )
     hosted, corpus = load_own_corpus(RunSpec(model=ModelSpec(context=16), data=DataSpec(sources=sources)))
     assert len(hosted.data.digests) == len(corpus.sources) == 3
-    words = passes_in_words(hosted, corpus)
+    words = text_in_words(hosted, corpus)[-1]
+    assert look_at_text(hosted)[-1] == words
     assert words.startswith("data passes in 400 steps: ")
     assert [part.split()[-1] for part in words.split(", ")] == ["stories.jsonl", "chats.jsonl", "python-library"]
     elsewhere = msgspec.structs.replace(hosted, data=hosted.data.found_at(("/host/a", "/host/b", "python-library")))
