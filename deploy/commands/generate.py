@@ -33,6 +33,14 @@ def generate(
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="How many to write at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest with this share.")] = 0.95,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            show_default=False,
+            help="Ask as the chat template does, and show the answer. Default: if the run has learnt from chats.",
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The same one writes the same text. Default: any.")] = None,
     swarm: Swarm = False,
     invite: OfInvite = None,
@@ -48,7 +56,7 @@ def generate(
 ) -> None:
     """Let a model write, and show it as it comes."""
     start_logging(verbose)
-    from shoal.deploy.ship.generate import fit_for_terminal, write
+    from shoal.deploy.ship.generate import fit_for_terminal, manner_of, write
     from shoal.peer.model.generate import Sampler
 
     if prompt == "-":
@@ -60,7 +68,8 @@ def generate(
         raise LocalError(str(error)) from error
 
     def show(predictor: "Predictor") -> None:
-        parts = write(predictor, prompt, tokens, sampler)
+        manner = manner_of(predictor, chat=chat, tokenizer=tokenizer)
+        parts = write(predictor, prompt, tokens, sampler, manner)
         if json:
             import msgspec
 
@@ -72,7 +81,7 @@ def generate(
             return
         shown = fit_for_terminal if sys.stdout.isatty() else str
         started_s, count = time.perf_counter(), 0
-        sys.stdout.write(shown(prompt))
+        sys.stdout.write(shown(prompt if manner.template is None else f"{prompt}\n"))
         for part in parts:
             sys.stdout.write(shown(part))
             sys.stdout.flush()
