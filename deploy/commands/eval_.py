@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     "shoal eval --tasks my_task --include tasks/ --json  # of your own tasks, for a script",
 )
 def eval_(
-    snapshot: Annotated[
-        Path | None,
+    model: Annotated[
+        str,
         typer.Argument(
-            metavar="MODEL",
-            help="A snapshot, a folder with some, or a model's folder. Default: what was written last here.",
+            metavar="[MODEL]",
+            help="A run's name, id or folder, a snapshot, or a model's folder. Default: the run used last here.",
         ),
-    ] = None,
+    ] = "",
     data: Annotated[
         str, typer.Option(help="Where the run's text is on this machine; of several sources all, with commas between.")
     ] = "",
@@ -103,13 +103,13 @@ def eval_(
     if swarm or invite:
         from shoal.deploy.commands.through import with_swarm
 
-        local = snapshot, base
+        local = model, base
         with_swarm("eval", evaluate, invite=invite, local=local, tokenizer=tokenizer, keeps_version=True)
         return
     from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.loaded_model import load_model
 
-    evaluate(load_model(snapshot, device=pick_device(device), tokenizer=tokenizer, base=base, context=context))
+    evaluate(load_model(model, device=pick_device(device), tokenizer=tokenizer, base=base, context=context))
 
 
 def _validation(predictor: "Predictor", source: str, tokenizer: Path | None, samples: int) -> "list[Score]":

@@ -13,18 +13,18 @@ _GB = 1_000_000_000
 
 @examples(
     "shoal export my-model  # the newest snapshot on this machine",
-    "shoal export ~/.local/state/shoal/demo my-model  # of the demos only",
+    "shoal export notes my-model  # of the run notes",
     "shoal export my-model --dtype bfloat16  # at half the size",
     "shoal export my-model --format hf  # of a run with adapters: merged into the model that they stand beside",
     "shoal export my-model --tokenizer tokenizer.json  # of a run with a vocabulary of its own",
 )
 def export(
-    paths: Annotated[
-        list[Path],
+    words: Annotated[
+        list[str],
         typer.Argument(
-            metavar="[SNAPSHOT] OUT",
-            help="The folder to make; before it a snapshot, or a folder with snapshots in it. "
-            "Default: the run that was written to last on this machine.",
+            metavar="[RUN] OUT",
+            help="The folder to make; before it a run's name, id or folder, or a snapshot. "
+            "Default: the run that was used last on this machine.",
         ),
     ],
     format: Annotated[
@@ -45,19 +45,19 @@ def export(
     verbose: Verbose = False,
 ) -> None:
     """Write a snapshot for transformers, adapters for peft."""
-    if len(paths) > 2:
-        raise LocalError("say at most two folders: a snapshot, and the folder to make")
-    *where, out = paths
+    if len(words) > 2:
+        raise LocalError("say at most two: a run, and the folder to make")
+    *wanted, out = words
     start_logging(verbose)
     from shoal.deploy.ship.export import export as write
     from shoal.deploy.ship.found_snapshot import find_snapshots
     from shoal.deploy.terminal.progress import progress_bar
 
-    snapshots = find_snapshots(where[0] if where else None)
+    snapshots = find_snapshots(*wanted)
     with progress_bar("writing") as tell:
         done = write(
             snapshots,
-            out,
+            Path(out),
             form=None if format == "auto" else format,
             dtype=dtype,
             base=base,

@@ -17,23 +17,31 @@ if TYPE_CHECKING:
 
 @examples(
     'shoal generate --prompt "def main("  # the newest snapshot on this machine',
-    'shoal generate ./snapshots --prompt "Once" --tokens 500 --temperature 0.6  # longer, and more careful',
+    'shoal generate notes --prompt "Once" --tokens 500 --temperature 0.6  # the run notes; longer, and more careful',
     "shoal generate --prompt - < question.txt  # the prompt from a file",
     'shoal generate --swarm --prompt "Once"  # by the stages of the run that is up, which hold the model',
     'shoal generate --prompt "x = " --temperature 0 --json  # the likeliest text, for a script',
 )
 def generate(
-    snapshot: Annotated[
-        Path | None,
+    model: Annotated[
+        str,
         typer.Argument(
-            metavar="MODEL",
-            help="A snapshot, a folder with some, or a model's folder. Default: what was written last here.",
+            metavar="[MODEL]",
+            help="A run's name, id or folder, a snapshot, or a model's folder. Default: the run used last here.",
         ),
-    ] = None,
+    ] = "",
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue; - reads it from stdin.")] = "",
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="How many to write at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest with this share.")] = 0.95,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            show_default=False,
+            help="Ask as the chat template does, and show the answer. Default: if the run has learnt from chats.",
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The same one writes the same text. Default: any.")] = None,
     swarm: Swarm = False,
     invite: OfInvite = None,
@@ -49,7 +57,7 @@ def generate(
 ) -> None:
     """Let a model write, and show it as it comes."""
     start_logging(verbose)
-    from shoal.deploy.ship.generate import fit_for_terminal, write
+    from shoal.deploy.ship.generate import fit_for_terminal, manner_of, write
     from shoal.peer.model.generate import Sampler
 
     if prompt == "-":
@@ -61,7 +69,8 @@ def generate(
         raise LocalError(str(error)) from error
 
     def show(predictor: "Predictor") -> None:
-        parts = write(predictor, prompt, tokens, sampler)
+        manner = manner_of(predictor, chat=chat, tokenizer=tokenizer)
+        parts = write(predictor, prompt, tokens, sampler, manner)
         if json:
             import msgspec
 
@@ -73,7 +82,7 @@ def generate(
             return
         shown = fit_for_terminal if sys.stdout.isatty() else str
         started_s, count = time.perf_counter(), 0
-        sys.stdout.write(shown(prompt))
+        sys.stdout.write(shown(prompt if manner.template is None else f"{prompt}\n"))
         for part in parts:
             sys.stdout.write(shown(part))
             sys.stdout.flush()
@@ -85,9 +94,9 @@ def generate(
     if swarm or invite:
         from shoal.deploy.commands.through import with_swarm
 
-        with_swarm("generate", show, invite=invite, local=(snapshot, base), tokenizer=tokenizer)
+        with_swarm("generate", show, invite=invite, local=(model, base), tokenizer=tokenizer)
         return
     from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.loaded_model import load_model
 
-    show(load_model(snapshot, device=pick_device(device), tokenizer=tokenizer, base=base))
+    show(load_model(model, device=pick_device(device), tokenizer=tokenizer, base=base))

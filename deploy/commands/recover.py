@@ -10,7 +10,7 @@ from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, start_logging
 from shoal.deploy.commands.running import running_invite
-from shoal.deploy.state import places
+from shoal.deploy.state.runs import peer_folders
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
 
@@ -41,7 +41,7 @@ def recover(
     from shoal.deploy.visitor.recover_view import WARNING, as_json, going_back, headline, outcome, situation_table
     from shoal.protocol.live.loop import run
 
-    hosts = [state_dir] if state_dir else sorted((places.state_root() / "hosts").glob("*"))
+    hosts = [state_dir] if state_dir else peer_folders()
     owner, folder = find_owner(found, hosts)
 
     async def look() -> Any:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.deploy.commands.options import check_writable, examples
+from shoal.deploy.commands.options import check_writable, examples, start_logging
 from shoal.deploy.terminal.plain import say
 
 
@@ -37,6 +37,7 @@ def report(
     for path in (output, csv):
         if path is not None:
             check_writable(path)
+    start_logging(False)
     found = find_record(run)
     record = read_record(found)
     if not record.steps:

@@ -19,7 +19,7 @@ def with_swarm(
     work: "Callable[[SwarmPredictor], None]",
     *,
     invite: str | None,
-    local: tuple[Path | None, ...],
+    local: tuple[str | Path | None, ...],
     tokenizer: Path | None,
     keeps_version: bool = False,
 ) -> None:

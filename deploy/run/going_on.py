@@ -212,11 +212,11 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
     loss = folder.last_loss()
     told = f", loss {loss:.3f}" if loss is not None else ""
     yield f"{_called(spec, folder)} is finished: {spec.training.steps} of {spec.training.steps} steps{told}"
-    where, more = folder.path, 2 * spec.training.steps
+    more = 2 * spec.training.steps
     for why, command in (
         ("train on, from where it ended", f"shoal continue {folder.run} --steps {more}"),
-        ("let the model write", f'shoal generate {where} --prompt "Once"'),
-        ("make a folder that transformers loads", f"shoal export {where} my-model"),
+        ("let the model write", f'shoal generate {folder.run} --prompt "Once"'),
+        ("make a folder that transformers loads", f"shoal export {folder.run} my-model"),
         ("a page with its curves", f"shoal report {folder.run}"),
         ("delete it from this machine", f"shoal runs remove {folder.run}"),
     ):

@@ -4,8 +4,9 @@ Peers write their own stage's layers, and copies of others'; `shoal demo` leaves
 version is put together from whatever folders have its layers.
 """
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -13,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shoal.deploy.state import places
+from shoal.deploy.state.runs import look_for
 from shoal.peer.model.layout import all_layer_keys, unit_keys
 from shoal.peer.snapshot import (
     DamagedSnapshot,
@@ -28,6 +29,8 @@ from shoal.protocol.layers import held_keys
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.ports import Disk
 from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
 
 _NAMED_MAX: Final = 3
 """How many missing layers a message names."""
@@ -67,40 +70,52 @@ class FoundSnapshot:
         return read_layers(disk, path, [key])[key].param_N
 
 
-def find_snapshots(where: Path | None = None) -> list[FoundSnapshot]:
+def find_snapshots(wanted: str | os.PathLike[str] = "") -> list[FoundSnapshot]:
     """Versions of one run that are whole, newest first.
 
-    Args:
-        where: a snapshot's own folder, or one that has snapshots somewhere below; None: all that shoal keeps on this
-            machine. If there are several runs, the one that was written to last.
+    Args: wanted: the run, as `look_for` documents it; or a snapshot's own folder, or one with snapshots below it.
     Raises: LocalError: there is none.
     """
-    root = where if where is not None else places.state_root()
-    manifests = _manifests(root)
+    return snapshots_in(look_for("snapshot", os.fspath(wanted), has=has_snapshots))
+
+
+def has_snapshots(folder: Path) -> bool:
+    return next(_manifests(folder), None) is not None
+
+
+def snapshots_in(folders: Sequence[Path]) -> list[FoundSnapshot]:
+    """Find what `find_snapshots` finds, below these folders. If there are several runs, it takes the one that was
+    written to last, and a line says so."""
+    where = ", ".join(map(str, folders))
+    manifests = [manifest for folder in folders for manifest in _manifests(folder)]
     if not manifests:
-        raise LocalError(f"there is no snapshot in {root}: name one, or a folder of a peer or a demo")
+        raise LocalError(f"there is no snapshot in {where}: name a run, or a folder of a peer or a demo")
     stored = [seen for manifest in manifests if (seen := _look_at(manifest)) is not None]
     if not stored:
-        raise LocalError(f"there is no sound snapshot in {root}")
-    newest = max(stored, key=lambda seen: (seen[0], seen[2].path))
-    of_run = [(disk, snapshot) for _, disk, snapshot in stored if snapshot.run == newest[2].run]
+        raise LocalError(f"there is no sound snapshot in {where}")
+    newest = max(stored, key=lambda seen: (seen[0], seen[2].path))[2]
+    if others := {f"{one.spec.name} ({one.run})" for _, _, one in stored if one.run != newest.run}:
+        told = ", ".join(sorted(others))
+        logger.warning(
+            "this is run %s (%s), which was written to last; %s has also %s", newest.spec.name, newest.run, where, told
+        )
+    of_run = [(disk, snapshot) for _, disk, snapshot in stored if snapshot.run == newest.run]
     ages = sorted({snapshot.age for _, snapshot in of_run}, reverse=True)
     whole = [found for age in ages if (found := _whole([part for part in of_run if part[1].age == age])) is not None]
     if not whole:
         here = [snapshot.keys for _, snapshot in of_run if snapshot.age == ages[0]]
-        raise LocalError(_what_is_missing(root, newest[2], here))
+        raise LocalError(_what_is_missing(where, newest, here))
     return whole
 
 
-def _manifests(root: Path) -> list[Path]:
+def _manifests(root: Path) -> Iterator[Path]:
     if (root / MANIFEST).is_file():
-        return [root / MANIFEST]
-    found = []
+        yield root / MANIFEST
+        return
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(UNFINISHED_PREFIX)]
         if MANIFEST in names:
-            found.append(Path(folder, MANIFEST))
-    return found
+            yield Path(folder, MANIFEST)
 
 
 def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
@@ -131,11 +146,11 @@ def _held(spec: RunSpec) -> tuple[str, ...]:
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)
 
 
-def _what_is_missing(root: Path, newest: StoredSnapshot, here: Sequence[tuple[str, ...]]) -> str:
+def _what_is_missing(where: str, newest: StoredSnapshot, here: Sequence[tuple[str, ...]]) -> str:
     found = {key for keys in here for key in keys}
     missing = [key for key in _held(newest.spec) if key not in found]
     named = ", ".join(missing[:_NAMED_MAX]) + (f" and {len(missing) - _NAMED_MAX} more" if missing[_NAMED_MAX:] else "")
     return (
-        f"no version in {root} has every layer: of run {newest.run} it lacks {named or 'some of each version'}; "
+        f"no version in {where} has every layer: of run {newest.run} it lacks {named or 'some of each version'}; "
         "other peers hold those stages, copy their snapshots here"
     )

@@ -1,5 +1,6 @@
 """A trained model in memory with its vocabulary, from a snapshot of a run or from a folder that transformers loads."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor
 
 from shoal.deploy.ship.base_model import base_of, whole_layer
-from shoal.deploy.ship.found_snapshot import FoundSnapshot, find_snapshots
+from shoal.deploy.ship.found_snapshot import FoundSnapshot, has_snapshots, snapshots_in
 from shoal.deploy.ship.hf_config import model_of
 from shoal.deploy.ship.import_model import FolderWeights, tokenizer_of
 from shoal.deploy.ship.model_folder import own_file, read_json
 from shoal.deploy.ship.predictor import Origin
+from shoal.deploy.state.runs import look_for
 from shoal.peer.data.labels import IGNORED
 from shoal.peer.data.tokenizer import Tokenizer, load_tokenizer
 from shoal.peer.model import llama
@@ -70,7 +72,7 @@ class LoadedModel:
 
 
 def load_model(
-    where: Path | None,
+    wanted: str | os.PathLike[str] = "",
     *,
     device: torch.device,
     tokenizer: Path | None = None,
@@ -80,17 +82,23 @@ def load_model(
     """Read a model.
 
     Args:
-        where: a snapshot, a folder with some, or a model's folder (with a config.json); None: the newest snapshot here.
+        wanted: as of `find_snapshots`; or a model's folder, with a config.json.
         tokenizer: where a run's tokenizer.json is, if not where its spec says.
         base: where the model is that the run's adapters stand beside, if it has any and they are not found.
         context: the most tokens that a model's folder is to be asked about at once; None: at most 1,024.
     Raises: LocalError: there is none, or it is none that shoal knows. DataError: its tokenizer.
     """
-    if where is not None and (where / "config.json").exists() and not (where / MANIFEST).exists():
+    folders = look_for("snapshot", os.fspath(wanted), has=lambda path: _is_model(path) or has_snapshots(path))
+    if _is_model(folders[0]):
         if base is not None:
-            raise LocalError(f"{where} is a whole model, beside which no adapters stand: leave --base out")
-        return _from_folder(where.expanduser().resolve(), device, context)
-    return first_sound(find_snapshots(where), device=device, tokenizer=tokenizer, base=base)
+            raise LocalError(f"{folders[0]} is a whole model, beside which no adapters stand: leave --base out")
+        return _from_folder(folders[0].resolve(), device, context)
+    return first_sound(snapshots_in(folders), device=device, tokenizer=tokenizer, base=base)
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether it is a model's folder, and no snapshot."""
+    return (folder / "config.json").exists() and not (folder / MANIFEST).exists()
 
 
 def first_sound(

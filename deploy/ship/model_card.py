@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from shoal.deploy.record.found import records
+from shoal.deploy.record.found import records_of
 from shoal.deploy.record.reading import read_record
 from shoal.deploy.record.summary import amount
 from shoal.deploy.ship.base_card import CARD
@@ -197,7 +197,7 @@ def _sources(spec: RunSpec) -> tuple[DataSource, ...]:
 
 def _contributors(run: str) -> int | None:
     """The largest number in any record of the run on this machine: each peer records what it was there for."""
-    counts = [len({line.peer for line in read_record(one.path).peers}) for one in records() if one.run == run]
+    counts = [len({line.peer for line in read_record(path).peers}) for path in records_of(run)]
     return max(counts, default=0) or None
 
 

@@ -129,9 +129,9 @@ def claim_first_free(parent: Path, prefix: str) -> FolderLock:
 
 
 def note_folder(folder: Path) -> None:
-    """Remember a peer's folder that is not below the state folder, so that `shoal runs` finds it."""
-    folder = folder.resolve()
-    if folder.is_relative_to(state_root().resolve()):
+    """Remember a peer's folder that is not where shoal puts one by itself, so that the commands find its runs."""
+    folder, root = folder.resolve(), state_root().resolve()
+    if any(folder.is_relative_to(root / usual) for usual in ("hosts", "runs", "demo")):
         return
     path = _elsewhere(folder)
     try:

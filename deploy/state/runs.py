@@ -5,8 +5,10 @@ the folders of several peers and a snapshot of the whole model.
 """
 
 import contextlib
+import logging
+import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +20,8 @@ from shoal.peer.snapshot_name import SnapshotName
 from shoal.protocol.errors import InviteError, LocalError
 from shoal.protocol.invite import parse_invite
 from shoal.protocol.spec import RunSpec
+
+logger = logging.getLogger(__name__)
 
 _NAMED_MAX: Final = 3
 
@@ -42,35 +46,95 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """The folder of the peer, or of the demo."""
 
+    @property
+    def path(self) -> Path:
+        """The folder that has this run and no other."""
+        return Path(self.folder) if self.role == "demo" else Path(self.folder, self.run)
+
 
 def all_runs() -> list[FoundRun]:
     """All runs, those used last first. Raises: LocalError: the state folder cannot be read."""
+    demos, up = (places.state_root() / "demo").glob("*"), _running()
+    return _in_order([run for folder in (*peer_folders(), *demos) for run in _runs_at(folder, up)])
+
+
+def peer_folders() -> list[Path]:
+    """The folders of all peers of this user on this machine, wherever `--state-dir` has put them."""
     root = places.state_root()
-    up = _running()
-    try:
-        folders = [folder for folder in _peer_folders(root) if folder.is_dir()]
-        found = [_look_at(run, up) for folder in folders for run in runs_in(folder)]
-        found += [_look_at_demo(folder) for folder in sorted((root / "demo").glob("*")) if folder.is_dir()]
-    except OSError as error:
-        raise LocalError(f"cannot read {error.filename or root}: {error.strerror or error}") from error
-    return sorted(found, key=lambda run: (-run.used_s, run.folder, run.run))
+    return [*sorted((root / "hosts").glob("*")), *sorted((root / "runs").glob("*/*")), *places.folders_elsewhere()]
+
+
+# --- which run a person means ---
 
 
 def find(wanted: str, runs: Iterable[FoundRun]) -> list[FoundRun]:
-    """The runs that `wanted` means: a name, an id, or the first letters of an id; one run, in one folder or in several.
+    """The run that `wanted` means, in each folder that has it.
 
+    Args: wanted: a name, an id or its first letters; or the folder of a run, of a peer or of a demo.
     Raises: LocalError: it means none, or several.
     """
     runs = list(runs)
-    exact = [run for run in runs if run.run == wanted]
-    found = exact or [run for run in runs if run.name == wanted] or [run for run in runs if run.run.startswith(wanted)]
-    ids = sorted({run.run for run in found})
-    if not wanted or not ids:
+    path = Path(wanted).expanduser()
+    found = _named(wanted, runs)
+    found = found or (_in_order(_runs_at(path.resolve(), _running())) if wanted and path.is_dir() else [])
+    found = found or [run for run in runs if wanted and run.run.startswith(wanted)]
+    if not found:
         raise LocalError(f"no run {wanted!r} is on this machine: `shoal runs` lists them")
-    if len(ids) > 1:
-        more = f" and {len(ids) - _NAMED_MAX} more" if ids[_NAMED_MAX:] else ""
-        raise LocalError(f"{wanted!r} may mean {', '.join(ids[:_NAMED_MAX])}{more}: say more letters of the id")
+    if len({run.run for run in found}) > 1:
+        raise LocalError(f"{wanted!r} may mean {_listed(found)}: say the first letters of the id")
     return found
+
+
+def look_for(what: str, wanted: str, *, has: Callable[[Path], bool]) -> tuple[Path, ...]:
+    """The folders in which a command looks for what it reads of a run.
+
+    Args:
+        what: that which it reads, for people.
+        wanted: as of `find`, or any other path; empty: the run that was used last among those that have `what`. A line
+            says so if there are others.
+        has: whether there is any of it in a folder.
+    Raises: LocalError: there is none, or `wanted` may mean several.
+    """
+    runs = all_runs()
+    if not wanted:
+        return _used_last(what, [run for run in runs if has(run.path)])
+    path, named = Path(wanted).expanduser(), _named(wanted, runs)
+    if path.exists() and (not named or has(path)):
+        if named:
+            raise LocalError(
+                f"{wanted!r} may mean the run {named[0].run} or what is in {path.resolve()}: "
+                f"say {os.path.join(os.curdir, wanted)} or the run's id"
+            )
+        return (path,)
+    if not named and (os.sep in wanted or not wanted.strip(".")):
+        raise LocalError(f"there is no file or folder {path}")
+    found = find(wanted, runs)
+    if not any(has(run.path) for run in found):
+        raise LocalError(f"run {found[0].name or '?'} ({found[0].run}) has no {what} on this machine yet")
+    return tuple(run.path for run in found)
+
+
+def _used_last(what: str, runs: Sequence[FoundRun]) -> tuple[Path, ...]:
+    if not runs:
+        raise LocalError(f"no run on this machine has a {what}: `shoal runs` lists the runs")
+    newest = runs[0]
+    if others := [run for run in runs if run.run != newest.run]:
+        logger.warning(
+            "this is run %s (%s), which was used last; there is also %s", newest.name, newest.run, _listed(others)
+        )
+    return tuple(run.path for run in runs if run.run == newest.run)
+
+
+def _named(wanted: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
+    """The runs of this id, or else of this name."""
+    return [run for run in runs if wanted and run.run == wanted] or [
+        run for run in runs if wanted and run.name == wanted
+    ]
+
+
+def _listed(runs: Sequence[FoundRun]) -> str:
+    each = list({run.run: f"{run.name} ({run.run}, step {run.step})" for run in runs}.values())
+    return ", ".join(each[:_NAMED_MAX]) + (f" and {len(each) - _NAMED_MAX} more" if each[_NAMED_MAX:] else "")
 
 
 def find_hosted(wanted: str, state_dir: Path | None) -> tuple[RunFolder, RunSpec]:
@@ -78,11 +142,7 @@ def find_hosted(wanted: str, state_dir: Path | None) -> tuple[RunFolder, RunSpec
 
     Raises: LocalError: there is none such, or others host it.
     """
-    runs = all_runs()
-    if state_dir is not None:
-        up = _running()
-        runs = [_look_at(run, up) for run in runs_in(state_dir)]
-    found = find(wanted, runs)
+    found = find(wanted, all_runs() if state_dir is None else _runs_at(state_dir.resolve(), _running()))
     hosted = [run for run in found if run.role == "host"]
     if not hosted:
         raise LocalError(
@@ -180,8 +240,22 @@ def _remove_texts(digests: set[str]) -> int:
 # --- looking ---
 
 
-def _peer_folders(root: Path) -> list[Path]:
-    return [*sorted((root / "hosts").glob("*")), *sorted((root / "runs").glob("*/*")), *places.folders_elsewhere()]
+def _in_order(runs: list[FoundRun]) -> list[FoundRun]:
+    return sorted(runs, key=lambda run: (-run.used_s, run.folder, run.run))
+
+
+def _runs_at(folder: Path, up: set[tuple[str, str]]) -> list[FoundRun]:
+    """The runs in the folder of a peer or of a demo; the one run, if `folder` is that of a run in the folder of a peer.
+
+    Args: up: `_running` gives it.
+    """
+    try:
+        if folder.parent == places.state_root() / "demo" or (folder / "peers").is_dir():
+            return [_look_at_demo(folder)] if folder.is_dir() else []
+        run = [RunFolder(folder.parent, folder.name)] if is_run_id(folder.name) and folder.is_dir() else []
+        return [_look_at(run, up) for run in run or runs_in(folder)]
+    except OSError as error:
+        raise LocalError(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
 
 
 def _running() -> set[tuple[str, str]]:

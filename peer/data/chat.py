@@ -37,6 +37,8 @@ TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 ASSISTANT: Final = "assistant"
+_QUESTION: Final = "How do fish sleep?"
+_ANSWER: Final = "With open eyes."
 
 Spans = tuple[tuple[int, int], ...]
 """Places in a text, [begin, end) in characters each."""
@@ -150,6 +152,15 @@ class ChatTemplate:
         except Exception as error:  # a template is a program, and raises what it likes
             raise Unusable(f"{self._name} cannot write this: {_first_line(error)}") from error
         return "".join(self._written), tuple(self._answers)
+
+    def question(self, asked: str) -> str:
+        """What a user asks, up to where the answer begins. Raises: DataError: the template refuses it."""
+        return self._render([{"role": "user", "content": asked}], answers=True)[0]
+
+    def end_of_turn(self) -> str:
+        """What stands behind an answer, without blanks; empty if nothing does. Raises: as `question`."""
+        said = [{"role": "user", "content": _QUESTION}, {"role": ASSISTANT, "content": _ANSWER}]
+        return self._render(said)[0].partition(_ANSWER)[2].strip()
 
     def _mark(self, answer: str) -> str:
         """Told of each answer that the template marks, before it is written."""

@@ -14,6 +14,7 @@ from shoal.deploy.cli import app
 from shoal.deploy.record.html_page import POINTS_MAX, csv_of, render_page
 from shoal.deploy.record.lines import Line, NoteLine, PeerLine, StartLine, encode_line
 from shoal.deploy.record.reading import record_of
+from shoal.deploy.state.run_folder import RunFolder, Standing
 from shoal.protocol.identity import PeerID
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -89,9 +90,13 @@ def test_a_long_run_is_drawn_with_fewer_points_and_its_csv_has_all() -> None:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
-    for folder, name, run in (("hosts/notes", "notes", "0123456789abcdef"), ("runs/ab12/peer-1", "tales", "ab12cd")):
+    for folder, name, run in (
+        ("hosts/notes", "notes", "0123456789abcdef"),
+        ("runs/ab12/peer-1", "tales", "ab12cd0123456789"),
+    ):
         place = tmp_path / "state" / "shoal" / folder / run
         place.mkdir(parents=True)
+        RunFolder(place.parent, run).keep_standing(Standing(name=name, role="host", steps=100, used_s=1.0))
         (place / "record.jsonl").write_bytes(text_of(lines(name, run)))
     return tmp_path
 
@@ -104,6 +109,7 @@ def invoke(*arguments: str) -> Any:
     "wanted", ["notes", "0123", "state/shoal/hosts/notes", "state/shoal/hosts/notes/0123456789abcdef"]
 )
 def test_a_run_is_found_by_its_name_its_identifier_and_its_folder(home: Path, wanted: str) -> None:
+    (home / "notes").mkdir()  # the text that the run reads, as in the README
     said = invoke(wanted, "--csv", "notes.csv")
     assert said.exit_code == 0, said.output
     assert "<title>notes</title>" in (home / "shoal-notes.html").read_text()
@@ -114,7 +120,7 @@ def test_a_run_is_found_by_its_name_its_identifier_and_its_folder(home: Path, wa
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nobody"], "there is no record of a run 'nobody': there are"),
+        (["nobody"], "no run 'nobody' is on this machine: `shoal runs` lists them"),
         (["notes", "-o", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
         (["."], "there is no record.jsonl in ."),
     ],
@@ -137,12 +143,12 @@ def test_a_run_without_a_step_says_so(home: Path) -> None:
 
 
 def test_two_runs_that_begin_alike_are_told_apart_by_more(home: Path) -> None:
-    place = home / "state" / "shoal" / "hosts" / "other" / "01239999"
+    place = home / "state" / "shoal" / "hosts" / "other" / "0123999999999999"
     place.mkdir(parents=True)
-    (place / "record.jsonl").write_bytes(text_of(lines("other", "01239999")))
+    (place / "record.jsonl").write_bytes(text_of(lines("other", "0123999999999999")))
     said = invoke("0123")
     assert said.exit_code == 2
-    assert "may be" in said.output
+    assert "may mean" in said.output
 
 
 @pytest.fixture(scope="module")

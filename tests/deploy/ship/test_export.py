@@ -213,7 +213,7 @@ def test_the_command_says_what_it_has_written(tmp_path: Path) -> None:
 # --- which snapshot ---
 
 
-def newest(where: Path | None) -> FoundSnapshot:
+def newest(where: Path) -> FoundSnapshot:
     return find_snapshots(where)[0]
 
 
@@ -235,17 +235,16 @@ def test_a_snapshot_is_named_by_its_own_folder_too_also_when_a_person_has_rename
     assert newest(first.rename(tmp_path / "peer" / "the good one")).version == 1
 
 
-def test_without_a_name_it_is_the_run_that_was_written_to_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with pytest.raises(LocalError, match="no snapshot in"):
-        find_snapshots()
+def test_of_several_runs_in_a_folder_it_is_the_one_that_was_written_to_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = RunSpec(model=DENSE, swarm=SwarmSpec(stages=2))
+    layers = {key: state(DENSE, key, 1) for key in KEYS}
     for age, (name, version) in enumerate((("b", 3), ("a", 9))):
-        spec = RunSpec(model=DENSE, swarm=SwarmSpec(stages=2))
-        layers = {key: state(DENSE, key, 1) for key in KEYS}
-        folder = tmp_path / "shoal" / "runs" / name
-        path = write_snapshot(LiveDisk(folder), ROOT, run=name, version=version, layers=layers, spec=spec)
-        os.utime(folder / path / "manifest.json", (1000 - age, 1000 - age))
-    assert (newest(None).run, newest(None).version) == ("b", 3)
+        path = write_snapshot(LiveDisk(tmp_path / name), ROOT, run=name, version=version, layers=layers, spec=spec)
+        os.utime(tmp_path / name / path / "manifest.json", (1000 - age, 1000 - age))
+    assert (newest(tmp_path).run, newest(tmp_path).version) == ("b", 3)
+    assert f"this is run {spec.name} (b), which was written to last; {tmp_path} has also {spec.name} (a)" in caplog.text
 
 
 def test_layers_that_are_nowhere_are_named(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What a person sees of a snapshot that writes."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from typer.testing import CliRunner
 from shoal.deploy import cli
 from shoal.deploy.ship import generate as writing
 from shoal.deploy.ship.generate import fit_for_terminal
-from shoal.deploy.ship.loaded_model import load_model
+from shoal.deploy.ship.loaded_model import LoadedModel, load_model
 from shoal.peer.data.tokenizer import FileTokenizer, train_bpe
 from shoal.peer.model.generate import Sampler, generate
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.pipeline.state import LayerState
 from shoal.peer.snapshot import write_snapshot
+from shoal.protocol.errors import LocalError
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.spec import DataSpec, ModelSpec, RunSpec, SwarmSpec
 
@@ -94,6 +97,87 @@ def test_a_text_ends_where_the_model_ends_it(tmp_path: Path) -> None:
     assert len(list(writing.write(loaded, "", 3, Sampler(seed=1)))) <= 3  # begins a document of its own
 
 
+class Saying:
+    """Chooses these tokens, one after the other."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = iter(tokens)
+
+    def choose(self, logits_V: torch.Tensor) -> int:
+        return next(self._tokens)
+
+
+TURNS = (
+    "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def chat_folder(folder: Path) -> tuple[Path, FileTokenizer]:
+    """A vocabulary as Llama 3 has one: a turn ends with another token than a text."""
+    vocabulary = json.loads(train_bpe(TEXTS, 286))
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    for number, content in enumerate(("<|turn|>", "<|eot_id|>", "<|stop|>", "<|other|>")):
+        vocabulary["added_tokens"].append({"id": 286 + number, "content": content, **special})
+        vocabulary["model"]["vocab"][content] = 286 + number
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (folder / "chat_template.jinja").write_text(TURNS)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder / "tokenizer.json", FileTokenizer((folder / "tokenizer.json").read_bytes(), name="chat")
+
+
+def test_a_model_that_has_learnt_chats_is_asked_as_its_template_does_and_stops_where_its_turn_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tokenizer = chat_folder(tmp_path / "model")
+    write(tmp_path / "peer", BPE_MODEL, DataSpec(tokenizer=str(path), format="chat"))
+    loaded = load_model(tmp_path / "peer", device=torch.device("cpu"))
+    asked: list[str] = []
+
+    def stream(self: object, prompt: list[int], sampler: Saying) -> Iterator[int]:
+        asked.append(tokenizer.decode(prompt))
+        while True:
+            yield sampler.choose(torch.empty(0))
+
+    monkeypatch.setattr(LoadedModel, "stream", stream)
+    answer = [*tokenizer.encode(["fish"])[0].tolist(), *tokenizer.encode(["<|eot_id|> more"], special=True)[0].tolist()]
+    manner = writing.manner_of(loaded, chat=None)
+    assert "".join(writing.write(loaded, "the", 50, Saying(answer), manner)) == "fish"  # type: ignore[arg-type]
+    assert asked == ["<|turn|>user\nthe<|eot_id|><|turn|>assistant\n"]
+    raw = writing.manner_of(loaded, chat=False)
+    assert "".join(writing.write(loaded, "the", 50, Saying(answer), raw)) == "fish"  # type: ignore[arg-type]
+    assert asked[1] == "the"
+    with pytest.raises(LocalError, match="say what to ask it with --prompt"):
+        writing.write(loaded, "", 5, Sampler(seed=1), manner)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("config.json", {"eos_token_id": 288}),
+        ("generation_config.json", {"eos_token_id": [289, 288]}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<|stop|>"}}),
+    ],
+)
+def test_a_text_ends_at_the_tokens_that_the_models_files_name(tmp_path: Path, name: str, says: dict[str, Any]) -> None:
+    path, tokenizer = chat_folder(tmp_path / "model")
+    (path.parent / name).write_text(json.dumps(says))
+    write(tmp_path / "peer", BPE_MODEL, DataSpec(tokenizer=str(path)))
+    loaded = load_model(tmp_path / "peer", device=torch.device("cpu"))
+    said = [*tokenizer.encode(["fish"])[0].tolist(), 288]
+    assert "".join(writing.write(loaded, "the ", len(said) + 5, Saying(said))) == "fish"  # type: ignore[arg-type]
+
+
+def test_bytes_end_a_turn_letter_by_letter(tmp_path: Path) -> None:
+    write(tmp_path, MODEL, DataSpec(format="chat"))
+    loaded = load_model(tmp_path, device=torch.device("cpu"))
+    said = Saying(list(b"a <|im_fish<|im_end|>more"))
+    assert "".join(writing.write(loaded, "the ", 50, said)) == "a <|im_fish"  # type: ignore[arg-type]
+    cut = Saying(list(b"fish <|im"))
+    assert "".join(writing.write(loaded, "the ", 9, cut)) == "fish <|im"  # type: ignore[arg-type]
+
+
 def test_a_terminal_gets_no_commands_from_a_model() -> None:
     assert fit_for_terminal("a\x1b[2J\tü\r\n\x07€") == "a?[2J\tü?\n?€"
 
@@ -101,7 +185,7 @@ def test_a_terminal_gets_no_commands_from_a_model() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("/nowhere",), "there is no snapshot in /nowhere"),
+        (("/nowhere",), "there is no file or folder /nowhere"),
         (("SNAPSHOT", "--top-p", 0), "top-p must be in"),
         (("SNAPSHOT", "--device", "gpu7"), "shoal computes on cpu"),
     ],

@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def write(folder: Path, spec: RunSpec, *, version: int = 7, run: str = "0099aabb") -> Path:
+def write(folder: Path, spec: RunSpec, *, version: int = 7, run: str = "0099aabb00112233") -> Path:
     layers = {}
     for key in all_layer_keys(spec.model):
         param_N = init_layer(spec.model, key, 1)
@@ -63,7 +63,7 @@ def test_a_run_from_scratch_says_its_run_steps_tokens_and_data(tmp_path: Path) -
     assert front["datasets"] == ["fish/chats"]
     assert "base_model" not in front
     assert "license" not in front
-    assert (facts["run"], facts["steps"], facts["steps_planned"]) == ("0099aabb", 7, 400)
+    assert (facts["run"], facts["steps"], facts["steps_planned"]) == ("0099aabb00112233", 7, 400)
     assert facts["tokens"] == 7 * spec.tokens_per_step
     assert [one["source"] for one in facts["sources"]] == ["notes", "hf:fish/chats"]
     assert [one["digest"] for one in facts["sources"]] == ["ab" * 32, "cd" * 32]
@@ -128,7 +128,7 @@ def test_the_licence_is_read_from_the_front_of_a_card(tmp_path: Path, front: str
 
 def test_contributors_are_those_in_the_record_on_this_machine(tmp_path: Path) -> None:
     for host, peers in (("a", "abc"), ("b", "a")):
-        folder = tmp_path / "state" / "shoal" / "hosts" / host / "0099aabb"
+        folder = tmp_path / "state" / "shoal" / "hosts" / host / "0099aabb00112233"
         folder.mkdir(parents=True)
         lines = [
             PeerLine(time=1.0, peer=PeerID(peer), name="volunteer", change=change)
@@ -142,14 +142,14 @@ def test_contributors_are_those_in_the_record_on_this_machine(tmp_path: Path) ->
 
 
 def test_scores_are_those_of_the_version_the_newest_of_each_name(tmp_path: Path) -> None:
-    keep_evaluation("0099aabb", 0, 6, [Score(name="validation", loss=9.0)])
+    keep_evaluation("0099aabb00112233", 0, 6, [Score(name="validation", loss=9.0)])
     keep_evaluation(
-        "0099aabb", 0, 7, [Score(name="validation", loss=3.0), Score(name="arc acc", value=0.5, stderr=0.01)]
+        "0099aabb00112233", 0, 7, [Score(name="validation", loss=3.0), Score(name="arc acc", value=0.5, stderr=0.01)]
     )
-    path = keep_evaluation("0099aabb", 0, 7, [Score(name="validation", loss=2.5)])
+    path = keep_evaluation("0099aabb00112233", 0, 7, [Score(name="validation", loss=2.5)])
     with path.open("ab") as file:
-        file.write(b'{"run": "0099aabb", "er')  # a crash
-    assert [score.loss for score in evaluations_of("0099aabb", 0, 7)] == [2.5, None]
+        file.write(b'{"run": "0099aabb00112233", "er')  # a crash
+    assert [score.loss for score in evaluations_of("0099aabb00112233", 0, 7)] == [2.5, None]
     _, card, facts = exported(tmp_path, RunSpec(model=MODEL))
     assert [one["name"] for one in facts["evaluations"]] == ["validation", "arc acc"]
     assert "| validation | 2.5 |" in card
