@@ -291,7 +291,8 @@ class Daemon:
         leftovers.remember(self._state_dir, p2p._child.pid, _socket_paths(p2p))
         self._p2p = p2p
         self.visible = tuple(p2p._visible_maddrs)
-        self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
+        if not self._announce:  # else nothing tells the port: `visible` has the announced ones
+            self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
         self._connection_limit = ConnectionLimit(self._listen)
         self._connection_limit.open()
         try:

@@ -445,6 +445,15 @@ run(main())
 """
 
 
+def test_an_announced_port_is_not_taken_for_the_one_that_the_system_chose(live_peer):
+    async def main():
+        a, _ = await live_peer("a", announce=("/ip4/127.0.0.1/tcp/4001",))
+        assert a.daemon.listening == ("/ip4/127.0.0.1/tcp/0",)
+        await a.close()
+
+    run(main())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="names that end with their process")
 def test_a_copy_of_a_peers_folder_starts_no_second_peer(tmp_path):
     """Neither while it runs nor from a copy that was made while it did not."""
