@@ -51,6 +51,7 @@ class Discovery:
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._advert: Advert | None = None
         self._renew_at_s = self._read_at_s = 0.0
+        self._has_posted = False
 
     def knows(self, peer: PeerID) -> bool:
         """Whether we have heard where `peer` is."""
@@ -80,10 +81,15 @@ class Discovery:
         return True
 
     async def advertise(self, advert: Advert) -> None:
-        """Post our own advert, and learn where the others are."""
-        await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
+        """Post our own advert, and learn where the others are. A renewal reads first: a copy of this peer that runs
+        elsewhere has posted under the same name, which ours then replaces (`Endpoint.is_displaced`)."""
+        is_renewal, self._has_posted = self._has_posted, True
+        if not is_renewal:
+            await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
         if self._clock.now_s() >= self._read_at_s:
             await self.meet()
+        if is_renewal:
+            await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
 
     async def publish(self, signed: SignedPlan) -> None:
         """Post that the chain is at our plan."""

@@ -55,6 +55,11 @@ EXCLUDED = (
     "more will be taken from this machine or given to it"
 )
 
+DISPLACED = (
+    "another process has been started as this peer, on another machine or in a container, from a copy of its state "
+    "folder: the others now hear that one alone, so this one stops; give each machine a state folder of its own"
+)
+
 logger = logging.getLogger(__name__)
 
 _CPU = ComputeDevice()
@@ -255,6 +260,8 @@ class Node:
                 self.peer.failure.result()
             if self.endpoint.members.excludes_us(self.peer_id):
                 raise LocalError(EXCLUDED)
+            if self.endpoint.is_displaced:
+                raise LocalError(DISPLACED)
             if self._newer is not None:
                 return self._newer
             if self._spec_keeper is not None and self.coordination.newest_revision > self.spec.revision:

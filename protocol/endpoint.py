@@ -10,7 +10,6 @@ asks for it, and the call, which nobody has handled, goes out again with it.
 """
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import Counter
@@ -85,7 +84,9 @@ class Endpoint:
         self.term = 0
         self.era = 0
         self.revision = 0
-        self._sequence = itertools.count(first_sequence)
+        self._next_sequence = first_sequence
+        self.is_displaced = False
+        """Whether a later process has spoken as this peer, from a copy of its key: others hear that one alone."""
         self._guard = ReplayGuard()
         self._knows_us: set[PeerID] = set()
         """Who has answered a call of ours, and so has seen our certificate."""
@@ -189,6 +190,9 @@ class Endpoint:
 
     def open_record(self, data: bytes, *, source: PeerID) -> tuple[PeerID, Any]:
         """Returns: (signer, record). Raises: RemoteError."""
+        envelope, _ = _opened_record(self.seals, self.run, data, source)
+        if envelope.sender == self.peer_id and envelope.sequence >= self._next_sequence:
+            self.is_displaced = True  # our own signature on what this process has not said
         return open_signed_record(self.seals, self.gate, self.run, data, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
@@ -199,12 +203,13 @@ class Endpoint:
         return message
 
     def _seal(self, domain: Any, message: msgspec.Struct, certificate: bytes = b"") -> bytes:
+        self._next_sequence += 1
         return self.seals.seal(
             self.identity,
             domain,
             run=self.run,
             term=self.term,
-            sequence=next(self._sequence),
+            sequence=self._next_sequence - 1,
             body=_ENCODER.encode(message),
             certificate=certificate,
         )
@@ -311,18 +316,18 @@ def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: 
 
     Raises: RemoteError.
     """
-    signer, certificate, record = _opened_record(seals, run, data, source)
-    gate.members.show(signer, certificate)
-    if not gate.may_sign(signer, type(record)):
+    envelope, record = _opened_record(seals, run, data, source)
+    gate.members.show(envelope.sender, envelope.certificate)
+    if not gate.may_sign(envelope.sender, type(record)):
         raise RemoteError(source, f"stored a {type(record).__name__} that is not its to store")
-    return signer, record
+    return envelope.sender, record
 
 
 @lru_cache(maxsize=_RECORDS_KEPT)
-def _opened_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[PeerID, bytes, Any]:
+def _opened_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[Envelope, Any]:
     """Most records are the same at the next reading, and immutable."""
     envelope = seals.unseal(data, "record", run=run, source=source, relayed=True)
-    return envelope.sender, envelope.certificate, _decode(_RECORDS, envelope.body, source)
+    return envelope, _decode(_RECORDS, envelope.body, source)
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[Any]", body: bytes, source: PeerID) -> Any:

@@ -12,7 +12,10 @@ import functools
 import itertools
 import logging
 import shutil
+import socket
+import struct
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -43,6 +46,8 @@ _START_TIMEOUT_S = 15.0
 _SETUP_TIMEOUT_S = 10.0
 """The daemon answers each setup in milliseconds. One that takes longer for all of them is replaced."""
 _LAST_BREATH_S = 1.0
+_NAME_PATIENCE_S = 2.0
+"""A peer that was killed a moment ago may still have its name: the kernel closes what it had open after its end."""
 _WITH_US = ("--pdeathsig", "KILL")
 _RELAY_LIMITS = {"relayDataLimit": 128 * 1024, "relayTimeLimit": "2m"}
 """What libp2p's own relay gives each connection by default. The daemon would carry 4 GiB for anybody, outside a
@@ -123,6 +128,7 @@ class Daemon:
         self._up = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._lock: IO[bytes] | None = None
+        self._name: socket.socket | None = None
         self._connection_limit = ConnectionLimit(())
         self.visible: tuple[Any, ...] = ()
         """Multiaddrs under which others may reach us, without `/p2p/…`."""
@@ -138,6 +144,7 @@ class Daemon:
         self._state_dir.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         try:
+            await self._take_name()
             await leftovers.clear(self._state_dir)
             self._identity_path().unlink(missing_ok=True)
             self._identity.save(self._identity_path())
@@ -228,12 +235,39 @@ class Daemon:
             ) from None
         self._lock = lock
 
+    async def _take_name(self) -> None:
+        """Keep a copy of this peer's state folder from running beside it: a folder's lock is not that of its copy.
+
+        The name is in Linux's abstract namespace, which all users of the machine share and which forgets a process that
+        ends. Raises: TransportError: it is taken.
+        """
+        if sys.platform != "linux":
+            return
+        name = f"\0shoal/{self._identity.peer_id}"
+        self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deadline_s = time.monotonic() + _NAME_PATIENCE_S
+        while True:
+            try:
+                self._name.bind(name)
+                self._name.listen()
+                return
+            except OSError:
+                if time.monotonic() >= deadline_s:
+                    raise TransportError(
+                        f"this peer runs on this machine already, {_holder(name)}, and {self._state_dir} is a copy of "
+                        "its state folder: stop that one first, or give this one another --state-dir"
+                    ) from None
+            await asyncio.sleep(0.1)
+
     def _release(self) -> None:
         leftovers.forget(self._state_dir)
         self._identity_path().unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        if self._name is not None:
+            self._name.close()
+            self._name = None
 
     async def _launch(self) -> None:
         await self._connection_limit.close()
@@ -257,7 +291,8 @@ class Daemon:
         leftovers.remember(self._state_dir, p2p._child.pid, _socket_paths(p2p))
         self._p2p = p2p
         self.visible = tuple(p2p._visible_maddrs)
-        self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
+        if not self._announce:  # else nothing tells the port: `visible` has the announced ones
+            self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
         self._connection_limit = ConnectionLimit(self._listen)
         self._connection_limit.open()
         try:
@@ -369,6 +404,15 @@ async def _set_up(p2p: Any, setups: Sequence[Setup]) -> None:
         raise TransportError(f"the network daemon did not answer for {_SETUP_TIMEOUT_S:g} s") from error
     except (P2PDaemonError, OSError, EOFError) as error:
         raise TransportError(f"the network daemon failed: {_last_words(error)}") from error
+
+
+def _holder(name: str) -> str:
+    """Say which process listens on an abstract socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        with suppress(OSError):
+            probe.connect(name)
+        process_id, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return f"as process {process_id}" if process_id else "in a process that is not shown here"
 
 
 def _fail_pending_calls(control: Any) -> None:

@@ -1,7 +1,8 @@
 """Removes what a killed peer leaves behind: a daemon in its last second, and socket files in the temporary folder.
 
-The names are written down while a daemon runs; the next start in the same state folder (whose lock it holds, so the
-former owner is gone) waits for that daemon and removes its files. Nothing else in the temporary folder is touched.
+The names are written down while a daemon runs; the next start in the same state folder waits for that daemon and
+removes its files. The folder may be a copy of another peer's, made while that ran: a daemon whose parent lives is never
+ended. Nothing else in the temporary folder is touched.
 """
 
 import asyncio
@@ -14,6 +15,10 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
+from shoal.protocol.errors import TransportError
+
 logger = logging.getLogger(__name__)
 
 _FILE = "p2pd.json"
@@ -24,7 +29,9 @@ _GRACE_S = 4.0
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
     """Write the names down for the next process in this folder. A full disk must not keep a daemon from coming back, so
     what a kill leaves then stays."""
-    record = json.dumps({"process_id": process_id, "sockets": [str(path) for path in sockets]})
+    record = json.dumps(
+        {"process_id": process_id, "parent": os.getpid(), "sockets": [str(path) for path in sockets]},
+    )
     try:
         (state_dir / _FILE).write_text(record)
     except OSError as error:
@@ -36,10 +43,14 @@ def forget(state_dir: Path) -> None:
 
 
 async def clear(state_dir: Path) -> None:
-    """Wait for (at last: end) the former daemon, and remove the socket files that nobody listens on."""
+    """Wait for (at last: end) the former daemon, and remove the socket files that nobody listens on.
+
+    Raises: TransportError: the daemon is that of a peer that runs.
+    """
     try:
         record = json.loads((state_dir / _FILE).read_text())
         process_id, sockets = int(record["process_id"]), [Path(path) for path in record["sockets"]]
+        parent = int(record["parent"])
     except (OSError, ValueError, KeyError, TypeError):
         return
     loop = asyncio.get_running_loop()
@@ -47,7 +58,12 @@ async def clear(state_dir: Path) -> None:
     while _is_daemon(process_id, sockets) and loop.time() < deadline_s:  # noqa: ASYNC110
         await asyncio.sleep(0.1)  # it is not our child, so nobody tells us when it ends
     if _is_daemon(process_id, sockets):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if psutil.Process(process_id).ppid() == parent:  # the kernel gives a daemon that is left another one
+                raise TransportError(
+                    f"the peer of which {state_dir} is a copy runs on this machine, as process {parent}: stop that "
+                    "one first, or give this one another --state-dir"
+                )
             os.kill(process_id, signal.SIGKILL)
     for path in (path for path in sockets if path.name.startswith("hivemind-p2p")):
         while _is_listened_on(path) and loop.time() < deadline_s:  # noqa: ASYNC110

@@ -7,7 +7,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import seal, unseal
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Claim, Done, Ping, ProbeChunk, ReducedChunk
+from shoal.protocol.messages import Claim, Done, Ping, PlanHead, ProbeChunk, ReducedChunk
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -142,5 +142,24 @@ def test_what_concerns_training_is_refused_from_who_trains_by_another_revision_a
         await asyncio.sleep(1.0)
         assert len(heard) == 2
         assert world.failures == []
+
+    run(main())
+
+
+def test_a_peer_that_a_later_start_speaks_for_is_displaced_and_the_later_one_is_not() -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.05))
+        a, b = world.add_peer("a"), world.add_peer("b")
+        first, later = (
+            Endpoint(a.identity, peer.transport, run="run", gate=OpenGate(), first_sequence=started)
+            for peer, started in ((a, 1_000_000), (b, 2_000_000))
+        )
+        head = PlanHead(term=1, sequence=1, digest="", coordinator=a.peer_id, addresses=())
+        for endpoint in (first, later):
+            endpoint.open_record(first.seal_record(head), source=a.peer_id)
+        assert (first.is_displaced, later.is_displaced) == (False, False)
+        for endpoint in (first, later):
+            endpoint.open_record(later.seal_record(head), source=a.peer_id)
+        assert (first.is_displaced, later.is_displaced) == (True, False)
 
     run(main())

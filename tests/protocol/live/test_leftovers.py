@@ -1,4 +1,5 @@
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.protocol.errors import TransportError
 from shoal.protocol.live import leftovers
 
 
@@ -80,7 +82,9 @@ def test_a_daemon_that_will_not_go_is_ended_and_another_process_of_its_number_is
     try:
         for process in (daemon, other):
             begun(process)
-            leftovers.remember(tmp_path, process.pid, [path])
+            with monkeypatch.context() as former:
+                former.setattr("os.getpid", gone_process)
+                leftovers.remember(tmp_path, process.pid, [path])
             began_s = time.monotonic()
             asyncio.run(leftovers.clear(tmp_path))
         assert time.monotonic() - began_s < 60
@@ -90,6 +94,21 @@ def test_a_daemon_that_will_not_go_is_ended_and_another_process_of_its_number_is
         for process in (daemon, other):
             process.kill()
             process.wait()
+
+
+def test_the_daemon_of_a_peer_that_runs_is_never_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, "_GRACE_S", 0.2)
+    path = tmp_path / "hivemind-p2pd-busy.sock"
+    daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", f"-listen=/unix{path}"])
+    try:
+        begun(daemon)
+        leftovers.remember(tmp_path, daemon.pid, [path])
+        with pytest.raises(TransportError, match=f"is a copy runs on this machine, as process {os.getpid()}"):
+            asyncio.run(leftovers.clear(tmp_path))
+        assert daemon.poll() is None
+    finally:
+        daemon.kill()
+        daemon.wait()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"process_id": "x", "sockets": []}', "\x00"])

@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from shoal.protocol.live.lane_count import LANES_FIRST
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Priority
+from shoal.protocol.sim.trust import everybody
 
 pytestmark = pytest.mark.process
 
@@ -441,6 +443,35 @@ async def main():
 
 run(main())
 """
+
+
+def test_an_announced_port_is_not_taken_for_the_one_that_the_system_chose(live_peer):
+    async def main():
+        a, _ = await live_peer("a", announce=("/ip4/127.0.0.1/tcp/4001",))
+        assert a.daemon.listening == ("/ip4/127.0.0.1/tcp/0",)
+        await a.close()
+
+    run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names that end with their process")
+def test_a_copy_of_a_peers_folder_starts_no_second_peer(tmp_path):
+    """Neither while it runs nor from a copy that was made while it did not."""
+
+    async def main():
+        identity = Identity.generate()
+        first = await LiveTransport.start(identity, members=everybody("run"), state_dir=tmp_path / "a", use_relay=False)
+        shutil.copytree(tmp_path / "a", tmp_path / "copy")
+        daemon = first.daemon.process_id
+        for name in ("copy", "older copy"):
+            with pytest.raises(TransportError, match=f"runs on this machine already, as process {os.getpid()}, and"):
+                await LiveTransport.start(identity, members=everybody("run"), state_dir=tmp_path / name)
+        assert (first.daemon.process_id, first.daemon.restarts) == (daemon, 0)
+        await first.close()
+        again = await LiveTransport.start(identity, members=everybody("run"), state_dir=tmp_path / "copy")
+        await again.close()
+
+    run(main())
 
 
 def test_a_killed_peer_starts_again_at_once_on_its_port_and_cleans_up(live_peer, tmp_path):
