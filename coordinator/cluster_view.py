@@ -266,10 +266,15 @@ class ClusterView:
         """The highest version committed anywhere in this era, as far as we know."""
         era = self.ledger.era
         beats = [seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat]
-        heard = max((beat.version for beat in beats if beat.era == era), default=0)
         kept = max((held.version for beat in beats for held in beat.holdings if held.era == era), default=0)
         inherited = self._inherited.version if self._inherited and self._inherited.era == era else 0
-        return max(self.ledger.version_max, heard, kept, inherited)
+        return max(self.ledger.version_max, self.version_said, kept, inherited)
+
+    @property
+    def version_said(self) -> int:
+        """The highest version of this era at which a peer says that it is, or that it left."""
+        beats = [seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat]
+        return max((beat.version for beat in beats if beat.era == self.ledger.era), default=0)
 
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
         """Whether nothing has been committed yet in the era of `live`.

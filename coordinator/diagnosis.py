@@ -33,7 +33,7 @@ def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
             return f"stage {index}: {_listed(found, roster)}"
     if not is_quorum({live.coordinator, *roster.alive(now_s)}, live.electors, owner):
         gone = sum(peer != live.coordinator and roster.is_gone(peer, now_s) for peer in live.members)
-        return f"half of the peers: {gone} of {len(live.members)} do not answer (`shoal recover` goes on without them)"
+        return f"half of the peers: {gone} of {len(live.members)} do not answer (the host can run `shoal recover`)"
     return ""
 
 

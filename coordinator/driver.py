@@ -472,7 +472,8 @@ class Coordination:
         if mine is not None:
             return mine
         if self._core.plan is None or coordinator in (source, self._endpoint.peer_id):
-            return Refusal(reason="there is no plan yet")
+            waits = f"waiting for peers: the run begins with {self._spec.swarm.min_peers}"
+            return Refusal(reason=self.turned_away or self.said or waits)
         try:
             return await self._endpoint.ask(coordinator, message, SwarmStatus, timeout_s=self._timeout_s)
         except ShoalError as error:

@@ -24,6 +24,8 @@ class Beginning:
     era: int
     version: int = 0
     from_era: int = 0
+    loses: bool = True
+    """Whether the run may have been further than `version`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,13 +34,21 @@ class PlanNotes:
             self._notes[-1] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
 
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
-        """Put another coordinator's notes from before our own first one in front, and what it has seen come of the
-        plans of our own beside them."""
+        """Put another coordinator's notes from before our own first one in front. Of the plans that both know, take
+        what it has seen come of them, and their age, if it has known them for longer."""
         notes = tuple(notes)
+        told_s = {
+            (note.term, note.sequence): now_s - max(0.0, note.seconds_ago)
+            for note in notes
+            if math.isfinite(note.seconds_ago)
+        }
         outcomes = {(note.term, note.sequence): note.outcome[:REASON_CHARS_MAX] for note in notes if note.outcome}
         self._notes = deque(
             (
-                (at_s, msgspec.structs.replace(note, outcome=outcomes.get((note.term, note.sequence), note.outcome)))
+                (
+                    min(at_s, told_s.get((note.term, note.sequence), at_s)),
+                    msgspec.structs.replace(note, outcome=outcomes.get((note.term, note.sequence), note.outcome)),
+                )
                 for at_s, note in self._notes
             ),
             maxlen=NOTES_MAX,

@@ -281,9 +281,11 @@ def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple
 
 
 def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:
-    """How often the run has gone back, with the era that `begins`: not where the layout before it has just ended."""
+    """How often the run has gone back, with the era that `begins`: not where the layout before it has just ended, nor
+    where everybody had stopped."""
     told = before.rollbacks if before else 0
-    return told if begins is None or (before and _ends_with(before, begins)) else told + 1
+    goes_back = begins is not None and begins.loses and not (before and _ends_with(before, begins))
+    return told + goes_back
 
 
 def _ends_with(before: Plan, begins: Beginning) -> bool:

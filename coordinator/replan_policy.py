@@ -214,6 +214,8 @@ class ReplanPolicy:
             within = disks_of(view.roster, now_s, among=layout)  # from others nobody could fetch a snapshot
             beginning = self._beginning(live, within)
             what = f"{group_name(live, lost[0])} has no holder left"
+            if beginning.version == view.version_max == view.version_said > 0:  # noted by the last one that left
+                what, beginning = "the run was stopped", replace(beginning, loses=False)
             # Where a part of the swarm trains on, an older snapshot at once is better than a newer one later.
             waits = beginning.version == 0 or not any(held)
             awaited = self._awaited(disks, beginning, now_s) if waits else ""
@@ -603,6 +605,8 @@ def _divided(live: Plan, version: int) -> str:
     before, after = len(live.stages), len(live.following)
     layers = ", ".join(f"{first}-{last}" for first, last in bounds_of(live.following))
     noun = "stage" if before == 1 else "stages"
+    if before == after:
+        return f"the boundaries of the {noun} moved at step {version}: layers {layers}"
     return f"{before} {noun} became {after} at step {version}: layers {layers}"
 
 
@@ -626,6 +630,7 @@ def _swarm(peers: tuple[MeasuredPeer, ...], unreachable: frozenset[Pair]) -> Swa
 def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Layout, str]:
     """`layout` as the beginning of a new era."""
     where = f"version {beginning.version}" if beginning.version else "the seed"
+    back = "back to" if beginning.loses else "goes on from"
     moves = "" if layout.reason == NO_MOVES else f", {layout.reason}"
-    layout = replace(layout, reason=f"{why}: back to {where}{moves}", beginning=beginning)
+    layout = replace(layout, reason=f"{why}: {back} {where}{moves}", beginning=beginning)
     return layout, layout.reason

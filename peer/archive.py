@@ -154,6 +154,12 @@ class Archive:
             self._noted = before  # the next step tries again
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
 
+    async def note_rest(self, era: int, version: int) -> None:
+        """We leave at `version`, which is saved: the run went no further, as far as we know."""
+        if self._disk is not None:
+            self._noted = (era, version)
+            await self._run_blocking(partial(self._note_saved, self._disk))
+
     def version_noted(self, era: int) -> int:
         """Which version `era` has reached at least, as far as this peer remembers; 0: it does not."""
         return self._noted[1] if era == self._noted[0] else 0

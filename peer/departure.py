@@ -183,6 +183,7 @@ class Departure:
             async with asyncio.timeout(max(_SAVE_S, until_s - self._clock.now_s())):
                 saved = await self._copies.save(tenure.group_id, state)
             if saved:
+                await self._archive.note_rest(self._endpoint.era, state.version)
                 keys = list(state.layers)
                 layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
                 self._say(f"saved {layers} at step {state.version}: the run can go on from there")

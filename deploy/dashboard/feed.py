@@ -190,6 +190,7 @@ class Feed:
         order = plan.term, plan.sequence
         if order in self._plans_told:
             self._take_outcome(plan)
+            self._take_age(plan, now_s)
             return
         self._plans_told.add(order)
         if self._plan is None or order > (self._plan.term, self._plan.sequence):
@@ -204,6 +205,17 @@ class Feed:
             coordinator=plan.coordinator,
         )
         self._add_change(change)
+
+    def _take_age(self, plan: Obeys | PlanNote, now_s: float) -> None:
+        """A peer that has just come obeys a plan now which the coordinator has known for long."""
+        if isinstance(plan, PlanNote):
+            at_s = now_s - plan.seconds_ago + self._wall_s
+            self._changes = [
+                msgspec.structs.replace(known, at_s=min(known.at_s, at_s))
+                if known.kind == "plan" and (known.term, known.sequence) == (plan.term, plan.sequence)
+                else known
+                for known in self._changes
+            ]
 
     def _take_outcome(self, plan: Obeys | PlanNote) -> None:
         """Add what came of a plan to its line, when it has a successor: before, it changes with every step."""

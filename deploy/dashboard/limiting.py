@@ -36,8 +36,12 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
         return LimitedBy(kind="place", text="no work yet: waiting for the coordinator's plan")
     if mine.stage is None:
         return LimitedBy(kind="place", text="no work yet: standing by, in case another peer leaves")
+    if any(peer.peer == mine.peer and peer.draining for peer in peers):
+        return LimitedBy(kind="place", text="leaving: the work in hand ends")
     if not mine.synced:
-        return LimitedBy(kind="state", text=f"fetching the state of stage {mine.stage} from other peers")
+        others = any(peer.peer != mine.peer for peer in peers)
+        source = "fetching the state of stage {} from other peers" if others else "getting the state of stage {} ready"
+        return LimitedBy(kind="state", text=source.format(mine.stage))
     caps = limits.caps if limits is not None else ()
     resting = next((cap for cap in caps if "device's time" in cap), "")
     if resting and mine.waiting > 0:

@@ -7,6 +7,7 @@ for each standstill with its end, and for each risk. Both are made of the same `
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -19,6 +20,9 @@ from shoal.deploy.terminal.lines import current_risks, expert_lines, status_line
 from shoal.deploy.terminal.panel import run_panel
 from shoal.deploy.terminal.screen import Screen
 from shoal.deploy.terminal.tables import tables
+
+RECOVERED_STEPS: Final = 3
+"""A run goes on once it has made so many steps without standing still: one alone may be followed by another wait."""
 
 
 class Presenter:
@@ -53,6 +57,8 @@ class Presenter:
         """(era, steps done) of the last step that has a line."""
         self._trouble = ""
         """What the run stands still for, as the last line about it says; empty: the run moves."""
+        self._stood_at = 0
+        """The step at which it was last seen to stand still."""
         self._risks: Sequence[str] = ()
 
     @property
@@ -137,11 +143,20 @@ class Presenter:
 
     def _tell_trouble(self, view: View) -> None:
         now = trouble(view)
-        if now and now != self._trouble:
-            self.say(f"{view.standstill}: {view.phase}")
-        elif self._trouble and not now:
+        if now:
+            self._stood_at = view.step
+            if now != self._trouble:
+                self.say(f"{view.standstill}: {view.phase}")
+        elif self._trouble and not _has_recovered(view, self._stood_at):
+            now = self._trouble
+        elif self._trouble:
             self.say("the run goes on")
         risks = current_risks(view)
         for risk in risks if risks != self._risks else ():
             self.say(risk)
         self._trouble, self._risks = now, risks
+
+
+def _has_recovered(view: View, stood_at: int) -> bool:
+    """Whether the run has made enough steps since it stood at step `stood_at`, so that the next slow one is news."""
+    return view.step >= min(stood_at + RECOVERED_STEPS, view.steps) or view.step < stood_at

@@ -114,7 +114,7 @@ def test_before_there_is_a_plan_there_is_no_status(run_swarm):
         await swarm.add("p0")
         other = await swarm.add("p1")
         await asyncio.sleep(2)
-        with pytest.raises(Refused, match="no plan yet"):
+        with pytest.raises(Refused, match="waiting for peers: 2 of 6 are here"):
             await other.port.spawn(other.coordination.ask_status())
 
     run_swarm(scenario, min_peers=6)

@@ -60,3 +60,11 @@ def test_a_coordinator_that_is_no_name_is_cut():
     notes = PlanNotes()
     notes.inherit([PlanNote(1, 1, 0.0, PeerID("a" * 9999), "")], 10.0)
     assert notes.tell(10.0)[0].coordinator == "a" * PEER_ID_CHARS_MAX
+
+
+def test_a_plan_is_as_old_as_the_one_says_that_has_known_it_for_longer(make_plan):
+    notes = obeying(make_plan, 4)
+    notes.inherit([PlanNote(1, 4, 300.0, PeerID("a"), "4")], 9.0)
+    assert [note.seconds_ago for note in notes.tell(9.0)] == [300.0]
+    notes.inherit([PlanNote(1, 4, 1.0, PeerID("a"), "4")], 9.0)
+    assert [note.seconds_ago for note in notes.tell(9.0)] == [300.0]

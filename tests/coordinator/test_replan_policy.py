@@ -6,7 +6,7 @@ import pytest
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import Workload
-from shoal.coordinator.replan_policy import NOTHING_TO_READ, TOLD_HEARTBEATS, ReplanPolicy
+from shoal.coordinator.replan_policy import NOTHING_TO_READ, TOLD_HEARTBEATS, ReplanPolicy, _divided
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import CommitReport, HandOver, Holding, Reset
 from shoal.protocol.plan import Mandate
@@ -307,3 +307,20 @@ def test_a_host_whose_memory_is_too_small_waits_and_says_for_how_much(make_adver
     assert reason.startswith("waiting for peers with 0.1 GB of memory in all: the model takes 0.1 GB while it trains")
     policy.view.hear("b", make_heartbeat("b", advert=small["b"]), 0.0)
     assert [stage.peers for stage in policy.first_plan(0.0)[0].stages] in ([("a",), ("b",)], [("b",), ("a",)])
+
+
+def test_who_reads_that_half_are_gone_is_told_who_can_help(make_plan, make_heartbeat):
+    """Only the run's owner can recover it, and everybody reads this sentence."""
+    policy = ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator())
+    live = make_plan([["a", "b"]], coordinator="a", fresh=False)
+    policy.obey(live.plan, 0.0)
+    policy.begin_term(live.plan, 0.0, continuing=False, silent=None)
+    policy.view.hear("a", make_heartbeat("a", stage=0, version=5, synced=True), 0.0)
+    policy.view.roster.lose("b", dead=True)
+    said = policy.view.status(live.plan, 1.0, owner="c").waits_for
+    assert said == "half of the peers: 1 of 2 do not answer (the host can run `shoal recover`)"
+
+
+def test_stages_whose_number_stays_have_moved_boundaries(make_live):
+    plan = msgspec.structs.replace(make_live().plan, following=make_live().plan.stages)
+    assert _divided(plan, 29) == "the boundaries of the stages moved at step 29: layers 0-2, 2-4, 4-6"

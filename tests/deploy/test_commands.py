@@ -21,9 +21,12 @@ from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.doctor.diagnosis import Diagnosis
 from shoal.deploy.doctor.problem import Problem
 from shoal.deploy.state import places
+from shoal.deploy.visitor import status_client
+from shoal.deploy.visitor.status_client import StillWaiting
 from shoal.protocol.errors import LocalError, RunNotFound
 from shoal.protocol.identity import Identity
-from shoal.protocol.invite import make_invite
+from shoal.protocol.invite import Invite, make_invite
+from shoal.protocol.messages import SwarmStatus
 
 OWNER = Identity(bytes(32)).peer_id
 INVITE = make_invite("0123456789abcdef", OWNER, [f"/ip4/127.0.0.1/tcp/9/p2p/{OWNER}"])
@@ -311,3 +314,20 @@ def test_where_to_listen() -> None:
     assert listen_addresses(":4001") == ("/ip4/0.0.0.0/tcp/4001",)
     assert listen_addresses("[::1]:0") == ("/ip6/::1/tcp/0",)
     assert listen_addresses("/ip4/127.0.0.1/tcp/0") == ("/ip4/127.0.0.1/tcp/0",)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_the_status_of_a_run_that_waits_is_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    async def ask(invite: Invite) -> SwarmStatus:
+        raise StillWaiting(f"run {invite.run} is up: waiting for peers: 1 of 2 are here")
+
+    monkeypatch.setattr(status_client, "ask_swarm", ask)
+    result = CliRunner().invoke(cli.app, ["status", INVITE, *flags])
+    assert result.exit_code == 0, result.output
+    said = "run 0123456789abcdef is up: waiting for peers: 1 of 2 are here"
+    if flags:
+        assert json.loads(result.output) == {"run": "0123456789abcdef", "waits_for": said}
+    else:
+        assert result.output == f"{said}\n"

@@ -121,7 +121,7 @@ def test_a_swarm_that_is_told_to_stop_goes_on_at_the_step_that_it_had(
     steps = 2 * STEPS if is_slow else STEPS
     spec = with_training(spec, s_max=s_max, synchronous_steps=0, steps=steps)
 
-    async def main() -> tuple[Run, int, int]:
+    async def main() -> tuple[Run, int, int, str, int]:
         all_ = Run(spec, device_flop_per_s=4e6 if is_slow else 2e7)
         all_.launch()
         await all_.until_step(5)
@@ -129,12 +129,17 @@ def test_a_swarm_that_is_told_to_stop_goes_on_at_the_step_that_it_had(
         had = await all_.stop(names, apart_s=apart_s, within_s=within_s)
         await asyncio.sleep(100.0)
         went_on = await all_.begin_again()
+        plans = [node.coordination.plan.plan for node in all_.swarm.nodes.values() if node.coordination.plan]
+        first = max(plans, key=lambda plan: plan.order)
         await all_.swarm.end()
-        return all_, had, went_on
+        return all_, had, went_on, first.reason, first.rollbacks
 
-    all_, had, went_on = run(main())
+    all_, had, went_on, reason, rollbacks = run(main())
     assert steps > went_on >= had >= 5
     assert all_.swarm.world.failures == []
+    assert rollbacks == 0, "nothing was lost"
+    if not is_slow:
+        assert reason == f"the run was stopped: goes on from version {went_on}"
     if s_max == 0:
         single = [step.loss for step in train(spec, all_.corpus, steps=steps)]
         told = all_.swarm.steps  # but for what was committed while the coordinator itself left

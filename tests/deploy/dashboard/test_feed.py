@@ -1,5 +1,6 @@
 """What a page knows after what a peer has said."""
 
+import msgspec
 import pytest
 
 import record_lines
@@ -309,3 +310,12 @@ def test_what_a_peer_says_is_printable_and_short(feed, make_status, make_peer, i
         assert text.isprintable()
         assert len(text) <= TEXT_CHARS_MAX
     assert "img" in view.changes[0].text, "what is left is text: escaping is for who shows it"
+
+
+def test_a_plan_is_no_younger_because_this_peer_has_just_come(feed, two_peers, id_of):
+    feed.take(Obeys(term=1, sequence=9, coordinator=id_of("a"), reason="x", peers=2), 100.0)
+    note = PlanNote(1, 9, 300.0, id_of("a"), "x")
+    feed.take(Status(status=msgspec.structs.replace(two_peers.status, plan_sequence=9, plans=(note,))), 105.0)
+    view = feed.view(105.0)
+    (change,) = (change for change in view.changes if change.kind == "plan")
+    assert view.now_s - change.at_s == 300.0

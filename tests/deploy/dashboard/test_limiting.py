@@ -37,6 +37,15 @@ def test_the_first_reason_that_holds_is_said(says, kind, text, make_contribution
     assert text in found.text
 
 
+def test_who_is_alone_fetches_from_nobody_and_who_leaves_fetches_nothing(make_contribution, make_peer):
+    mine = make_contribution(synced=False)
+    alone = make_peer("a", 0)
+    alone = msgspec.structs.replace(alone, peer=mine.peer)
+    assert limited_by(mine, [alone], num_stages=1).text == "getting the state of stage 0 ready"
+    leaving = msgspec.structs.replace(alone, draining=True)
+    assert limited_by(mine, [leaving], num_stages=1).text == "leaving: the work in hand ends"
+
+
 def test_before_the_first_plan_nobody_is_a_spare(make_contribution):
     assert "waiting for the coordinator's plan" in limited_by(make_contribution(stage=None), (), num_stages=0).text
 

@@ -116,8 +116,12 @@ def test_a_standstill_is_told_once_with_its_cause_and_when_it_is_over(output: Pe
         waits_for = f"stage 1: its only holder, bob, is paused, for {seconds} s"
         output.say(Status(status=status(7, stands_s=seconds + 1.0, waits_for=waits_for)))
     output.say(Status(status=status(7, stands_s=41.0, waits_for="stage 1: its only holder, bob, is leaving")))
-    output.say(Status(status=status(8)))
-    output.say(Status(status=status(9)))
+    for step in (8, 9):  # steps come, and each is late
+        output.say(Status(status=status(step)))
+        waits_for = "stage 1: its only holder, bob, is leaving"
+        output.say(Status(status=status(step, stands_s=6.0, waits_for=waits_for)))
+    for step in range(10, 20):
+        output.say(Status(status=status(step)))
     assert [line for line in said.getvalue().splitlines() if not line.startswith("step")] == [
         "no step for 11 s: waiting for stage 1: its only holder, bob, is paused, for 10 s",
         "no step for 41 s: waiting for stage 1: its only holder, bob, is leaving",
