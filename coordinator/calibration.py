@@ -59,8 +59,6 @@ CHANGED = 1.25
 UNSEEN_ERROR = 0.3
 """The least `forecast_error` from the moment when a search's layout goes live until its pace has been seen. Figures of
 devices and links are a few seconds old at that time. With this error a further change has to promise 63 % more."""
-UNLIKE = 1.25
-"""Today's figure is told beside the plan's if they are further apart."""
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
 """What was seen is remembered of so many numbers of stages, those that the run had last."""
@@ -312,28 +310,24 @@ class Calibration:
         if foreseen is None:
             return None
         believed = today or foreseen
+        now_tokens_per_s = self._synchronous_share * believed.tokens_per_s
         return Comparison(
             foreseen_tokens_per_s=foreseen.tokens_per_s,
-            sentence=self._sentence(foreseen, today),
+            sentence=self._sentence(now_tokens_per_s, believed),
             seen_tokens_per_s=self._shown_tokens_per_s,
             steps=self._seen[1],
-            today_tokens_per_s=today.tokens_per_s if today is not None else 0.0,
+            today_tokens_per_s=now_tokens_per_s,
             bound=believed.bound,
             stage=believed.stage,
         )
 
-    def _sentence(self, foreseen: Foreseen, today: Foreseen | None) -> str:
-        rate, num_steps = self._shown_tokens_per_s, self._seen[1]
-        parts = [f"foreseen {foreseen.tokens_per_s:,.0f} tokens/s"]
-        if today is not None and _apart(today.tokens_per_s, foreseen.tokens_per_s) >= UNLIKE:
-            parts.append(f"{today.tokens_per_s:,.0f} with what is measured now")
+    def _sentence(self, foreseen_tokens_per_s: float, believed: Foreseen) -> str:
+        """One figure to hold beside what is seen, and one reason why it is no higher."""
+        seen = f", seen {self._shown_tokens_per_s:,.0f} over {self._seen[1]} steps" if self._seen[1] else ""
+        reason = _WORDS[believed.bound].format(believed.stage)
         if self._synchronous_share < 1.0:
-            slow = self._synchronous_share * (today or foreseen).tokens_per_s
-            parts.append(f"{slow:,.0f} in the first {self._synchronous_steps} steps, ahead of which nothing runs")
-        if num_steps:
-            parts.append(f"seen {rate:,.0f} over {num_steps} steps")
-        believed = today or foreseen
-        return f"{', '.join(parts)}; {_WORDS[believed.bound].format(believed.stage)}"
+            reason = f"nothing runs ahead in the first {self._synchronous_steps} steps"
+        return f"foreseen {foreseen_tokens_per_s:,.0f} tokens/s{seen}; {reason}"
 
 
 def _peers(places: Places) -> frozenset[PeerID]:

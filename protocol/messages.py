@@ -486,14 +486,15 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """How fast the live layout should be, and how fast it is."""
 
     foreseen_tokens_per_s: float
-    """The plan's figure."""
+    """The figure of the plan when it was made."""
     sentence: str
     seen_tokens_per_s: float = 0.0
     """The median of late, standstills left out; 0: there are too few steps yet."""
     steps: int = 0
     """The steps behind `seen_tokens_per_s`."""
     today_tokens_per_s: float = 0.0
-    """What would be foreseen with the figures of today; 0: this is not known."""
+    """What is foreseen now, the figure of `sentence`: with the figures of today, and of synchronous steps while these
+    last."""
     bound: str = ""
     """What keeps the layout from being faster (`protocol.plan.Bound`), with the figures of today."""
     stage: int = 0

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ DEFAULT_FLOP_PER_S = 45e12
 """The speed of a device whose file says nothing: a V100 in fp16, as in the DT-FM paper's measurements."""
 DEFAULT_MEMORY_BYTES = 16e9
 _UNREAD_SHOWN = 12
-"""So many fields that are not read are named; of the others the number."""
+"""The number of fields that are not read and are named; of the others the number alone is said."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -130,11 +130,11 @@ def make_topology(
     )
 
 
-def load_topology(path: Path) -> tuple[Topology, "NetworkFile", tuple[str, ...]]:
+def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
     """Read a JSON object with `latency_ms` or `latency_s`, and `bandwidth_gbps` or `bandwidth_bits_per_s`, square
     matrices, row = from; optional: `device_regions`, `devices` (one `DeviceEntry` each), `unreachable` and `workload`.
 
-    Returns: the swarm, the file, and sentences about what is not read of it and what is assumed beside it.
+    Returns: the swarm, and the file with what is to be said of it.
     Raises: LocalError, in one line: no such file, not JSON (NaN is not), a field that is misspelt, not square, a number
     that cannot be, a device that nobody reaches.
     """
@@ -152,7 +152,7 @@ def load_topology(path: Path) -> tuple[Topology, "NetworkFile", tuple[str, ...]]
     if flaw:
         raise LocalError(f"{path} is not a network: {flaw}")
     try:
-        return file.topology(), file, _notes(found, file)
+        return file.topology(), ReadNetwork(file, _notes(found, file))
     except LocalError as error:
         raise LocalError(f"{path} is not a network: {error}") from error
 
@@ -283,6 +283,14 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
         )
         check_everybody_is_reached(topology)
         return topology
+
+
+class ReadNetwork(NamedTuple):
+    """A network file, once it is read."""
+
+    file: NetworkFile
+    notes: tuple[str, ...]
+    """What is not read of it, and what is assumed beside it: a sentence each."""
 
 
 def close_paths(

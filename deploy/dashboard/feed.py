@@ -329,7 +329,9 @@ class Feed:
             tokens_per_s=tokens_per_s,
             foreseen=clean(comparison.sentence, TEXT_CHARS_MAX) if comparison else "",
             formats=clean(status.formats.sentence, TEXT_CHARS_MAX) if status and status.formats else "",
-            foreseen_tokens_per_s=comparison.foreseen_tokens_per_s if comparison else None,
+            foreseen_tokens_per_s=(comparison.today_tokens_per_s or comparison.foreseen_tokens_per_s)
+            if comparison
+            else None,
             seen_tokens_per_s=(comparison.seen_tokens_per_s or None) if comparison else None,
             staleness_steps_mean=staleness_steps,
             now_s=now_s + self._wall_s,

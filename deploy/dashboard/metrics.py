@@ -31,7 +31,7 @@ def _run(view: View) -> Iterator[str]:
         ("shoal_loss", "Training loss of the newest step, nats a token.", view.loss),
         ("shoal_validation_loss", "The newest validation's loss, nats a token.", view.validation_loss),
         ("shoal_tokens_per_second", "The swarm's, over the last minute, standstills included.", view.tokens_per_s),
-        ("shoal_foreseen_tokens_per_second", "What the live plan's layout should make.", view.foreseen_tokens_per_s),
+        ("shoal_foreseen_tokens_per_second", "What the live layout should make now.", view.foreseen_tokens_per_s),
         ("shoal_seen_tokens_per_second", "The layout's usual rate, standstills left out.", view.seen_tokens_per_s),
         ("shoal_staleness_steps", "Mean staleness of the newest step's gradients.", view.staleness_steps_mean),
         ("shoal_era", "How often the run has begun again, from a snapshot or with other stages.", view.era),

@@ -20,7 +20,7 @@ from shoal.protocol.spec import AdapterSpec, ModelSpec, OptimizerSpec, RunSpec, 
 from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.toml.defaults import fill_in
 from shoal.protocol.toml.toml_file import read_toml
-from shoal.protocol.topology import NetworkFile, Topology, WorkloadEntry, load_topology
+from shoal.protocol.topology import ReadNetwork, Topology, WorkloadEntry, load_topology
 
 SHIPPED = Path(__file__).parent / "scenarios"
 STEPS = 8
@@ -131,18 +131,26 @@ class Scenario:
     """`training.steps` is how far each strategy runs."""
     stages: int | None
     seconds: float | None
-    notes: tuple[str, ...] = ()
-    """What is not read of the network file, and what is assumed beside it: a sentence each."""
     watts: tuple[float | None, ...]
     """[N], what each device draws while it trains, where the file says it."""
-    paper: WorkloadEntry | None
-    """The constants of the DT-FM objective, where the network file has them."""
+    network: ReadNetwork | None
+    """The network file, if there is one."""
     trace: Path | None
     churn: ChurnSection | None
     expert_loads: tuple[float, ...] = ()
     """What part of the tokens wants each expert; empty: all alike, or none are placed."""
     strategies: tuple[Strategy, ...]
     """Empty: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
+
+    @property
+    def paper(self) -> WorkloadEntry | None:
+        """The constants of the DT-FM objective, where the network file has them."""
+        return self.network.file.workload if self.network is not None else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is not read of the network file, and what is assumed beside it: a sentence each."""
+        return self.network.notes if self.network is not None else ()
 
 
 def shipped_names() -> tuple[str, ...]:
@@ -185,12 +193,11 @@ def _fitted(tables: dict[str, Any]) -> dict[str, Any]:
 def load_scenario(path: Path) -> Scenario:
     """Raises: LocalError."""
     file = read_scenario(path)
-    network: NetworkFile | None = None
-    notes: tuple[str, ...] = ()
+    network: ReadNetwork | None = None
     watts = tuple(region.watts for region in file.network.region for _ in range(region.count))
     if file.network.file:
-        topology, network, notes = load_topology(path.parent / file.network.file)
-        watts = network.watts
+        topology, network = load_topology(path.parent / file.network.file)
+        watts = network.file.watts
     else:
         try:
             topology = topology_of(file.network)
@@ -216,9 +223,8 @@ def load_scenario(path: Path) -> Scenario:
         spec=spec,
         stages=file.stages,
         seconds=file.seconds,
-        notes=notes,
         watts=watts,
-        paper=network.workload if network is not None else None,
+        network=network,
         trace=trace,
         churn=file.churn,
         expert_loads=file.experts.loads if file.experts is not None else (),
@@ -227,7 +233,8 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def _of_network(path: Path) -> Scenario:
-    topology, file, notes = load_topology(path)
+    topology, network = load_topology(path)
+    file = network.file
     try:
         model, training = run_of_workload(file.workload)
         spec = _spec(path.stem, model, training, WireSpec())
@@ -242,9 +249,8 @@ def _of_network(path: Path) -> Scenario:
         spec=spec,
         stages=file.num_stages,
         seconds=None,
-        notes=notes,
         watts=file.watts,
-        paper=file.workload,
+        network=network,
         trace=None,
         churn=None,
         strategies=(),

@@ -143,7 +143,9 @@ def test_what_was_measured_since_is_told_and_not_learned(plan):
     run = Run(plan, foreseen=2 * USUAL, today=USUAL)
     run.steps(50)
     assert run.calibration.factor == pytest.approx(1.0)
-    assert "foreseen 200 tokens/s, 100 with what is measured now, seen 100" in run.calibration.comparison().sentence
+    told = run.calibration.comparison()
+    assert told.sentence.startswith("foreseen 100 tokens/s, seen 100 over "), "the plan's 200 is history"
+    assert (told.foreseen_tokens_per_s, told.today_tokens_per_s) == (200.0, 100.0)
 
 
 def test_the_factor_is_bounded_whatever_happens(plan):
@@ -320,7 +322,8 @@ def test_synchronous_steps_that_are_as_slow_as_foreseen_are_no_reason_for_a_sear
     assert beginning.calibration.factor == pytest.approx(1.0)
     told = beginning.calibration.comparison()
     assert told.seen_tokens_per_s == pytest.approx(USUAL / 2), "people are told what there is"
-    assert "50 in the first 40 steps, ahead of which nothing runs" in told.sentence
+    assert told.sentence == "foreseen 50 tokens/s, seen 50 over 7 steps; nothing runs ahead in the first 40 steps"
+    assert told.today_tokens_per_s == pytest.approx(USUAL / 2)
     beginning.steps(1, step_s=2 * STEP_S)
     assert not any(beginning.steps(60)), "nor are those after them, which are as quick as foreseen"
     assert beginning.calibration.factor == pytest.approx(1.0)

@@ -86,7 +86,7 @@ def test_a_quiet_run_comes_as_foreseen(watched: Watched) -> None:
     assert found is not None
     assert 0.8 < found.seen_tokens_per_s / found.foreseen_tokens_per_s < 1.2
     assert found.bound == "compute"
-    assert found.sentence.startswith(f"foreseen {found.foreseen_tokens_per_s:,.0f} tokens/s, seen ")
+    assert found.sentence.startswith(f"foreseen {found.today_tokens_per_s:,.0f} tokens/s, seen ")
     assert found.sentence == watched.before.plans[-1].outcome
 
 

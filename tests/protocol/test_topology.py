@@ -18,7 +18,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_a_file_is_read_in_si_units(tmp_path: Path) -> None:
     devices = [{"tflops": 80, "memory_gb": 24, "up_mbps": 40, "down_mbps": 100, "card": 7}, {"card": 7}]
-    topology, file, notes = load_topology(write(tmp_path, json.dumps(TWO | {"devices": devices, "title": "two"})))
+    topology, (file, notes) = load_topology(write(tmp_path, json.dumps(TWO | {"devices": devices, "title": "two"})))
     assert topology.latency_s.tolist() == [[0.0, 0.01], [0.02, 0.0]]
     assert topology.bytes_per_s.tolist() == [[0.0, 1.25e8], [2.5e8, 0.0]]
     assert (topology.flop_per_s[0], topology.memory_bytes[0], topology.up_bytes_per_s[0]) == (80e12, 24e9, 5e6)
@@ -35,7 +35,7 @@ def test_what_is_for_people_is_listed_and_what_belongs_to_devices_is_told(tmp_pa
     published = {"num_devices": 2, "device_model": "NVIDIA V100", "gpus_per_region": {"Ohio": 2}, "regions": ["Ohio"]}
     paper = {"gradient_gigabytes_per_stage": 0.65, "activation_gigabytes_per_replica": 0.47, "bits_per_byte": 8}
     more = {"names": ["a", "b"], "memory_gb": 24, "tflops": 80, "workload": paper, "device_regions": ["Ohio", "Ohio"]}
-    topology, _, notes = load_topology(write(tmp_path, json.dumps(TWO | published | more)))
+    topology, (_, notes) = load_topology(write(tmp_path, json.dumps(TWO | published | more)))
     assert topology.memory_bytes.tolist() == [16e9, 16e9]
     assert notes == (
         "not read at the top of the file: memory_gb, tflops; say it in each entry of devices",
@@ -43,7 +43,7 @@ def test_what_is_for_people_is_listed_and_what_belongs_to_devices_is_told(tmp_pa
         "the speed of every device is assumed: 45 TFLOP/s",
         "the memory of every device is assumed: 16 GB",
     )
-    _, _, notes = load_topology(write(tmp_path, json.dumps(TWO | {f"of-{n}": n for n in range(100)})))
+    _, (_, notes) = load_topology(write(tmp_path, json.dumps(TWO | {f"of-{n}": n for n in range(100)})))
     assert notes[0].endswith("of-11 and 88 more")
 
 
@@ -78,7 +78,7 @@ def test_devices_behind_routers_of_their_own_do_not_meet(tmp_path: Path) -> None
     inside = {"behind_nat": True}
     devices = [{"name": "open"}, inside, {**inside, "card": 7}, {**inside, "card": 7}, {"name": "bob"}]
     file = {"latency_ms": ones, "bandwidth_gbps": ones, "devices": devices, "unreachable": [["bob", "open"]]}
-    topology, _, _ = load_topology(write(tmp_path, json.dumps(file)))
+    topology, _ = load_topology(write(tmp_path, json.dumps(file)))
     apart = {(i, j) for i, j in np.argwhere(topology.bytes_per_s == 0.0).tolist() if i < j}
     assert apart == {(1, 2), (1, 3), (0, 4)}, "the two of one router meet, and whoever is behind none meets all"
     assert (topology.bytes_per_s == topology.bytes_per_s.T).all()

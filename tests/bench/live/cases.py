@@ -80,7 +80,7 @@ def scenario_of(name: str, title: str, topology: Topology, spec: RunSpec) -> Sce
         stages=None,
         seconds=None,
         watts=(None,) * topology.num_devices,
-        paper=None,
+        network=None,
         trace=None,
         churn=None,
         strategies=(),
