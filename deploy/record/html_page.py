@@ -13,7 +13,7 @@ from string import Template
 
 import msgspec
 
-from shoal.deploy.record.lines import PeerLine, PlanLine, StartLine, StepLine
+from shoal.deploy.record.lines import PlanLine, StartLine, StepLine
 from shoal.deploy.record.reading import Record
 from shoal.deploy.record.summary import Totals, amount, span, what_was_lost
 from shoal.deploy.record.writing import merged
@@ -182,27 +182,18 @@ def _real_changes(plans: Iterable[PlanLine]) -> list[PlanLine]:
 
 
 def _peers(record: Record) -> str:
-    by_peer: dict[str, list[PeerLine]] = {}
-    for line in record.peers:
-        by_peer.setdefault(line.peer, []).append(line)
-    end_s = max((line.time for line in (*record.steps, *record.peers)), default=0.0)
     rows = []
-    for peer, lines in by_peer.items():
-        stages = sorted({line.stage for line in lines if line.stage is not None})
-        where = ", ".join(map(str, stages)) or "spare"
-        present_s = _present_s(lines, end_s)
-        device = next((line.device for line in lines if line.device), "")
-        cells = (lines[-1].name, device, where, _date(lines[0].time), span(present_s))
-        rows.append(
-            f'<tr title="{html.escape(peer)}">{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>'
-        )
-    heads = "".join(f"<th>{head}</th>" for head in ("peer", "device", "stages", "came", "was seen for"))
+    for share in Totals(record).shares:
+        stages = sorted({line.stage for line in share.lines if line.stage is not None})
+        where = ", ".join(map(str, stages)) or "standing by"
+        device = next((line.device for line in share.lines if line.device), "")
+        came = _date(share.lines[0].time)
+        cells = (share.name, device, where, came, span(share.work_s), amount(share.tokens))
+        title = html.escape(share.lines[0].peer)
+        rows.append(f'<tr title="{title}">{"".join(f"<td>{html.escape(cell)}</td>" for cell in cells)}</tr>')
+    names = ("peer", "device", "stages", "came", "at work for", "tokens meanwhile")
+    heads = "".join(f"<th>{head}</th>" for head in names)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _present_s(lines: Sequence[PeerLine], end_s: float) -> float:
-    ends = [*(line.time for line in lines[1:]), end_s]
-    return sum(max(0.0, end - line.time) for line, end in zip(lines, ends, strict=True) if line.change != "left")
 
 
 def _facts(record: Record) -> str:

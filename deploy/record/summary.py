@@ -1,11 +1,13 @@
 """Sums up a run in figures and in words, from its record alone."""
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
-from shoal.deploy.record.lines import StepLine, ValidationLine
+from shoal.deploy.record.lines import PeerLine, StepLine, ValidationLine
 from shoal.deploy.record.reading import Record
 
 _AT_THE_END = 10
@@ -78,9 +80,9 @@ class Totals:
         return max((line.peers for line in self._steps), default=0)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The peers that took part, in the order in which they came."""
-        return tuple(dict.fromkeys(line.name for line in self._peers))
+    def shares(self) -> "tuple[Share, ...]":
+        """What each peer did, in the order in which they came."""
+        return shares(self._steps, self._peers)
 
     @property
     def redone(self) -> int:
@@ -104,6 +106,50 @@ class Totals:
     def duplicates(self) -> int:
         """How many microbatches were computed twice."""
         return sum(line.duplicates for line in self._steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one peer did, as far as the record tells."""
+
+    lines: Sequence[PeerLine]
+    """Its lines, of which there is one at least."""
+    work_s: float
+    """Seconds at a stage."""
+    tokens: int
+    """Tokens on which the run trained meanwhile: they passed the stage that the peer held, alone or with others."""
+
+    @property
+    def name(self) -> str:
+        return self.lines[-1].name
+
+
+def shares(steps: Sequence[StepLine], peers: Sequence[PeerLine]) -> tuple[Share, ...]:
+    """Args: steps: those that hold. peers: the lines about peers, in order."""
+    by_time = sorted(steps, key=lambda line: line.time)
+    times = [line.time for line in by_time]
+    tokens = [0, *accumulate(line.tokens for line in by_time)]
+    end_s = max([*times, *(line.time for line in peers)], default=0.0)
+    by_peer: dict[str, list[PeerLine]] = {}
+    for line in peers:
+        by_peer.setdefault(line.peer, []).append(line)
+    found = []
+    for lines in by_peer.values():
+        ends = [*(line.time for line in lines[1:]), end_s]
+        spans = [(line.time, end) for line, end in zip(lines, ends, strict=True) if line.stage is not None]
+        found.append(
+            Share(
+                lines=lines,
+                work_s=sum(max(0.0, end - begin) for begin, end in spans),
+                # A step belongs to the peers that were at work when it was done.
+                tokens=sum(
+                    tokens[bisect_right(times, end)] - tokens[bisect_right(times, begin)]
+                    for begin, end in spans
+                    if end > begin
+                ),
+            )
+        )
+    return tuple(found)
 
 
 def _losses(steps: Sequence[StepLine]) -> tuple[float, float] | None:
@@ -133,8 +179,8 @@ def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
         lines.append(
             f"  validation   {first.loss:.3f} at step {first.step:,}, {last.loss:.3f} at step {last.step:,}{better}"
         )
-    if found.names:
-        lines.append(f"  peers        {_named(found.names)}; {found.peers_max} at work at once, at most")
+    if found.shares:
+        lines.append(f"  peers        {_named(found.shares)}; {found.peers_max} at work at once, at most")
     lost = [unsaved] if unsaved else []
     if not unsaved or what_was_lost(found) != NOTHING:
         lost.append(what_was_lost(found))
@@ -150,9 +196,10 @@ def _worked(found: Totals) -> str:
     return f"{amount(found.tokens)} tokens in {span(found.elapsed_s)}{pace}"
 
 
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
-    return ", ".join(names[:NAMES_MAX]) + more
+def _named(each: Sequence[Share]) -> str:
+    more = f" and {len(each) - NAMES_MAX} more" if len(each) > NAMES_MAX else ""
+    told = (f"{one.name} ({f'{amount(one.tokens)} tokens' if one.work_s else 'stood by'})" for one in each[:NAMES_MAX])
+    return ", ".join(told) + more
 
 
 def what_was_lost(found: Totals) -> str:

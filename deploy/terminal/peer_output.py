@@ -4,9 +4,10 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.record.summary import amount, counted, span
 from shoal.deploy.report import Contribution, Invites, Joined, Left, Note, Phase, Ready, Report, Status, Summary
 from shoal.deploy.terminal.presenter import Presenter
-from shoal.deploy.words import duration, quantity, short
+from shoal.deploy.words import quantity, short
 
 _HOW_TO_STOP = "Ctrl-C leaves once the work in hand is done; Ctrl-Z pauses and resumes"
 _WHAT_NEXT = "`shoal generate -p TEXT` lets the model write, `shoal export FOLDER` makes a folder that others load"
@@ -22,6 +23,9 @@ class PeerOutput:
     polls = True
 
     def __init__(self, facts: RunFacts, *, title: str, console: Console | None = None) -> None:
+        self._facts = facts
+        self._first_step = -1
+        """Steps that were done when this peer first heard of the run; -1: it has not heard yet."""
         self.presenter = Presenter(facts, title=title, console=console)
         self._hosts = False
         self._phase = ""
@@ -52,6 +56,8 @@ class PeerOutput:
                     presenter.say(sentence)
             case Status():
                 self._has_status = True
+                if self._first_step < 0:
+                    self._first_step = report.status.step
                 presenter.tell_status()
             case Contribution():
                 self._given = report
@@ -84,14 +90,16 @@ class PeerOutput:
         if left.state_dir:
             self.presenter.say(f"state and snapshots: {left.state_dir}")
         if self._given is not None:
-            self.presenter.say(given(self._given))
+            steps = self.presenter.view().step - self._first_step if self._has_status else 0
+            self.presenter.say(given(self._given, self._facts, steps=steps))
         if left.finished and self._hosts:
             self.presenter.say(_WHAT_NEXT)
 
 
-def given(mine: Contribution) -> str:
-    """What this peer has done for the run since it came."""
-    return (
-        f"this peer computed {mine.microbatches_total:,} microbatches in {duration(mine.uptime_s)}, "
-        f"sent {quantity(mine.sent_bytes_total, 'B')} and received {quantity(mine.received_bytes_total, 'B')}"
-    )
+def given(mine: Contribution, facts: RunFacts, *, steps: int) -> str:
+    """What this peer has done for the run since it came. Args: steps: that the run has done meanwhile."""
+    tokens, trained = mine.microbatches_total * facts.tokens_per_microbatch, steps * facts.tokens_per_step
+    share = f": {min(1.0, tokens / trained):.0%} of what the run trained on meanwhile" if trained else ""
+    work = counted(mine.microbatches_total, "microbatch", "microbatches")
+    traffic = f"{quantity(mine.sent_bytes_total, 'B')} and received {quantity(mine.received_bytes_total, 'B')}"
+    return f"this peer computed {work} ({amount(tokens)} tokens) in {span(mine.uptime_s)}{share}. It sent {traffic}"

@@ -85,7 +85,7 @@ def _stage_table(view: View, left_out: Collection[str]) -> Table:
             where = (str(stage), f"{first}-{last - 1}") if row == 0 else ("", "")
             add(*where, *_peer_cells(peer))
     for peer in _holders(view, None):
-        add("spare", "", *_peer_cells(peer))
+        add("-", "", *_peer_cells(peer))
     return table
 
 

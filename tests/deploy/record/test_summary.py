@@ -61,10 +61,34 @@ def test_what_was_lost_is_said_and_nothing_if_nothing_was() -> None:
 
 
 def test_the_summary_says_what_came_and_where_the_record_is() -> None:
-    people = [PeerLine(time=1.0, peer=PeerID(name), name=name, change="joined") for name in ("ana", "ben")]
+    people = [
+        PeerLine(time=1.0, peer=PeerID(name), name=name, change="joined", stage=stage)
+        for name, stage in (("ana", 0), ("ben", None))
+    ]
     text = "\n".join(in_words(record(start(), plan(), *people, step(1, loss=3.0), step(2, loss=2.0)), Path("/r.jsonl")))
-    for part in ("notes: 2 of 100 steps", "20 tokens in 1 s", "3.000 at first", "ana, ben", "nothing", "/r.jsonl"):
+    for part in (
+        "notes: 2 of 100 steps",
+        "20 tokens in 1 s",
+        "3.000 at first",
+        "ana (20 tokens), ben (stood by)",
+        "nothing",
+        "/r.jsonl",
+    ):
         assert part in text
+
+
+def test_each_peer_has_the_tokens_of_the_steps_that_it_worked_on() -> None:
+    def peer(name: str, at_s: float, change: str, stage: int | None = None) -> PeerLine:
+        return PeerLine(time=at_s, peer=PeerID(name), name=name, change=change, stage=stage)
+
+    people = peer("ana", 1000.0, "joined", 0), peer("ben", 1002.5, "joined", 1), peer("cy", 1002.5, "joined")
+    gone = peer("ana", 1003.5, "left"), peer("cy", 1004.5, "moved", 0)
+    found = Totals(record(*people, *gone, *(step(n) for n in range(1, 7)))).shares
+    assert [(one.name, one.tokens, one.work_s) for one in found] == [
+        ("ana", 30, 3.5),
+        ("ben", 40, 3.5),
+        ("cy", 20, 1.5),
+    ]
 
 
 def test_a_record_without_a_step_has_a_summary_too() -> None:

@@ -57,7 +57,7 @@ def said() -> io.StringIO:
 
 @pytest.fixture
 def output(said: io.StringIO) -> PeerOutput:
-    facts = RunFacts(name="small", steps=100, num_layers=4)
+    facts = RunFacts(name="small", steps=100, num_layers=4, tokens_per_step=80 * 64, tokens_per_microbatch=64)
     return PeerOutput(facts, title="shoal small", console=Console(file=said, width=200))
 
 
@@ -149,13 +149,15 @@ def test_a_volunteer_without_a_record_reads_in_the_end_what_it_gave_and_where_th
     output: PeerOutput, said: io.StringIO
 ) -> None:
     output.say(Status(status=status(7)))
+    output.say(Status(status=status(27)))
     mine = contribution(microbatches_total=1234, sent_bytes_total=2.5e6, received_bytes_total=1e6, uptime_s=725.0)
     output.say(mine)
     output.say(Left(peer=B, state_dir="/state", finished=False))
     output.close()
     assert said.getvalue().splitlines()[-2:] == [
-        "this peer computed 1,234 microbatches in 12:05, sent 2.5 MB and received 1 MB",
-        "the run: step 7 of 100, loss 4.0000",
+        "this peer computed 1,234 microbatches (79.0 k tokens) in 12 min 5 s: 77% of what the run trained on "
+        "meanwhile. It sent 2.5 MB and received 1 MB",
+        "the run: step 27 of 100, loss 4.0000",
     ]
 
 
