@@ -5,7 +5,9 @@ Everything here is in reach of any stranger on the DHT, or of a badly timed time
 
 import asyncio
 import functools
+import logging
 import math
+import os
 import struct
 import threading
 import time
@@ -16,7 +18,9 @@ import msgpack  # type: ignore[import-untyped]
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p.p2p_daemon_bindings.control import DispatchFailure
 from hivemind.utils.auth import AuthorizerBase
+from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 
@@ -46,6 +50,15 @@ def install() -> None:
         DHTProtocol.call_find = _lapse_with_the_records(DHTProtocol.call_find)
         for name in ("rpc_ping", "rpc_store", "rpc_find"):
             setattr(DHTProtocol, name, _for_members(getattr(DHTProtocol, name)))
+        _keep_quiet()
+
+
+def _keep_quiet() -> None:
+    """Hole: it writes tracebacks to the terminal by itself, such as when its daemon ends: what a user has to know of
+    that, we say. With HIVEMIND_LOGLEVEL it talks as ever."""
+    if "HIVEMIND_LOGLEVEL" not in os.environ:
+        use_hivemind_log_handler("nowhere")
+        logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
@@ -232,3 +245,13 @@ def mend_control(control: Any) -> None:
     """Mend a fresh `ControlClient` in place."""
     control._pending_calls = _Unanswered(control._pending_calls)
     control._handler_tasks = _Running()
+    control._handler = functools.partial(_take_stream, control._handler)
+
+
+async def _take_stream(take: Callable[..., Awaitable[None]], reader: Any, writer: Any) -> None:
+    """Hole: a stream whose daemon ends before its first message, or that nobody takes, is an exception that no task
+    awaits, which asyncio shows as a traceback."""
+    try:
+        await take(reader, writer)
+    except (OSError, EOFError, DispatchFailure):
+        writer.close()

@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import gc
 import math
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import timed_storage
@@ -167,15 +169,9 @@ def test_a_reply_lapses_with_its_records_whatever_it_says():
     assert asyncio.run(wrapped(None, "gone", [])) is None
 
 
-class Control:
-    def __init__(self):
-        self._pending_calls = {}
-        self._handler_tasks = {}
-
-
 def test_an_answer_to_a_call_just_cancelled_is_nobodys():
     async def main():
-        control = Control()
+        control = ControlClient(None, _initialized_with_create=True)
         hivemind_guard.mend_control(control)
         control._pending_calls["waiting"] = asyncio.Future()
         control._pending_calls["cancelled"] = asyncio.Future()
@@ -188,7 +184,7 @@ def test_an_answer_to_a_call_just_cancelled_is_nobodys():
 
 def test_a_cancelled_handler_is_not_remembered():
     async def main():
-        control = Control()
+        control = ControlClient(None, _initialized_with_create=True)
         hivemind_guard.mend_control(control)
         control._handler_tasks["call"] = asyncio.create_task(asyncio.Event().wait())
         control._handler_tasks["call"].cancel()
@@ -264,3 +260,41 @@ def test_a_live_node_survives_the_payloads_that_end_hiveminds(tmp_path, live_pee
     finally:
         node.communicate(timeout=30)
     assert node.returncode == 0
+
+
+QUIET = """
+import logging, sys
+from shoal.protocol.live import hivemind_guard
+hivemind_guard.install()
+try:
+    raise EOFError("the daemon ended")
+except EOFError:
+    logging.getLogger("hivemind.p2p.p2p_daemon").warning("Exception while receiving requests:", exc_info=True)
+    logging.getLogger("hivemind.dht.node").error("failed", exc_info=True)
+"""
+
+
+@pytest.mark.parametrize(("asked", "is_quiet"), [({}, True), ({"HIVEMIND_LOGLEVEL": "INFO"}, False)])
+def test_hivemind_writes_no_traceback_to_a_terminal_unless_it_is_asked_to(asked, is_quiet):
+    environment = {name: value for name, value in os.environ.items() if name != "HIVEMIND_LOGLEVEL"} | asked
+    told = subprocess.run([sys.executable, "-c", QUIET], env=environment, capture_output=True, text=True, check=True)
+    assert ("Traceback" not in told.stderr) is is_quiet
+
+
+def test_a_stream_whose_daemon_ends_before_its_first_message_is_closed_and_no_error(tmp_path):
+    async def main():
+        unawaited = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unawaited.append(context))
+        control = ControlClient(None, _initialized_with_create=True)
+        hivemind_guard.mend_control(control)
+        path = str(tmp_path / "client.sock")
+        async with await asyncio.start_unix_server(control._handler, path):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(b"\x05")  # the length of a message that does not come
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+        gc.collect()
+        assert unawaited == []
+
+    run(main())
