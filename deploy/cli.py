@@ -117,9 +117,7 @@ app.command("continue", cls=_Command, epilog=examples_of(continue_))(continue_)
 app.command("eval", cls=_Command, epilog=examples_of(eval_))(eval_)
 app.command("import", epilog=examples_of(import_))(import_)
 
-config = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="What you have set on this machine: how much to give, and when."
-)
+config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="How much this machine gives, and when.")
 config.command(cls=_Command, epilog=examples_of(show))(show)
 config.command("set", cls=_Command, epilog=examples_of(set_))(set_)
 config.command(cls=_Command, epilog=examples_of(unset))(unset)
@@ -132,7 +130,7 @@ runs.callback(invoke_without_command=True, epilog=examples_of(list_))(list_)
 runs.command(cls=_Command, epilog=examples_of(remove))(remove)
 app.add_typer(runs, name="runs")
 
-invites = typer.Typer(rich_markup_mode=None, help="Print an invite to the run that is up here, make or revoke others.")
+invites = typer.Typer(rich_markup_mode=None, help="Print, make, list and revoke invites to the run that is up here.")
 invites.callback(invoke_without_command=True, epilog=examples_of(invite))(invite)
 invites.command(cls=_Command, epilog=examples_of(new))(new)
 invites.command("list", cls=_Command, epilog=examples_of(list_invites))(list_invites)

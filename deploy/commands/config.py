@@ -68,7 +68,7 @@ def set_(
     name: Annotated[str, typer.Argument(help="As `shoal config show` has it.")],
     value: Annotated[str, typer.Argument(help="Its new value.")],
 ) -> None:
-    """Change one. A peer that runs here takes what it can at once."""
+    """Change a setting. A peer that runs here takes what it can at once."""
     from shoal.deploy.config import set_one
 
     _tell(name, set_one(name, value))
@@ -76,7 +76,7 @@ def set_(
 
 @examples("shoal config unset hours  # compute at all hours again")
 def unset(name: Annotated[str, typer.Argument(help="As `shoal config show` has it.")]) -> None:
-    """Take one back: its default holds again."""
+    """Take a setting back: its default holds again."""
     from shoal.deploy.config import unset_one
 
     _tell(name, unset_one(name))

@@ -42,7 +42,7 @@ def _device_names(text: str) -> str:
     return text
 
 
-PeerName = Annotated[str, typer.Option(help="What others see.", callback=_peer_name)]
+PeerName = Annotated[str, typer.Option(help="This peer's name, which others see.", callback=_peer_name)]
 Listen = Annotated[str, typer.Option(help="HOST:PORT, :PORT or a multiaddr; port 0 lets the system choose.")]
 Announce = Annotated[
     list[str] | None,
@@ -55,7 +55,7 @@ StateDir = Annotated[
     Path | None, typer.Option(help="Where identity, plans and snapshots are kept. Default: below the user's state.")
 ]
 Threads = Annotated[
-    int, typer.Option(min=0, help="Torch's threads; 0: its own choice of the processors, and for who joins one less.")
+    int, typer.Option(min=0, help="Torch's threads. 0: one for each core; a peer that joins leaves one core free.")
 ]
 Device = Annotated[
     str,
@@ -85,7 +85,7 @@ Limit = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
-        help="What to give at most, over what `shoal config show` says: upload_mbit_s=5. As often as needed.",
+        help="A limit in place of the one that `shoal config show` says, such as upload_mbit_s=5. May be repeated.",
     ),
 ]
 Record = Annotated[

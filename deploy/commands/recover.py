@@ -30,7 +30,7 @@ def recover(
     json: Annotated[bool, typer.Option("--json", help="Say what was found and done as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Go on without half of the peers, or go back to an older era.
+    """Continue without half of the peers, or from an older era.
 
     For half or more of them: with fewer gone the others go on by themselves. With --era it does not matter how many are
     there. Needs the key of the run's owner.

@@ -14,9 +14,9 @@ from shoal.protocol.invite import Invite, parse_invite
 
 Name = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME]", help="Of the peer, where several run here.", autocompletion=lambda: names_here()),
+    typer.Argument(metavar="[NAME]", help="Which peer, if several run here.", autocompletion=lambda: names_here()),
 ]
-Running = Annotated[Path | None, typer.Option("--state-dir", help="Of which peer, if several run here: its folder.")]
+Running = Annotated[Path | None, typer.Option("--state-dir", help="The folder of the peer, if several run here.")]
 Everyone = Annotated[bool, typer.Option("--all", help="Every peer of this user on this machine.")]
 
 

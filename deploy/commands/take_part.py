@@ -49,13 +49,13 @@ from shoal.protocol.toml.spec_file import convert_spec, read_tables
 
 Steps = Annotated[
     int | None,
-    typer.Option(min=1, help="How many steps the run has in all: more than before, and it goes on to there."),
+    typer.Option(min=1, help="Steps of the run in all; more than before: it continues to there."),
 ]
 
 
 @examples(
     "shoal host run.toml  # start a run, print its invite, take part",
-    "shoal host run.toml --steps 2000  # go on with the same run, to step 2000",
+    "shoal host run.toml --steps 2000  # continue the same run, to step 2000",
     "shoal host run.toml --listen :4001 --announce 84.12.33.7:4001  # on a port that the router forwards",
     "shoal host run.toml --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal host run.toml --wandb my-project  # the record at Weights & Biases, too",
@@ -77,7 +77,7 @@ def host(
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
-    """Start a run, or go on with it: print an invite, and take part."""
+    """Start or continue a run: print an invite, and take part."""
     spec, choices = convert_spec(read_tables(run_toml), name=str(run_toml))
     _host(
         _Asked(spec=spec, choices=choices, steps=steps),
@@ -97,7 +97,7 @@ def host(
 
 
 @examples(
-    "shoal continue notes --steps 2000  # a finished run goes on to step 2000",
+    "shoal continue notes --steps 2000  # a finished run, to step 2000",
     "shoal continue 3f0c  # a stopped one, where it was; the first letters of its id are enough",
 )
 def continue_(
@@ -121,7 +121,7 @@ def continue_(
     verbose: Verbose = False,
     reports: Reports = False,
 ) -> None:
-    """Go on with a run that was hosted on this machine."""
+    """Continue a run that was hosted on this machine."""
     folder, spec = find_hosted(run, state_dir)
     _host(
         _Asked(spec=spec, known=folder, steps=steps),
