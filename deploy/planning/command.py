@@ -20,14 +20,23 @@ from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.placement import Cost, Objective, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import FormatBytes, Workload, experts_held
-from shoal.deploy.planning.figures import Figures, Goal, Wishes, figures_of, goal_of, lines_of, said_gigabytes
+from shoal.deploy.planning.figures import (
+    Figures,
+    Goal,
+    Wishes,
+    figures_of,
+    goal_of,
+    lines_of,
+    said_gigabytes,
+    said_tokens,
+)
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
 from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_needs
 from shoal.deploy.planning.live_row import read_simulated, said_of_live, said_of_none
 from shoal.deploy.planning.rows import Column, Rows
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.terminal.progress import sign_of_life
-from shoal.deploy.words import printable
+from shoal.deploy.words import counted, digits, printable
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
@@ -232,8 +241,9 @@ def show_plan(what: str, asked: Asked) -> None:
     console = Console(highlight=False, quiet=asked.as_json)
     console.print(printable(scenario.title), markup=False, style="bold")
     console.print(
-        f"{scenario.topology.num_devices} devices, {_parameters(request):.3g} B parameters, "
-        f"{request.workload.tokens_per_step:,} tokens a step; objective {aim}, seed {asked.seed}\n{WORLD}\n",
+        f"{counted(scenario.topology.num_devices, 'device')}, {said_tokens(request.workload.num_parameters)} "
+        f"parameters, {request.workload.tokens_per_step:,} tokens a step; "
+        f"objective {aim}, seed {asked.seed}\n{WORLD}\n",
         markup=False,
         style="dim",
     )
@@ -394,11 +404,6 @@ def _goal(request: Request, scenario: Scenario, asked: Asked) -> Goal:
     return goal_of(asked.wishes, run or scenario.spec, parameters=parameters, steps=steps)
 
 
-def _parameters(request: Request) -> float:
-    """The number of parameters, in 10^9."""
-    return request.workload.num_parameters / 1e9
-
-
 def print_json(what: object) -> None:
     typer.echo(msgspec.json.encode(what).decode())
 
@@ -496,7 +501,7 @@ def _needs(line: StageLine) -> str:
     """`18.4 of 24`."""
     if line.needs_gb is None or line.has_gb is None:
         return ""
-    return f"{line.needs_gb:,.3g} of {line.has_gb:,.3g}"
+    return f"{digits(line.needs_gb)} of {digits(line.has_gb)}"
 
 
 def _cost_table(cost: Cost) -> Table:
@@ -546,7 +551,7 @@ def _figure(name: str, value: float) -> str:
 def _seconds(value: float) -> str:
     if not math.isfinite(value):
         return "no end"
-    return f"{value:,.3f} s" if value >= 1.0 else f"{value * 1e3:.3g} ms"
+    return f"{value:,.3f} s" if value >= 1.0 else f"{digits(value * 1e3)} ms"
 
 
 def _who(devices: Sequence[int], topology: Topology) -> str:
@@ -560,7 +565,7 @@ def _in_a_line(proposal: Proposal) -> str:
     parts, stages = proposal.cost.parts, len(proposal.placement.stages)
     devices = sum(len(stage) for stage in proposal.placement.stages)
     tokens = f", {parts['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in parts else ""
-    held = f"{devices} devices in {stages} stage{'s' if stages > 1 else ''}"
+    held = f"{counted(devices, 'device')} in {counted(stages, 'stage')}"
     return f"{held}, {_seconds(shown_s(proposal.cost))} a step{tokens}"
 
 
@@ -570,7 +575,7 @@ def _has_said(group: LeftOut) -> str:
     if group.up_mbps is not None or group.down_mbps is not None:
         up, down = ("?" if rate is None else f"{rate:,.0f}" for rate in (group.up_mbps, group.down_mbps))
         line = f", {up}/{down} Mbit/s"
-    return f"{group.tflops:,.3g} TFLOP/s, {group.memory_gb:,.3g} GB{line}"
+    return f"{digits(group.tflops)} TFLOP/s, {digits(group.memory_gb)} GB{line}"
 
 
 def _indexes(devices: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from shoal.deploy.words import digits
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec, TrainingSpec
 from shoal.protocol.topology import Topology
@@ -169,10 +170,10 @@ def parse_tokens(text: str) -> float:
 
 
 def said_tokens(number: float) -> str:
-    """`20 B`, `1.5 T`."""
+    """`20 B`, `1.5 T`: tokens, or parameters."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
-            return f"{number / scale:.3g} {suffix}"
+            return f"{digits(number / scale)} {suffix}"
     return f"{number:.0f}"
 
 
@@ -181,8 +182,8 @@ def said_days(days: float) -> str:
     if days < 1.0 / 24.0:
         return f"{days * 1_440.0:.2g} minutes"
     if days < 2.0:
-        return f"{days * 24.0:.3g} hours"
-    return f"{days:,.3g} days" if days < 1_000.0 else f"{days / 365.25:,.3g} years"
+        return f"{digits(days * 24.0)} hours"
+    return f"{digits(days)} days" if days < 1_000.0 else f"{digits(days / 365.25)} years"
 
 
 def said_gigabytes(span: tuple[float, float]) -> str:
@@ -198,10 +199,13 @@ def lines_of(figures: Figures) -> list[tuple[str, str]]:
     return [
         ("tokens a day", said_tokens(figures.tokens_per_day)),
         (f"to {said_tokens(figures.goal_tokens)} tokens", f"{said_days(figures.days_to_goal)}{goal}"),
-        ("energy", f"{figures.kwh_per_day:,.3g} kWh a day, {figures.kwh_per_billion_tokens:,.3g} kWh a billion tokens"),
+        (
+            "energy",
+            f"{digits(figures.kwh_per_day)} kWh a day, {digits(figures.kwh_per_billion_tokens)} kWh a billion tokens",
+        ),
         (
             "its price",
-            f"{figures.cost_per_billion_tokens:,.3g} a billion tokens, {figures.cost_to_goal:,.3g} to the goal, "
+            f"{digits(figures.cost_per_billion_tokens)} a billion tokens, {digits(figures.cost_to_goal)} to the goal, "
             f"at {price}",
         ),
     ]

@@ -17,6 +17,7 @@ from shoal.coordinator.allocate.at_once import joins
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.words import digits
 from shoal.protocol.topology import Floats, Topology
 
 Resource = Literal["line", "memory", "speed"]
@@ -277,5 +278,5 @@ def _need_said(need: Need) -> str:
     if need.memory_gb is not None:
         parts.append(f"{need.memory_gb:,.0f} GB of memory")
     if need.tflops is not None:
-        parts.append(f"{need.tflops:,.3g} TFLOP/s")
+        parts.append(f"{digits(need.tflops)} TFLOP/s")
     return " with ".join(parts)

@@ -36,11 +36,12 @@ from shoal.deploy.record.lines import (
 )
 from shoal.deploy.record.past import Past
 from shoal.deploy.record.reading import Record, read_record
-from shoal.deploy.record.summary import counted, in_words
+from shoal.deploy.record.summary import in_words
 from shoal.deploy.record.wandb_run import WandbRun
 from shoal.deploy.record.writing import RecordFile
 from shoal.deploy.report import Joined, Note, Obeys, Recorded, Report, Status, Validated
 from shoal.deploy.session.output import Beside, Output
+from shoal.deploy.words import counted
 from shoal.peer.model.layout import all_layer_keys, state_layout
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.endpoint import Endpoint

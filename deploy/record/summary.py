@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shoal.deploy.record.lines import PeerLine, StepLine, ValidationLine
 from shoal.deploy.record.reading import Record
+from shoal.deploy.words import counted
 
 _AT_THE_END = 10
 """How many steps the last loss is a mean of, since that of one step is noisy."""
@@ -215,11 +216,6 @@ def what_was_lost(found: Totals) -> str:
     if found.lost:
         parts.append(f"{counted(found.lost, 'step')} not in the record, since nobody who is left knew of it")
     return "; ".join(parts) or NOTHING
-
-
-def counted(number: int, one: str, many: str = "") -> str:
-    """`1 step`, `1,200 steps`."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def span(seconds: float) -> str:

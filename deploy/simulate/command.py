@@ -195,6 +195,7 @@ def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Stra
     minute and a simulation more. Only where our own layout is among what is simulated, and nobody comes or goes."""
     from shoal.deploy.simulate.strategies import at_once
     from shoal.deploy.simulate.table import arithmetic_cells
+    from shoal.deploy.words import counted
 
     ours = next((strategy for strategy in chosen if strategy.layout == "ours"), None)
     if ours is None or scenario.trace is not None:
@@ -204,12 +205,8 @@ def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Stra
         return
     placement, cost = found
     devices = sum(len(stage) for stage in placement.stages)
-    said = f"arithmetic, before any search: {devices} devices in {_counted(len(placement.stages), 'stage')}"
+    said = f"arithmetic, before any search: {counted(devices, 'device')} in {counted(len(placement.stages), 'stage')}"
     table.row(*arithmetic_cells(cost.parts["tokens_per_s"]), last=said)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:

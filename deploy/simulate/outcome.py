@@ -9,6 +9,7 @@ from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.deploy.planning.figures import Figures
 from shoal.deploy.simulate.result import STEPS_MIN, WARM_UP_STEPS, JobKind, SimResult
 from shoal.deploy.simulate.strategy import Strategy
+from shoal.deploy.words import counted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,8 +160,8 @@ def _seen(outcome: Outcome) -> str:
     if result is None:
         return ""
     number = result.count("division")
-    divisions = f"{number} other division{'' if number == 1 else 's'}, " if number else ""
-    return f"{result.count('plan')} plans, {divisions}{result.count('left')} devices lost"
+    divisions = f"{counted(number, 'other division')}, " if number else ""
+    return f"{counted(result.count('plan'), 'plan')}, {divisions}{counted(result.count('left'), 'device')} lost"
 
 
 def _trouble(result: SimResult | None) -> str:
@@ -169,7 +170,7 @@ def _trouble(result: SimResult | None) -> str:
         return ""
     if result.failures:
         return result.failures[0]
-    done = f"{len(result.steps) or 'no'} step{'' if len(result.steps) == 1 else 's'} in {result.ending.at_s:,.0f} s"
+    done = f"{counted(len(result.steps), 'step') if result.steps else 'no steps'} in {result.ending.at_s:,.0f} s"
     return f"{done}: {result.ending.standstill}" if result.ending.standstill else done
 
 

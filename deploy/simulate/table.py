@@ -8,7 +8,7 @@ from shoal.deploy.planning.rows import Column
 from shoal.deploy.simulate.outcome import Row
 from shoal.deploy.simulate.reached import Reached
 from shoal.deploy.simulate.scenario import Scenario
-from shoal.deploy.words import printable
+from shoal.deploy.words import digits, printable
 
 LEGEND = (
     "Simulated, that is the real drivers in virtual time on devices that only take as long as theirs would: tokens/s, "
@@ -93,16 +93,12 @@ def arithmetic_cells(tokens_per_s: float) -> tuple[str, ...]:
 
 def seconds(value: float) -> str:
     """Three digits: `12.3 s`, `45.0 ms`."""
-    return f"{_digits(value)} s" if value >= 1.0 else f"{_digits(value * 1e3)} ms"
+    return f"{digits(value)} s" if value >= 1.0 else f"{digits(value * 1e3)} ms"
 
 
 def size(value: float) -> str:
     """Three digits, powers of ten: `12.3 GB`."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= scale:
-            return f"{_digits(value / scale)} {unit}"
+            return f"{digits(value / scale)} {unit}"
     return f"{value:.0f} B"
-
-
-def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"

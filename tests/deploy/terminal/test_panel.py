@@ -264,6 +264,6 @@ def test_sparkline_spans_lowest_to_highest() -> None:
     assert sparkline([], 5) == ""
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.6, "1:00"), (3661, "1:01:01")])
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.6, "1:00"), (3661, "1:01:01"), (7_775_000, "89 d 23 h")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
