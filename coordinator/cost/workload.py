@@ -135,11 +135,12 @@ class Workload:
 
     @property
     def num_parameters(self) -> float:
-        """The parameters of the whole model, whoever holds them, those that do not train among them."""
+        """The parameters of the whole model, whoever holds them, those that do not train among them. A matrix that is
+        embedding and head counts once."""
         placed = self.experts
         elsewhere = (placed.number - placed.held) * sum(placed.parameters) if placed is not None else 0.0
         base = self.memory.base.parameters if self.memory.base is not None else 0.0
-        return sum(self.layer_parameters) + elsewhere + base
+        return sum(self.layer_parameters) - self.reduced.tied_parameters + elsewhere + base
 
     def resident_bytes(self, first_layer: int, last_layer: int, *, members: int) -> float:
         """The bytes that a replica of those layers needs besides its microbatches in flight, in a stage of so many

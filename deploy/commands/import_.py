@@ -1,7 +1,7 @@
 """`shoal import`: a run that goes on from somebody's weights."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -10,6 +10,9 @@ from shoal.deploy.words import number_of_stages
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import AdapterSpec, RunSpec
 from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
+
+_PASSES: Final = 3
+"""How often a run goes through its data, if nobody says its steps: models are tuned in one to three passes."""
 
 
 @examples(
@@ -61,13 +64,23 @@ def import_(
     kind: Literal["lora", "dora"] = "dora" if dora else "lora"
     adapter = AdapterSpec(kind=kind, rank=lora, alpha=2.0 * lora, base=base) if lora else None
     start_logging(verbose)
-    from shoal.deploy.run.run_file import write_spec
+    from shoal.deploy.run.run_file import write_brief
+    from shoal.deploy.run.run_text import load_own_corpus, text_in_words
     from shoal.deploy.ship.import_model import has_tied_head, import_model
     from shoal.deploy.terminal.progress import progress_bar
+    from shoal.peer.data.corpus import Corpus
+    from shoal.peer.data.microbatch import passes
     from shoal.peer.model.layout import num_parameters
     from shoal.protocol.base_format import model_bytes
     from shoal.protocol.layers import all_layer_keys
     from shoal.protocol.tensors import state_elements
+
+    looked: list[Corpus] = []
+
+    def steps_of(run: RunSpec) -> int:
+        run, corpus = load_own_corpus(run)
+        looked.append(corpus)
+        return max(1, round(run.training.steps * _PASSES / max(passes(corpus, run))))
 
     with progress_bar("reading the weights") as tell:
         made = import_model(
@@ -79,12 +92,13 @@ def import_(
             stages=chosen,
             untie=untie,
             adapter=adapter,
+            steps_of=steps_of if source or begun is not None else None,
             on_layer=lambda done, layers: tell(done / layers),
         )
     if spec is not None:
         made = _fitted(made, spec)
     try:
-        write_spec(made, run_toml)
+        write_brief(made, run_toml, _comments(made))
     except OSError as error:
         raise LocalError(f"cannot write {run_toml}: {error.strerror or error}") from error
     if json:
@@ -101,7 +115,7 @@ def import_(
     )
     if made.model.tied:
         how = "adapters leave both as they are" if made.adapter else "both ends of the pipeline hold it"
-        typer.echo(f"its embedding and head are one matrix and stay so: {how}")
+        typer.echo(f"its embedding and head are one matrix and stay so: {how}, and it counts once")
     elif has_tied_head(folder):
         head = made.model.vocab_size * made.model.dim
         typer.echo(
@@ -117,7 +131,27 @@ def import_(
         )
     cut = number_of_stages(made.swarm.stages)
     typer.echo(f"{made.data.named} in {cut}; the weights stay in {made.initial.source}")
+    if looked:
+        for sentence in text_in_words(made, looked[0]):
+            typer.echo(sentence)
+        steps = made.training.steps
+        typer.echo(f"{steps:,} steps of {made.tokens_per_step:,} tokens are {steps * made.tokens_per_step:,} tokens")
+    else:
+        typer.echo(f"without --data it learns the sources of Python's own library: data.source in {run_toml} says so")
     typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")
+
+
+def _comments(made: RunSpec) -> dict[str, str]:
+    """What the run file says of the fields that people change."""
+    rate = f"{made.optimizer.learning_rate:g}"
+    return {
+        "data.source": "a file, a folder or hf:NAME",
+        "training.steps": f"{made.training.steps * made.tokens_per_step:,} tokens in all",
+        "training.microbatches_per_step": "so many times microbatch_size samples are a step",
+        "swarm.min_peers": "it begins once so many are here",
+        "optimizer.name": f"at a learning_rate of {rate} unless a line here says another",
+        "model.context": "tokens of a sample",
+    }
 
 
 def _of_what(made: RunSpec) -> str:

@@ -33,7 +33,7 @@ def with_swarm(
     """
     if any(local):
         raise LocalError("--swarm asks the stages of a run, which have the model: leave MODEL and --base out")
-    found = parse_invite(invite) if invite else running_invite(command)
+    found = parse_invite(invite) if invite else running_invite(f"{command} --swarm --invite")
     from shoal.deploy.visitor.swarm_model import through_swarm
     from shoal.peer.data.tokenizer import load_tokenizer
     from shoal.protocol.live.loop import run

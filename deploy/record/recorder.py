@@ -42,7 +42,7 @@ from shoal.deploy.record.writing import RecordFile
 from shoal.deploy.report import Joined, Note, Obeys, Recorded, Report, Status, Validated
 from shoal.deploy.session.output import Beside, Output
 from shoal.deploy.words import counted
-from shoal.peer.model.layout import all_layer_keys, state_layout
+from shoal.peer.model.layout import num_trained
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, ShoalError
@@ -459,7 +459,7 @@ def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
         peer_name=keeping.peer_name,
         steps=spec.training.steps,
         tokens_per_step=spec.tokens_per_step,
-        num_parameters=sum(state_layout(spec, key).numel for key in all_layer_keys(spec.model)),
+        num_parameters=num_trained(spec),
         num_layers=spec.model.num_layers,
         optimizer=spec.optimizer.name,
         version=importlib.metadata.version("shoal"),

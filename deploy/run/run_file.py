@@ -3,18 +3,21 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from shoal.protocol.errors import LocalError, SpecError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.complaint import complaint
-from shoal.protocol.toml.spec_file import load_spec
+from shoal.protocol.toml.spec_file import convert_spec, load_spec
 
 DEMO_SPEC = Path(__file__).parent.parent / "demo" / "demo.toml"
 LONG_SPEC = DEMO_SPEC.with_name("long.toml")
 MOE_SPEC = DEMO_SPEC.with_name("moe.toml")
+
+_FIRST: Final = ("data", "training", "swarm", "optimizer", "adapter", "wire")
+"""The tables that people change stand before those that the weights decide."""
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
@@ -40,13 +43,62 @@ def dump_spec(spec: RunSpec) -> str:
 
     Raises: LocalError: it names a path that is not UTF-8, as TOML is.
     """
-    table: dict[str, Any] = msgspec.to_builtins(spec)
-    sections = {name: value for name, value in table.items() if isinstance(value, dict)}
-    lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections and value is not None]
+    return _dump(msgspec.to_builtins(spec), {})
+
+
+def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
+    """TOML that `load_spec` reads back as an equal spec, without the lines that say what holds without them.
+
+    Args: comments: what to say of a field (`training.steps`); such a field has a line in any case.
+    """
+    tables: dict[str, Any] = msgspec.to_builtins(spec)
+    sections = sorted((name for name in tables if isinstance(tables[name], dict)), key=_place)
+    tables = {name: tables[name] for name in (*(name for name in tables if name not in sections), *sections)}
+    for path in [name for name in tables if name not in sections]:
+        tables = _without(tables, "", path, spec)
+    for section in sections:
+        for name in list(tables[section]):
+            if f"{section}.{name}" not in comments:
+                tables = _without(tables, section, name, spec)
+    return _dump({name: value for name, value in tables.items() if value != {}}, comments)
+
+
+def write_brief(spec: RunSpec, path: Path, comments: Mapping[str, str]) -> None:
+    """Raises: as `dump_spec`."""
+    path.write_text(dump_brief(spec, comments))
+    assert load_spec(path) == spec
+
+
+def _place(section: str) -> int:
+    return _FIRST.index(section) if section in _FIRST else len(_FIRST)
+
+
+def _without(tables: dict[str, Any], section: str, name: str, spec: RunSpec) -> dict[str, Any]:
+    """The tables without this field, if they mean the same without it."""
+    inside = tables[section] if section else tables
+    less = {field: value for field, value in inside.items() if field != name}
+    changed = tables | {section: less} if section else less
+    try:
+        said = {field: value for field, value in changed.items() if value is not None}
+        return changed if convert_spec(said, name="")[0] == spec else tables
+    except SpecError:
+        return tables
+
+
+def _dump(tables: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    sections = {name: value for name, value in tables.items() if isinstance(value, dict)}
+    lines = [
+        f"{name} = {_value(value)}" for name, value in tables.items() if name not in sections and value is not None
+    ]
     for name, section in sections.items():
         said = ((field, value) for field, value in section.items() if value is not None and value != {})
-        lines += ["", f"[{name}]", *(f"{field} = {_value(value)}" for field, value in said)]
+        lines += ["", f"[{name}]"]
+        lines += [f"{field} = {_value(value)}" + _comment(comments.get(f"{name}.{field}")) for field, value in said]
     return "\n".join(lines) + "\n"
+
+
+def _comment(text: str | None) -> str:
+    return f"  # {text}" if text else ""
 
 
 def write_spec(spec: RunSpec, path: Path) -> None:

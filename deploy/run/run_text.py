@@ -24,7 +24,10 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
     with progress_bar("reading the text") as tell:
         corpus = _load(spec.data, spec, on_progress=tell)
     if spec.data.digest not in ("", corpus.digest):
-        raise DataError(f"{spec.data.named} has not the digest that the run spec names: remove `digest`, or restore it")
+        raise DataError(
+            f"{spec.data.named} is not the text that this run began with: it was changed, or something was added to it "
+            "or removed, since. Restore it, or begin a new run with the text as it is now: `shoal host` its run file"
+        )
     data = msgspec.structs.replace(spec.data, digest=corpus.digest, tokenizer_digest=corpus.tokenizer_digest)
     return msgspec.structs.replace(spec, data=data), corpus
 

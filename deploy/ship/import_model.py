@@ -29,7 +29,7 @@ from shoal.peer.model.layout import all_layer_keys, layer_layout
 from shoal.protocol.errors import DataError, LocalError
 from shoal.protocol.spec import AdapterSpec, DataSpec, InitialSpec, ModelSpec, OptimizerSpec, RunSpec, TrainingSpec
 from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
-from shoal.protocol.toml.defaults import learning_rate_of, size_of
+from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
 
 OnLayer = Callable[[int, int], None]
 """A function that is told how many layers are read, of how many."""
@@ -133,6 +133,7 @@ def import_model(
     stages: int | str | None = None,
     untie: bool = False,
     adapter: AdapterSpec | None = None,
+    steps_of: Callable[[RunSpec], int] | None = None,
     on_layer: OnLayer | None = None,
 ) -> RunSpec:
     """A run spec that begins with the weights in `folder`.
@@ -145,29 +146,33 @@ def import_model(
         stages: `swarm.stages`; None: what `base` says, or "auto".
         untie: a head that is the embedding becomes a layer of its own, which begins with the same weights.
         adapter: what is trained beside the model's weights; None: what `base` says, or all weights.
+        steps_of: it looks at the run's text and says how many steps suit it. It is asked before the weights are read.
     Raises: LocalError: this is no model that shoal can train; the line says why. DataError: its tokenizer.
     """
     folder = folder.expanduser().resolve()
     adapts = adapter is not None or (base is not None and base.adapter is not None)
     model = model_of(read_json(own_file(folder, "config.json")), context=context, untie=untie)
     weights = FolderWeights(folder, model)
-    base = base or _for_fine_tuning(folder.name, model, adapts=adapts)
+    begun = base or _for_fine_tuning(folder.name, model)
     name, licence = name_and_licence(folder)
-    data = msgspec.structs.replace(base.data, tokenizer=tokenizer_of(folder, model), tokenizer_digest="", digest="")
+    data = msgspec.structs.replace(begun.data, tokenizer=tokenizer_of(folder, model), tokenizer_digest="", digest="")
     try:
         if source:
             data = msgspec.structs.replace(data, source=source)
         if format is not None:
             data = msgspec.structs.replace(data, format=format)
-        swarm = base.swarm if stages is None else msgspec.structs.replace(base.swarm, stages=stages)
+        swarm = begun.swarm if stages is None else msgspec.structs.replace(begun.swarm, stages=stages)
         spec = msgspec.structs.replace(
-            base,
+            begun,
             model=model,
             data=data,
             swarm=swarm,
             initial=InitialSpec(),
-            adapter=adapter or base.adapter,
+            adapter=adapter or begun.adapter,
         )
+        steps = spec.training.steps if steps_of is None else steps_of(spec)
+        if base is None:
+            spec = _with_steps(spec, steps, adapts=adapts)
         digests = _as_stored(weights, spec).digests(on_layer)
         initial = InitialSpec(source=str(folder), digests=digests, name=name, licence=licence)
         return msgspec.structs.replace(spec, initial=initial)
@@ -234,19 +239,28 @@ def has_tied_head(folder: Path) -> bool:
     return (folder / "config.json").exists() and is_tied(read_json(own_file(folder, "config.json")))
 
 
-def _for_fine_tuning(name: str, model: ModelSpec, *, adapts: bool) -> RunSpec:
-    spec = RunSpec(
+def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
+    return RunSpec(
         name=(name or "imported")[:64],
         model=model,
         data=DataSpec(),
         training=TrainingSpec(microbatches_per_step=16, microbatch_size=1, validation_microbatches=16),
     )
-    # Weights that are good already want small steps, and no pull towards zero.
-    step, steps = float(spec.tokens_per_step), spec.training.steps
+
+
+def _with_steps(spec: RunSpec, steps: int, *, adapts: bool) -> RunSpec:
+    """Weights that are good already want small steps, and no pull towards zero."""
+    tokens = float(spec.tokens_per_step)
     rate = learning_rate_of(
-        size_of(spec), tokens_per_step=step, steps=steps, optimizer="adamw", tunes=True, adapts=adapts
+        size_of(spec), tokens_per_step=tokens, steps=steps, optimizer="adamw", tunes=True, adapts=adapts
     )
-    return msgspec.structs.replace(spec, optimizer=OptimizerSpec(name="adamw", learning_rate=rate, weight_decay=0.0))
+    optimizer = OptimizerSpec(name="adamw", learning_rate=rate, weight_decay=0.0, warmup_steps=0)
+    warmup = warmup_steps_of(steps, beta2=optimizer.beta2)
+    return msgspec.structs.replace(
+        spec,
+        training=msgspec.structs.replace(spec.training, steps=steps),
+        optimizer=msgspec.structs.replace(optimizer, warmup_steps=warmup),
+    )
 
 
 def tokenizer_of(folder: Path, model: ModelSpec) -> str:

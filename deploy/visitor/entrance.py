@@ -14,6 +14,8 @@ from shoal.protocol.spec import RunSpec
 
 FIND_S = 20.0
 """How long to look for anybody at all; a directory that was just joined may be empty for a moment."""
+_SPEC_S = 7.0
+"""How long a visitor looks for the run's spec: three more seconds go to libraries and the network daemon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ async def entering(invite: Invite) -> AsyncIterator[Entrance]:
         stack.push_async_callback(transport.close)
         directory = await LiveDirectory.start(transport, accept=record_rules(gate))
         stack.push_async_callback(directory.close)
-        spec, _ = await fetch_spec(directory, invite, timeout_s=FIND_S)
+        spec, _ = await fetch_spec(directory, invite, timeout_s=_SPEC_S)
         connected = await transport.connected()
         yield Entrance(
             endpoint=Endpoint(identity, transport, run=invite.run, gate=gate),

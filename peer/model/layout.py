@@ -170,7 +170,16 @@ def _layout_of(key: str, matrices: Shapes, vectors: Shapes) -> LayerLayout:
 
 
 def num_parameters(model: ModelSpec) -> int:
-    return sum(layer_layout(model, key).numel for key in all_layer_keys(model))
+    """The parameters of a model as it is exported: a head that is the embedding counts once. Each end of the pipeline
+    holds that matrix while it trains."""
+    held = sum(layer_layout(model, key).numel for key in all_layer_keys(model))
+    return held - (layer_layout(model, EMBED).numel if model.tied else 0)
+
+
+def num_trained(spec: RunSpec) -> int:
+    """The parameters that a run trains, each once."""
+    held = sum(state_layout(spec, key).numel for key in all_layer_keys(spec.model))
+    return held - (state_layout(spec, EMBED).numel if spec.trains_tied else 0)
 
 
 def initial_parameters(spec: RunSpec, key: str) -> Tensor:

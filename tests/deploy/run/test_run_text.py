@@ -59,7 +59,7 @@ def test_the_host_names_the_digests_of_text_and_vocabulary(hosted: RunSpec, toke
     assert again == hosted
     assert corpus.digest == hosted.data.digest
     assert list((places.cache_root() / "text").glob("*/tokens.bin"))
-    with pytest.raises(DataError, match="has not the digest"):
+    with pytest.raises(DataError, match="is not the text that this run began with: it was changed"):
         load_own_corpus(with_changes(hosted, {"data.digest": "00"}))
     with pytest.raises(DataError, match="vocab_size must be at least 280, is 256"):
         load_own_corpus(with_changes(hosted, {"model.vocab_size": 256}))
@@ -176,8 +176,8 @@ def test_everybody_has_pythons_library_and_a_vocabulary_for_it_only_who_names_it
         (("tokenizer", "train", "/nowhere", "OUT"), "there is no file or folder /nowhere"),
         (("tokenizer", "train", "EMPTY", "OUT"), "has no text"),
         (("tokenizer", "train", "EMPTY", "EMPTY"), "is there already"),
-        (("export", "a", "b", "c"), "at most two folders"),
-        (("export", "OUT"), "there is no snapshot in"),
+        (("export", "a", "b", "c"), "say at most two: a run, and the folder to make"),
+        (("export", "OUT"), "no run on this machine has a snapshot"),
         (("import", "EMPTY", "OUT"), "cannot read"),
     ],
 )

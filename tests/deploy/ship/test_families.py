@@ -225,11 +225,13 @@ def test_a_tied_model_stays_tied_there_and_back(tmp_path: Path, name: str) -> No
     result = CliRunner().invoke(cli.app, ["import", str(folder), str(tmp_path / "run.toml"), "--context", str(CONTEXT)])
     assert result.exit_code == 0, result.output
     assert "embedding and head are one matrix and stay so: both ends of the pipeline hold it" in result.output
+    assert f"{theirs.num_parameters():,} parameters in" in result.output
     spec = load_spec(tmp_path / "run.toml")
     assert spec.trains_tied
     out = exported(tmp_path, spec, ours(folder, spec.model))
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True
     before, after = tensors_in(folder), tensors_in(out)
+    assert json.loads((out / "shoal.json").read_text())["parameters"] == theirs.num_parameters()
     assert before.keys() == after.keys()
     assert "lm_head.weight" not in after
     assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)

@@ -218,14 +218,38 @@ def test_weights_that_change_after_the_import_do_not_start_a_run(tmp_path: Path)
     assert open_initial(RunSpec()) is None
 
 
-def test_the_command_writes_a_spec_that_host_reads(tmp_path: Path) -> None:
-    folder = exported(tmp_path)
-    out = tmp_path / "run.toml"
-    (tmp_path / "text").write_text("words")
-    arguments = ["import", str(folder), str(out), "--data", str(tmp_path / "text"), "--stages", "2"]
+def test_the_command_looks_at_the_text_and_writes_the_lines_that_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, out, text = exported(tmp_path), tmp_path / "run.toml", tmp_path / "text"
+    text.write_text("words " * 2000)
+    arguments = ["import", str(folder), str(out), "--data", str(text), "--stages", "2"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
-    assert load_spec(out) == import_model(folder, source=str(tmp_path / "text"), stages=2)
+    spec = load_spec(out)
+    of_text = spec.training.steps * spec.tokens_per_step / (0.95 * len("words " * 2000))
+    assert 2.5 < of_text < 3.5, "passes over what is there"
+    assert spec == import_model(folder, source=str(text), stages=2, steps_of=lambda _: spec.training.steps)
+    assert f"data passes in {spec.training.steps:,} steps" in result.output
+    assert f"are {spec.training.steps * spec.tokens_per_step:,} tokens" in result.output
+    lines = out.read_text().splitlines()
+    assert len(lines) < 40
+    assert not any(line.startswith(("prediction", "digest =", "clip", "beta")) for line in lines)
     again = CliRunner().invoke(cli.app, arguments)
     assert again.exit_code == cli.EXIT_USER_ERROR
     assert "run.toml is there already" in again.stderr
+
+
+def test_a_text_that_a_run_cannot_learn_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = tmp_path / "alpaca.jsonl"
+    rows.write_text('{"instruction": "say hello", "output": "hello"}\n' * 50)
+    arguments = ["import", str(exported(tmp_path)), str(tmp_path / "run.toml"), "--data", str(rows)]
+    for form in ("chat", "text"):
+        result = CliRunner().invoke(cli.app, [*arguments, "--format", form])
+        assert result.exit_code == cli.EXIT_USER_ERROR, result.output
+        assert "alpaca.jsonl" in result.stderr
+        assert not (tmp_path / "run.toml").exists()

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 import torch
 from blake3 import blake3
@@ -12,12 +13,13 @@ from shoal.peer.model.layout import (
     layer_index,
     layer_layout,
     num_parameters,
+    num_trained,
     stage_layer_keys,
     unit_keys,
     unit_slices,
 )
 from shoal.protocol.decoder import DecoderSpec
-from shoal.protocol.spec import ModelSpec
+from shoal.protocol.spec import ModelSpec, RunSpec
 
 MODEL = ModelSpec(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, context=16)
 
@@ -145,6 +147,12 @@ def test_init_has_the_documented_deviations() -> None:
 def test_num_parameters_counts_every_layer() -> None:
     per_layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32
     assert num_parameters(MODEL) == 4 * per_layer + 2 * 256 * 32 + 32
+
+
+def test_a_matrix_that_is_embedding_and_head_counts_once() -> None:
+    tied = msgspec.structs.replace(MODEL, tied=True)
+    assert num_parameters(tied) == num_parameters(MODEL) - 256 * 32 == num_trained(RunSpec(model=tied))
+    assert num_trained(RunSpec(model=MODEL)) == num_parameters(MODEL)
 
 
 # --- layers with experts ---
