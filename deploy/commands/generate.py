@@ -89,7 +89,7 @@ def generate(
             count += 1
         sys.stdout.write("\n")
         pace = count / max(1e-9, time.perf_counter() - started_s)
-        say(f"{predictor.name}, seed {seed}: {count} tokens, {pace:,.3g} a second", err=True)
+        say(f"{predictor.name}, seed {seed}: {count} tokens, {pace:,.1f} a second", err=True)
 
     if swarm or invite:
         from shoal.deploy.commands.through import with_swarm

@@ -10,6 +10,7 @@ import typer
 from shoal.deploy.commands.options import examples
 from shoal.deploy.commands.running import Running, running_here
 from shoal.deploy.control.fresh_invite import PEERS_NAMED
+from shoal.deploy.words import counted
 from shoal.deploy.terminal.plain import say
 from shoal.deploy.words import duration
 from shoal.protocol.errors import LocalError
@@ -143,7 +144,7 @@ def _sentence(entry: dict[str, Any]) -> str:
     """An invite's terms in words."""
     left_s = entry["expires_s"] - time.time()
     ends = "never expires" if not entry["expires_s"] else f"expires in {duration(left_s)}" if left_s > 0 else "expired"
-    seats = f"{entry['seats']} machines at a time" if entry["seats"] else "any number of machines"
+    seats = f"{counted(entry['seats'], 'machine')} at a time" if entry["seats"] else "any number of machines"
     rights = "to look on" if entry["observe"] else "to train"
     return f"{entry['name']}  {rights}, {seats}, {ends}{', REVOKED' if entry['revoked'] else ''}"
 

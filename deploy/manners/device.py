@@ -8,6 +8,7 @@ import threading
 import torch
 
 from shoal.deploy.manners.limits import GB, Limits
+from shoal.deploy.words import counted
 from shoal.peer.cgroup import processors
 from shoal.peer.compute_device import free_bytes, total_bytes
 from shoal.protocol.errors import LocalError
@@ -24,7 +25,7 @@ def pick_device(wanted: str) -> torch.device:
     if device.type != "cpu":
         found = torch.get_device_module(device).device_count()
         if (device.index or 0) >= found:
-            raise LocalError(f"--device {wanted}: torch sees {found} devices of that kind on this machine")
+            raise LocalError(f"--device {wanted}: torch sees {counted(found, 'device')} of that kind on this machine")
     return device
 
 

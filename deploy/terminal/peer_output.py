@@ -46,7 +46,9 @@ class PeerOutput:
                 presenter.say("others join with:")
                 presenter.say(f"shoal join {report.invite}")
             case Invites() if self._hosts:
-                presenter.say(f"an invite that works without this machine, too (it names {report.peers} members):")
+                presenter.say(
+                    f"an invite that works without this machine, too (it names {counted(report.peers, 'member')}):"
+                )
                 presenter.say(f"shoal join {report.invite}")
             case Joined():
                 self._phase = "waiting for a plan"
