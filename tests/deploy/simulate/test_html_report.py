@@ -86,7 +86,7 @@ def test_idle_is_the_part_without_work_of_those_that_hold_a_stage() -> None:
 
 
 def test_without_a_prediction_the_row_says_what_was_seen() -> None:
-    assert row_of(outcome(predicted=None, placement=None)).bound_by == "0 plans, 1 devices lost"
+    assert row_of(outcome(predicted=None, placement=None)).bound_by == "0 plans, 1 device lost"
 
 
 @pytest.mark.parametrize(
