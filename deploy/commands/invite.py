@@ -10,9 +10,8 @@ import typer
 from shoal.deploy.commands.options import examples
 from shoal.deploy.commands.running import Running, running_here
 from shoal.deploy.control.fresh_invite import PEERS_NAMED
-from shoal.deploy.words import counted
 from shoal.deploy.terminal.plain import say
-from shoal.deploy.words import duration
+from shoal.deploy.words import counted, duration
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import ADDRESSES_MAX
 
