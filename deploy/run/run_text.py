@@ -25,8 +25,8 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
         corpus = _load(spec.data, spec, on_progress=tell)
     if spec.data.digest not in ("", corpus.digest):
         raise DataError(
-            f"{spec.data.named} is not the text that this run began with: it was changed, or something was added to it "
-            "or removed, since. Restore it, or begin a new run with the text as it is now: `shoal host` its run file"
+            f"{spec.data.named} is not the text that this run trains on: it was changed, or something was added to it "
+            "or removed, since. Restore it, or begin a new run: `shoal host` a run file that names no `digest`"
         )
     data = msgspec.structs.replace(spec.data, digest=corpus.digest, tokenizer_digest=corpus.tokenizer_digest)
     return msgspec.structs.replace(spec, data=data), corpus

@@ -127,12 +127,12 @@ def test_a_data_folder_that_is_not_there(tmp_path: Path) -> None:
 def test_a_run_spec_that_names_another_text(tmp_path: Path) -> None:
     text = written(tmp_path / "text", "some words to learn from\n" * 1000)
     path = written(tmp_path / "run.toml", f'[data]\nsource = "{text}"\ndigest = "00"\n')
-    assert "has not the digest" in complaint("host", path)
+    assert "is not the text that this run trains on" in complaint("host", path)
 
 
 @pytest.mark.parametrize("listen", ["nonsense", "127.0.0.1", "127.0.0.1:http"])
 def test_an_address_that_is_none(listen: str) -> None:
-    assert f"cannot listen on '{listen}'" in complaint("join", an_invite(), "--listen", listen)
+    assert f"--listen {listen}: write HOST:PORT" in complaint("join", an_invite(), "--listen", listen)
 
 
 def test_a_state_folder_in_use(tmp_path: Path) -> None:

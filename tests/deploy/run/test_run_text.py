@@ -59,7 +59,7 @@ def test_the_host_names_the_digests_of_text_and_vocabulary(hosted: RunSpec, toke
     assert again == hosted
     assert corpus.digest == hosted.data.digest
     assert list((places.cache_root() / "text").glob("*/tokens.bin"))
-    with pytest.raises(DataError, match="is not the text that this run began with: it was changed"):
+    with pytest.raises(DataError, match="is not the text that this run trains on: it was changed"):
         load_own_corpus(with_changes(hosted, {"data.digest": "00"}))
     with pytest.raises(DataError, match="vocab_size must be at least 280, is 256"):
         load_own_corpus(with_changes(hosted, {"model.vocab_size": 256}))
