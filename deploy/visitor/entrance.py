@@ -14,8 +14,9 @@ from shoal.protocol.spec import RunSpec
 
 FIND_S = 20.0
 """How long to look for anybody at all; a directory that was just joined may be empty for a moment."""
-_SPEC_S = 7.0
-"""How long a visitor looks for the run's spec: three more seconds go to libraries and the network daemon."""
+NOBODY_S = 7.0
+"""How long a visitor looks where no peer of the invite has answered its first dials: the redials of that time may reach
+one. Three more seconds go to libraries and the network daemon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,8 @@ async def entering(invite: Invite) -> AsyncIterator[Entrance]:
         stack.push_async_callback(transport.close)
         directory = await LiveDirectory.start(transport, accept=record_rules(gate))
         stack.push_async_callback(directory.close)
-        spec, _ = await fetch_spec(directory, invite, timeout_s=_SPEC_S)
+        timeout_s = FIND_S if await transport.connected() else NOBODY_S
+        spec, _ = await fetch_spec(directory, invite, timeout_s=timeout_s)
         connected = await transport.connected()
         yield Entrance(
             endpoint=Endpoint(identity, transport, run=invite.run, gate=gate),
