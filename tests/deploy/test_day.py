@@ -62,7 +62,7 @@ def test_a_day(world: Any) -> None:
     host = day.starts(the_line("Host a run", "host"), "--threads", 1, *SLOWLY)
     day.means["INVITE"] = host.line("shoal join ").split()[-1]
     assert "waiting for peers: 1 of 2 are here" in host.line("waiting for peers")
-    assert "no plan yet" in day.does(the_line("Host a run", "status"), code=2)
+    assert "is up: waiting for peers: 1 of 2 are here" in day.does(the_line("Host a run", "status"))
 
     guest = day.starts(the_line("Lend a GPU", "join INVITE"), "--threads", 1, *SLOWLY)
     world.until(lambda: any(int(step) > 5 for step in re.findall(r"^step (\d+)/", host.output, re.M)))  # a snapshot
@@ -71,7 +71,8 @@ def test_a_day(world: Any) -> None:
     assert "shoal pause volunteer" in day.does(the_line("Lend a GPU", "pause"), code=2)  # the host is here, too
     assert "paused" in day.does(the_line("Lend a GPU", "pause"), "volunteer")
     assert "computing" in day.does("shoal resume", "volunteer")
-    assert "from the next start on" in day.does(the_line("Lend a GPU", "config set"))
+    assert "volunteer: at once" in day.does(the_line("Lend a GPU", "config set"))
+    day.does("shoal config unset hours")  # by day they would compute nothing
     assert "installed" in day.does(the_line("Lend a GPU", "service install"))
     assert (world.folder / "told").read_text().endswith("enable --now shoal.service\n")
     assert "ok" in day.does(the_line("Lend a GPU", "doctor"))
