@@ -52,6 +52,7 @@ from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
 from shoal.coordinator.searcher import RunBlocking, Searcher, inline
 from shoal.coordinator.store import PlanStore
+from shoal.coordinator.swarm_status import status_before_the_plan
 from shoal.coordinator.verified_plans import VerifiedPlans
 from shoal.coordinator.write_ahead import WriteAhead
 from shoal.protocol.endpoint import Endpoint
@@ -471,9 +472,14 @@ class Coordination:
         mine, coordinator = self.status(), self._core.coordinator
         if mine is not None:
             return mine
-        if self._core.plan is None or coordinator in (source, self._endpoint.peer_id):
-            waits = f"waiting for peers: the run begins with {self._spec.swarm.min_peers}"
-            return Refusal(reason=self.turned_away or self.said or waits)
+        if self.turned_away:
+            return Refusal(reason=self.turned_away)
+        if self._core.plan is None:
+            said = self.said or f"waiting for peers: the run begins with {self._spec.swarm.min_peers}"
+            waits_for = said.removeprefix("waiting for ") if said.startswith("waiting for ") else f"a plan: {said}"
+            return status_before_the_plan(self._endpoint.run, self._spec, self._core.owner, waits_for)
+        if coordinator in (source, self._endpoint.peer_id):
+            return Refusal(reason="there is no coordinator to ask now")
         try:
             return await self._endpoint.ask(coordinator, message, SwarmStatus, timeout_s=self._timeout_s)
         except ShoalError as error:

@@ -82,6 +82,28 @@ def swarm_status(
     )
 
 
+def status_before_the_plan(run: str, spec: RunSpec, owner: PeerID, waits_for: str) -> SwarmStatus:
+    """The message of a run that has no plan yet: nobody holds a stage, and it says what the first plan waits for."""
+    return SwarmStatus(
+        run=run,
+        name=spec.name,
+        coordinator=owner,
+        term=0,
+        plan_sequence=0,
+        plan_reason="",
+        step=0,
+        steps=spec.training.steps,
+        tokens_per_s=0.0,
+        loss=None,
+        validation_loss=None,
+        staleness_steps_mean=0.0,
+        stages=(),
+        peers=(),
+        elapsed_s=0.0,
+        waits_for=waits_for,
+    )
+
+
 def _experts(live: Plan, roster: Roster, experts: ExpertPlaces, listed: Sequence[PeerID]) -> tuple[ExpertStatus, ...]:
     """The experts and their holders. Args: listed: the peers that the status names."""
     positions = {peer: position for position, peer in enumerate(listed)}

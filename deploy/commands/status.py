@@ -26,23 +26,17 @@ def status(
     found = parse_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
     from shoal.deploy.terminal import status as terminal
-    from shoal.deploy.visitor.status_client import StillWaiting, ask_swarm
+    from shoal.deploy.visitor.status_client import ask_swarm
     from shoal.protocol.live.loop import run
 
     console = Console(highlight=False)
     if watch:
         run(terminal.watch(found, console, as_json=json))
         return
-    import msgspec
-
-    try:
-        seen = run(ask_swarm(found))
-    except StillWaiting as waiting:
-        typer.echo(
-            msgspec.json.encode({"run": found.run, "waits_for": str(waiting)}).decode() if json else str(waiting)
-        )
-        return
+    seen = run(ask_swarm(found))
     if json:
+        import msgspec
+
         typer.echo(msgspec.json.encode(seen).decode())
         return
     terminal.show(seen, console)

@@ -570,7 +570,7 @@ async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
         output.say(meter.measure())
         plan = node.coordination.plan
         every = max(1, len(plan.plan.members) // _POLLS_MAX) if plan is not None and output.polls else _ASKS_EVERY
-        if node.is_coordinator or turn % every == 0:
+        if plan is not None and (node.is_coordinator or turn % every == 0):
             try:
                 output.say(Status(status=await node.status()))
             except ShoalError as error:

@@ -12,7 +12,9 @@ _SPAN = re.compile(r", for \d+ (s|min|h)")
 
 
 def status_lines(view: View) -> Sequence[str]:
-    """What `shoal status` prints above its tables."""
+    """What `shoal status` prints above its tables; one line before the first plan."""
+    if view.sequence == 0:
+        return (f"run {view.run} ({view.name}): {view.phase}",)
     left = f", {duration(view.left_s)} left" if view.left_s is not None and view.step < view.steps else ""
     stands = f", {view.standstill}" if view.standstill else left
     return (

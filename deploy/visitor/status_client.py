@@ -19,11 +19,6 @@ from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 _ASK_TIMEOUT_S = 10.0
 
-
-class StillWaiting(LocalError):
-    """The run is up and has no figures yet; the sentence says what it waits for."""
-
-
 Ask = Callable[[], Awaitable[SwarmStatus]]
 """Asks the run once, and raises LocalError where nobody can say."""
 
@@ -31,7 +26,7 @@ Ask = Callable[[], Awaitable[SwarmStatus]]
 async def ask_swarm(invite: Invite) -> SwarmStatus:
     """Ask whoever the invite names, or a peer of this machine has met in the run.
 
-    Raises: StillWaiting. LocalError: none of them can say; the sentence has the last reason.
+    Raises: LocalError: none of them can say; the sentence has the last reason.
     """
     async with asking(invite) as ask:
         return await ask()
@@ -62,7 +57,7 @@ async def asking(invite: Invite) -> AsyncIterator[Ask]:
                     peers.sort(key=lambda other: other != peer)
                     return status
             if refusal:
-                raise StillWaiting(f"run {invite.run} is up: {refusal}")
+                raise LocalError(f"run {invite.run} is up, and cannot say yet how it does: {refusal}")
             raise LocalError(
                 f"no status of run {invite.run}: {reason or 'it names nobody'}; `shoal doctor` with its invite says why"
             )

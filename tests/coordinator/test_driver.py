@@ -109,13 +109,13 @@ def test_any_member_answers_with_the_coordinators_status(run_swarm):
     run_swarm(scenario, min_peers=6)
 
 
-def test_before_there_is_a_plan_there_is_no_status(run_swarm):
+def test_before_there_is_a_plan_the_status_says_what_it_waits_for(run_swarm):
     async def scenario(swarm):
         await swarm.add("p0")
         other = await swarm.add("p1")
         await asyncio.sleep(2)
-        with pytest.raises(Refused, match="waiting for peers: 2 of 6 are here"):
-            await other.port.spawn(other.coordination.ask_status())
+        status = await other.port.spawn(other.coordination.ask_status())
+        assert (status.waits_for, status.plan_sequence, status.stages) == ("peers: 2 of 6 are here", 0, ())
 
     run_swarm(scenario, min_peers=6)
 

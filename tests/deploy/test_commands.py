@@ -13,6 +13,7 @@ import pytest
 import segno
 from typer.testing import CliRunner
 
+from shoal.coordinator.swarm_status import status_before_the_plan
 from shoal.deploy import cli
 from shoal.deploy.commands import doctor as doctor_command
 from shoal.deploy.commands.addresses import announced_addresses, listen_addresses
@@ -22,11 +23,11 @@ from shoal.deploy.doctor.diagnosis import Diagnosis
 from shoal.deploy.doctor.problem import Problem
 from shoal.deploy.state import places
 from shoal.deploy.visitor import status_client
-from shoal.deploy.visitor.status_client import StillWaiting
 from shoal.protocol.errors import LocalError, RunNotFound
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import Invite, make_invite
 from shoal.protocol.messages import SwarmStatus
+from shoal.protocol.spec import RunSpec
 
 OWNER = Identity(bytes(32)).peer_id
 INVITE = make_invite("0123456789abcdef", OWNER, [f"/ip4/127.0.0.1/tcp/9/p2p/{OWNER}"])
@@ -320,14 +321,15 @@ def test_where_to_listen() -> None:
 def test_the_status_of_a_run_that_waits_is_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
+    waits = status_before_the_plan("0123456789abcdef", RunSpec(name="small"), OWNER, "peers: 1 of 2 are here")
+
     async def ask(invite: Invite) -> SwarmStatus:
-        raise StillWaiting(f"run {invite.run} is up: waiting for peers: 1 of 2 are here")
+        return waits
 
     monkeypatch.setattr(status_client, "ask_swarm", ask)
     result = CliRunner().invoke(cli.app, ["status", INVITE, *flags])
     assert result.exit_code == 0, result.output
-    said = "run 0123456789abcdef is up: waiting for peers: 1 of 2 are here"
     if flags:
-        assert json.loads(result.output) == {"run": "0123456789abcdef", "waits_for": said}
+        assert msgspec.json.decode(result.output, type=SwarmStatus) == waits
     else:
-        assert result.output == f"{said}\n"
+        assert result.output == "run 0123456789abcdef (small): waiting for peers: 1 of 2 are here\n"

@@ -62,7 +62,7 @@ def test_a_day(world: Any) -> None:
     host = day.starts(the_line("Host a run", "host"), "--threads", 1, *SLOWLY)
     day.means["INVITE"] = host.line("shoal join ").split()[-1]
     assert "waiting for peers: 1 of 2 are here" in host.line("waiting for peers")
-    assert "is up: waiting for peers: 1 of 2 are here" in day.does(the_line("Host a run", "status"))
+    assert "): waiting for peers: 1 of 2 are here\n" in day.does(the_line("Host a run", "status"))
 
     guest = day.starts(the_line("Lend a GPU", "join INVITE"), "--threads", 1, *SLOWLY)
     world.until(lambda: any(int(step) > 5 for step in re.findall(r"^step (\d+)/", host.output, re.M)))  # a snapshot
