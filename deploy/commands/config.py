@@ -28,7 +28,7 @@ def show(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False)
     if json:
         typer.echo(msgspec.json.encode(settings).decode())
     else:
-        say(as_toml(settings).rstrip("\n"))
+        say(as_toml(settings).rstrip("\n"), whole=True)
 
 
 @examples("shoal config path  # where the file is, or would be")

@@ -20,6 +20,7 @@ from shoal.deploy.commands.options import (
 )
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.state import places
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import LocalError
 from shoal.protocol.toml.spec_file import load_spec
 
@@ -110,7 +111,7 @@ def demo(
         kills_holder=moe,
         chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
     )
-    console = Console(highlight=False)
+    console = open_console()
     if tune:
         _tune(chosen, console)
         return
@@ -129,16 +130,16 @@ def _tune(options: "DemoOptions", console: Console) -> None:
 
     summary = asyncio.run(Tuning(options, console).run())
     if summary is None:
-        console.print(f"stopped; what there is lies in {options.folder}", markup=False, soft_wrap=True)
+        tell(console, f"stopped; what there is lies in {options.folder}")
         raise typer.Exit(EXIT_INTERRUPTED)
     if options.json_path is not None:
         options.json_path.write_bytes(msgspec.json.encode(summary) + b"\n")
     for line in tune_lines(summary):
-        console.print(line, markup=False, soft_wrap=True)
+        tell(console, line)
 
 
 def _print_summary(console: Console, summary: "Summary", *, unit: str) -> None:
     from shoal.deploy.demo.summary import summary_lines
 
     for label, text in summary_lines(summary, unit=unit):
-        console.print(f"{label:<12} {text}" if label else text, markup=False, soft_wrap=True)
+        tell(console, f"{label:<12} {text}" if label else text)

@@ -96,9 +96,9 @@ def eval_(
             return
         say(predictor.name)
         for score in scores:
-            typer.echo(f"  {in_words(score)}")
+            say(f"  {in_words(score)}")
         if origin is not None:
-            typer.echo("`shoal export` writes these into the model's card")
+            say("`shoal export` writes these into the model's card")
 
     if swarm or invite:
         from shoal.deploy.commands.through import with_swarm

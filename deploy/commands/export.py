@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from shoal.deploy.commands.options import Verbose, examples, start_logging
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import LocalError
 
 _GB = 1_000_000_000
@@ -71,9 +72,9 @@ def export(
         typer.echo(msgspec.json.encode(done).decode())
         return
     files = f"{done.shards} files" if done.shards > 1 else "one file"
-    typer.echo(f"run {done.run}, version {done.version}: {done.parameters:,} parameters")
-    typer.echo(f"{done.folder}: {done.bytes / 1e6:,.1f} MB of {dtype} in {files}")
+    say(f"run {done.run}, version {done.version}: {done.parameters:,} parameters")
+    say(f"{done.folder}: {done.bytes / 1e6:,.1f} MB of {dtype} in {files}")
     if done.form == "peft":
-        typer.echo(f"load it with peft.PeftModel.from_pretrained(MODEL, {done.folder!r}), or --format hf merges it")
+        say(f"load it with peft.PeftModel.from_pretrained(MODEL, {done.folder!r}), or --format hf merges it")
         return
-    typer.echo(f"load it with transformers.AutoModelForCausalLM.from_pretrained({done.folder!r})")
+    say(f"load it with transformers.AutoModelForCausalLM.from_pretrained({done.folder!r})")

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
+from shoal.deploy.terminal.plain import say
 from shoal.deploy.words import number_of_stages
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import AdapterSpec, RunSpec
@@ -109,36 +110,36 @@ def import_(
         typer.echo(msgspec.json.encode(said).decode())
         return
     mlp = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
-    typer.echo(
+    say(
         f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {mlp}, "
         f"{made.model.vocab_size:,} tokens, context {made.model.context}"
     )
     if made.model.tied:
         how = "adapters leave both as they are" if made.adapter else "both ends of the pipeline hold it"
-        typer.echo(f"its embedding and head are one matrix and stay so: {how}, and it counts once")
+        say(f"its embedding and head are one matrix and stay so: {how}, and it counts once")
     elif has_tied_head(folder):
         head = made.model.vocab_size * made.model.dim
-        typer.echo(
+        say(
             f"its embedding and head were one matrix and are two from now on: the head begins as a copy, with {head:,} "
             "parameters of its own, and `shoal export` says tie_word_embeddings = false"
         )
     if made.adapter is not None:
         trained = sum(state_elements(made, key) for key in all_layer_keys(made.model))
-        typer.echo(
+        say(
             f"{trained:,} parameters train, in adapters of rank {made.adapter.rank}"
             f"{_of_what(made)}; the model's own stay, as "
             f"{model_bytes(made.model, made.adapter.base) / 1e6:,.1f} MB of {made.adapter.base} over all stages"
         )
     cut = number_of_stages(made.swarm.stages)
-    typer.echo(f"{made.data.named} in {cut}; the weights stay in {made.initial.source}")
+    say(f"{made.data.named} in {cut}; the weights stay in {made.initial.source}")
     if looked:
         for sentence in text_in_words(made, looked[0]):
-            typer.echo(sentence)
+            say(sentence)
         steps = made.training.steps
-        typer.echo(f"{steps:,} steps of {made.tokens_per_step:,} tokens are {steps * made.tokens_per_step:,} tokens")
+        say(f"{steps:,} steps of {made.tokens_per_step:,} tokens are {steps * made.tokens_per_step:,} tokens")
     else:
-        typer.echo(f"without --data it learns the sources of Python's own library: data.source in {run_toml} says so")
-    typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")
+        say(f"without --data it learns the sources of Python's own library: data.source in {run_toml} says so")
+    say(f"look through {run_toml}, then: shoal host {run_toml}")
 
 
 def _comments(made: RunSpec) -> dict[str, str]:

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, start_logging
 from shoal.deploy.commands.running import running_invite
 from shoal.deploy.state.runs import peer_folders
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
 
@@ -57,11 +57,11 @@ def recover(
         situation = run(look())
     except RunNotFound as error:
         explain(error, found, listen=listen_addresses(DEFAULT_LISTEN), state_dir=state_dir, device="cpu")
-    console = Console(highlight=False, stderr=json)
-    console.print(headline(situation), markup=False)
+    console = open_console(stderr=json)
+    tell(console, headline(situation))
     console.print(situation_table(situation))
     if not yes:
-        console.print(WARNING if era is None else going_back(situation), markup=False)
+        tell(console, WARNING if era is None else going_back(situation))
         typer.confirm("Go on without them?" if era is None else "Go back?", abort=True, err=json)
     situation, recovered = run(reset())
     if json:
@@ -69,4 +69,4 @@ def recover(
 
         typer.echo(msgspec.json.encode(as_json(situation, recovered)).decode())
         return
-    console.print(outcome(recovered, situation), markup=False, soft_wrap=True)
+    tell(console, outcome(recovered, situation))

@@ -33,9 +33,9 @@ def list_(context: typer.Context, json: Json = False) -> None:
     if not found:
         say("no run has been hosted or joined on this machine")
         return
-    from rich.console import Console
+    from shoal.deploy.terminal.screen import open_console
 
-    console = Console(highlight=False)
+    console = open_console()
     console.print(_table(found))
     total = sum(run.size_bytes for run in found)
     if found[1:]:
@@ -86,7 +86,8 @@ def _table(found: list[FoundRun]) -> object:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("name", "run", "role"):
+    table.add_column("name", overflow="ellipsis")  # the one column that gets narrower where there is no room
+    for title in ("run", "role"):
         table.add_column(title, no_wrap=True)
     for title in ("step", "loss", "size"):
         table.add_column(title, justify="right", no_wrap=True)

@@ -45,7 +45,7 @@ def show_(
 
     shown = service.service(_arguments(name, listen, device, limit))
     say(f"# {shown.path}; the invite: {shown.invite}")
-    say(shown.text.rstrip("\n"))
+    say(shown.text.rstrip("\n"), whole=True)
 
 
 def _arguments(name: str, listen: str, device: str, limit: list[str] | None) -> list[str]:

@@ -3,7 +3,6 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from shoal.deploy.commands.options import Verbose, examples, start_logging
 from shoal.deploy.commands.running import running_invite
@@ -26,10 +25,11 @@ def status(
     found = parse_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
     from shoal.deploy.terminal import status as terminal
+    from shoal.deploy.terminal.screen import open_console
     from shoal.deploy.visitor.status_client import StillWaiting, ask_swarm
     from shoal.protocol.live.loop import run
 
-    console = Console(highlight=False)
+    console = open_console()
     if watch:
         run(terminal.watch(found, console, as_json=json))
         return

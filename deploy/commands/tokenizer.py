@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from shoal.deploy.commands.options import check_writable, data_source, examples
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import LocalError
 
 _MB = 1_000_000
@@ -45,7 +46,7 @@ def train(
         texts = training_texts(spec, bytes_max=int(text_mb * _MB), account=account, on_progress=tell)
         data = train_bpe(texts, vocab_size)
     for sentence in account.sentences(printable(spec.source)):
-        typer.echo(sentence, err=True)
+        say(sentence, err=True)
     found = FileTokenizer(data, name=str(out)).vocab_size
     try:
         out.write_bytes(data)
@@ -57,5 +58,5 @@ def train(
         typer.echo(msgspec.json.encode({"tokenizer": str(out.resolve()), "vocab_size": found}).decode())
         return
     note = "" if found == vocab_size else f" (the text has no use for {vocab_size:,})"
-    typer.echo(f"{out}: {found:,} tokens{note}")
-    typer.echo(f'in the run spec: vocab_size = {found} below [model], tokenizer = "{out.resolve()}" below [data]')
+    say(f"{out}: {found:,} tokens{note}")
+    say(f'in the run spec: vocab_size = {found} below [model], tokenizer = "{out.resolve()}" below [data]')

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.deploy.commands.options import EXIT_FAILED, check_writable, examples, scenario_names
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _list_shipped() -> None:
     from shoal.deploy.simulate.scenario import SHIPPED, read_scenario, shipped_names
 
     for name in shipped_names():
-        typer.echo(f"{name:<18} {read_scenario(SHIPPED / f'{name}.toml').title}")
+        say(f"{name:<18} {read_scenario(SHIPPED / f'{name}.toml').title}")
 
 
 def _compare(
@@ -128,7 +129,6 @@ def _compare(
     patience_s: float,
 ) -> None:
     import msgspec
-    from rich.console import Console
 
     from shoal.deploy.planning.command import print_notes
     from shoal.deploy.planning.rows import Rows
@@ -137,15 +137,15 @@ def _compare(
     from shoal.deploy.simulate.reached import reached, said_of
     from shoal.deploy.simulate.table import COLUMNS, LAST, LEGEND, cells, comparison
     from shoal.deploy.terminal.progress import progress_bar, sign_of_life
-    from shoal.deploy.words import printable
+    from shoal.deploy.terminal.screen import open_console, tell
 
     scenario = strategies.with_options(scenario, options)
     # Hours with churn are millions of jobs.
     options = replace(options, timeline=html is not None or scenario.trace is None)
     chosen = strategies.chosen_strategies(scenario, names)
     churn = strategies.churn_of(scenario, options.seed)
-    console = Console(highlight=False)
-    console.print(printable(scenario.title), markup=False, style="bold")
+    console = open_console()
+    tell(console, scenario.title, style="bold")
     print_notes(console, scenario)
     table = Rows(console, COLUMNS, last=LAST)
     _show_arithmetic(table, scenario, chosen, options)
@@ -161,8 +161,8 @@ def _compare(
             rows.append(row_of(outcomes[-1]))
             continue
         patience = strategies.Patience.beside(outcomes[0], patience_s) if outcomes else None
-        with progress_bar(f"simulating {strategy.name}") as tell:
-            outcome = strategies.play(scenario, prepared, replace(options, on_progress=tell), patience=patience)
+        with progress_bar(f"simulating {strategy.name}") as on_share:
+            outcome = strategies.play(scenario, prepared, replace(options, on_progress=on_share), patience=patience)
         if prepared.run is not None:
             ran[prepared.run] = outcome
         outcomes.append(outcome)
@@ -170,15 +170,15 @@ def _compare(
         *figures, why = cells(rows[-1])
         table.row(*figures, last=why)
         for failure in rows[-1].failures[1:3]:
-            console.print(f"    {printable(failure)}", markup=False, soft_wrap=True)
+            tell(console, f"    {failure}")
     console.print()
     for row in rows:
         if row.same_as:
-            console.print(f"{printable(row.strategy)}: the same run as {printable(row.same_as)}", markup=False)
+            tell(console, f"{row.strategy}: the same run as {row.same_as}")
     found = reached(outcomes)
     if found is not None:
-        console.print(said_of(found), markup=False)
-    console.print(LEGEND, markup=False, style="dim")
+        tell(console, said_of(found))
+    tell(console, LEGEND, style="dim")
     _show_figures(console, rows)
     if json is not None:
         _write(json, msgspec.json.format(msgspec.json.encode(comparison(scenario, options.seed, rows, found))) + b"\n")
@@ -212,12 +212,13 @@ def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Stra
 def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:
     """Print the figures of the first strategy that has any."""
     from shoal.deploy.planning.command import figures_view
+    from shoal.deploy.terminal.screen import tell
 
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:
         return
     said = f"\nWhat {row.strategy} comes to, at its simulated pace, if everybody stays:\n"
-    console.print(said, markup=False, style="bold")
+    tell(console, said, style="bold")
     console.print(figures_view(row.figures))
 
 
@@ -254,11 +255,11 @@ def _campaign(
     with json.open("wb") if json else contextlib.nullcontext() as file:
         for seed in seeds:
             verdicts.append(verdict := run_seed(seed, options))
-            typer.echo(one_line(verdict))
+            say(one_line(verdict))
             if verdict.broken is not None:
-                typer.echo(failure(verdict, options))
+                say(failure(verdict, options))
             if file is not None:
                 file.write(json_line(verdict))
-    typer.echo(summary(verdicts))
+    say(summary(verdicts))
     if any(verdict.broken is not None for verdict in verdicts):
         raise typer.Exit(EXIT_FAILED)
