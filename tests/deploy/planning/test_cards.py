@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy import cli
 from shoal.deploy.planning.cards import CARDS, REACHED, Card, cards_table, held_from, lines_of, stages_of, usual_models
+from shoal.deploy.planning.figures import said_tokens
 from shoal.protocol.spec import ModelSpec, RunSpec, TrainingSpec
 
 MODEL = ModelSpec(vocab_size=512, dim=256, num_layers=12, num_heads=4, num_kv_heads=4, ffn_dim=704, context=128)
@@ -116,3 +117,10 @@ def test_its_lines_fit_into_80_columns() -> None:
     file = io.StringIO()
     lines_of(cards_table(usual_models()[0]), Console(width=80, file=file))
     assert max(map(len, file.getvalue().splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(12, "12"), (314_000, "314 K"), (999_950, "1 M"), (1.34e9, "1.34 B"), (2e13, "20 T")]
+)
+def test_parameters_are_said_in_the_unit_that_suits_them(number: float, said: str) -> None:
+    assert said_tokens(number) == said
