@@ -63,6 +63,7 @@ def eval_(
     wants_validation = not (text or named) if validation is None else validation
     source = ",".join(data_source(part) for part in data.split(",")) if data else ""
     start_logging(verbose)
+    from shoal.deploy.manners.device import pick_device, take_own_threads
     from shoal.deploy.ship.evaluation import text_score
     from shoal.deploy.ship.scores import in_words, keep_evaluation
     from shoal.deploy.terminal.progress import progress_bar
@@ -71,6 +72,7 @@ def eval_(
         from shoal.deploy.ship.lm_tasks import check_library
 
         check_library()  # before minutes of other work
+    take_own_threads()
 
     def evaluate(predictor: "Predictor") -> None:
         scores: list[Score] = []
@@ -106,7 +108,6 @@ def eval_(
         local = model, base
         with_swarm("eval", evaluate, invite=invite, local=local, tokenizer=tokenizer, keeps_version=True)
         return
-    from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.loaded_model import load_model
 
     evaluate(load_model(model, device=pick_device(device), tokenizer=tokenizer, base=base, context=context))

@@ -57,6 +57,7 @@ def generate(
 ) -> None:
     """Let a model write, and show it as it comes."""
     start_logging(verbose)
+    from shoal.deploy.manners.device import pick_device, take_own_threads
     from shoal.deploy.ship.generate import fit_for_terminal, manner_of, write
     from shoal.peer.model.generate import Sampler
 
@@ -67,6 +68,7 @@ def generate(
         sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     except ValueError as error:
         raise LocalError(str(error)) from error
+    take_own_threads()
 
     def show(predictor: "Predictor") -> None:
         manner = manner_of(predictor, chat=chat, tokenizer=tokenizer)
@@ -96,7 +98,6 @@ def generate(
 
         with_swarm("generate", show, invite=invite, local=(model, base), tokenizer=tokenizer)
         return
-    from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.loaded_model import load_model
 
     show(load_model(model, device=pick_device(device), tokenizer=tokenizer, base=base))
