@@ -25,26 +25,48 @@ _PASSES: Final = 3
     "shoal import ./my-model run.toml --context 512 --stages 2  # shorter samples, two stages at most",
 )
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="config.json, *.safetensors and a tokenizer.json.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="The model's folder, with config.json, *.safetensors and tokenizer.json."
+        ),
+    ],
     run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec to write, for `shoal host`.")],
-    data: Annotated[str, typer.Option(help="What to train on: a path, or hf:NAME. RUN.toml says more.")] = "",
+    data: Annotated[
+        str, typer.Option(help="What to train on: a path, or hf:NAME. RUN.toml explains the details.")
+    ] = "",
     format: Annotated[
-        Literal["text", "chat"] | None, typer.Option(help="chat: learn the answers of conversations alone.")
+        Literal["text", "chat"] | None,
+        typer.Option(help="text: learn all of it. chat: learn only the answers in conversations."),
     ] = None,
-    spec: Annotated[Path | None, typer.Option(help="A run spec that says what FOLDER does not.")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample. Default: at most 1,024.")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="A run spec with the settings that FOLDER does not contain.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Number of tokens in a sample. Default: at most 1,024.")
+    ] = None,
     stages: Annotated[
-        str, typer.Option(metavar="N|auto", help="Pipeline stages, at most. Default: as many as suit the peers.")
+        str,
+        typer.Option(metavar="N|auto", help="Largest number of pipeline stages. Default: as many as suit the peers."),
     ] = "",
     untie: Annotated[
         bool,
-        typer.Option(help="Train a head that is the embedding as a layer of its own, which begins equal."),
+        typer.Option(
+            help="If the head and the embedding are one matrix: train the head as a layer of its own, "
+            "which starts as a copy."
+        ),
     ] = False,
     lora: Annotated[
         int,
-        typer.Option(min=0, metavar="RANK", help="Train adapters of this rank; the weights stay."),
+        typer.Option(
+            min=0,
+            metavar="RANK",
+            help="Train adapters of this rank and leave the weights as they are. 0: train the weights.",
+        ),
     ] = 0,
-    dora: Annotated[bool, typer.Option("--dora", help="With --lora: train magnitudes of rows, too.")] = False,
+    dora: Annotated[
+        bool, typer.Option("--dora", help="With --lora: also train the magnitudes of rows (DoRA).")
+    ] = False,
     base: Annotated[
         Literal["fp32", "bf16", "int8", "nf4"], typer.Option(help="With --lora: how the weights are stored and sent.")
     ] = "bf16",

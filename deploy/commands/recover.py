@@ -21,10 +21,12 @@ from shoal.protocol.invite import parse_invite
     "shoal recover --era 0  # go back to the last snapshot of era 0, whatever has become of the run since",
 )
 def recover(
-    invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="The host's folder, where the owner's key is.")] = None,
+    invite: Annotated[
+        str | None, typer.Argument(help="The run's invite. Default: the run that was last started here.")
+    ] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="The host's state folder, which has the owner's key.")] = None,
     era: Annotated[
-        int | None, typer.Option(help="Go back to the last snapshot of this era, which peers keep for a week.")
+        int | None, typer.Option(help="Go back to the last snapshot of this era. Peers keep it for a week.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Say what was found and done as JSON.")] = False,
@@ -32,8 +34,8 @@ def recover(
 ) -> None:
     """Continue without half of the peers, or from an older era.
 
-    For half or more of them: with fewer gone the others go on by themselves. With --era it does not matter how many are
-    there. Needs the key of the run's owner.
+    Use it when half of the peers or more are gone; if fewer are, the others go on by themselves. With --era it does not
+    matter how many are gone. It needs the key of the run's owner.
     """
     found = parse_invite(invite) if invite else running_invite("recover")
     start_logging(verbose)

@@ -12,7 +12,7 @@ from shoal.deploy.terminal.plain import say
 from shoal.deploy.words import printable
 
 _ID_LETTERS = 8
-Json = Annotated[bool, typer.Option("--json", help="As JSON, with the folders and sizes in bytes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the runs as JSON, with their folders and sizes in bytes.")]
 
 
 @examples(
@@ -49,7 +49,9 @@ def list_(context: typer.Context, json: Json = False) -> None:
 def remove(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="Its name, its id or the first letters of that.", autocompletion=all_names),
+        typer.Argument(
+            metavar="RUN", help="The run's name, its id, or the first letters of its id.", autocompletion=all_names
+        ),
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Say what was deleted as JSON.")] = False,

@@ -16,9 +16,15 @@ from shoal.protocol.invite import parse_invite
     "shoal status --json  # everything, for a script",
 )
 def status(
-    invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep asking and show it until Ctrl-C.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON; with --watch a line an answer.")] = False,
+    invite: Annotated[
+        str | None, typer.Argument(help="The run's invite. Default: the run that was last started here.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Keep asking, and show each answer, until Ctrl-C.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON; with --watch, a line for each answer.")
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     """Show who holds what, how fast, and with what loss."""

@@ -18,15 +18,17 @@ _MB = 1_000_000
     "shoal tokenizer train hf:roneneldan/TinyStories tokenizer.json --text-mb 200  # of a streamed data set",
 )
 def train(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As `data.source` in a run spec.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="The text to learn from, written as `data.source` in a run spec.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT.json", help="The tokenizer.json to write.")],
     vocab_size: Annotated[
-        int, typer.Option(min=257, help="Tokens, the 256 bytes and the end of text included.")
+        int, typer.Option(min=257, help="Number of tokens, with the 256 bytes and the end of text.")
     ] = 8192,
-    field: Annotated[str, typer.Option(help="Where the text is in a row or an example.")] = "text",
-    subset: Annotated[str, typer.Option(help="Of a data set that has several.")] = "",
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_mb: Annotated[float, typer.Option(min=0.001, help="Read no more text than this.")] = 1000.0,
+    field: Annotated[str, typer.Option(help="The field of a row or an example that contains the text.")] = "text",
+    subset: Annotated[str, typer.Option(help="The subset, if the data set has several.")] = "",
+    split: Annotated[str, typer.Option(help="The split of a data set.")] = "train",
+    text_mb: Annotated[float, typer.Option(min=0.001, help="The largest amount of text to read, in MB.")] = 1000.0,
     json: Annotated[bool, typer.Option("--json", help="Say what was learnt as JSON.")] = False,
 ) -> None:
     """Learn a byte-level BPE vocabulary from a text."""

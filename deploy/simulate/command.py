@@ -43,48 +43,66 @@ def simulate(
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the shipped scenarios.")] = False,
-    strategies: Annotated[str | None, typer.Option(help="Only these, as in `ours,random`.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="A CSV of comings and goings to live through.")] = None,
+    strategies: Annotated[str | None, typer.Option(help="Simulate only these strategies, as in `ours,random`.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Let peers come and go as this CSV file says.")] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of a run, 2 at least; the first two warm up. Default: the scenario's."),
+        typer.Option(min=1, help="Number of steps, at least 2; the first two warm up. Default: the scenario's."),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.001, help="End each run then, of virtual time.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.001, help="End each run after this many seconds of virtual time.")
+    ] = None,
     patience: Annotated[
         float,
         typer.Option(
             min=1.0,
-            help="Real seconds, or 3 times what the first strategy took, after which another one is cut off.",
+            help="Cut a strategy off after this many real seconds, or after 3 times as long as the first one took.",
         ),
     ] = 60.0,
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="NUMBER", help="Say how long so many take: 20B, 1.5T. Default: 20 a parameter."),
+        typer.Option(
+            metavar="NUMBER", help="Say how long this many tokens take, as in 20B or 1.5T. Default: 20 a parameter."
+        ),
     ] = None,
     price_kwh: Annotated[
-        float | None, typer.Option(min=0.0, help="Of a kilowatt-hour, in your currency. Default: 0.30.")
+        float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of searches and of simulated worlds.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write everything as JSON; of a campaign a line a seed.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with timelines and maps.")] = None,
-    campaign: Annotated[int | None, typer.Option(min=1, metavar="SEEDS", help="Try so many seeds of faults.")] = None,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    peers: Annotated[int, typer.Option(min=1, help="Peers of a campaign's swarm.")] = 9,
-    experts: Annotated[int, typer.Option(min=0, help="Experts of a campaign's model, placed among its peers.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="The same seed gives the same searches and the same simulated worlds.")
+    ] = 0,
+    json: Annotated[
+        Path | None, typer.Option(help="Write everything to this file as JSON; with --campaign, a line for each seed.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with timelines and maps to this file.")] = None,
+    campaign: Annotated[
+        int | None, typer.Option(min=1, metavar="SEEDS", help="Break a swarm in this many ways, one for each seed.")
+    ] = None,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first seed of a campaign.")] = 0,
+    peers: Annotated[int, typer.Option(min=1, help="Number of peers in a campaign's swarm.")] = 9,
+    experts: Annotated[
+        int, typer.Option(min=0, help="Number of experts in a campaign's model, spread over its peers.")
+    ] = 0,
     wire: Annotated[
         str | None,
-        typer.Option(metavar="FORTH,BACK,SUMS", help="Formats in a campaign's swarm, as int8,int8,hadamard4."),
+        typer.Option(
+            metavar="FORTH,BACK,SUMS",
+            help="Wire formats in a campaign's swarm: of activations, of their gradients, and of sums; "
+            "as in int8,int8,hadamard4.",
+        ),
     ] = None,
-    fault_seconds: Annotated[float, typer.Option(min=0, help="How long things go wrong in a campaign.")] = 60.0,
+    fault_seconds: Annotated[
+        float, typer.Option(min=0, help="Number of seconds in which faults happen in a campaign.")
+    ] = 60.0,
     kind: Annotated[
-        list[str] | None, typer.Option(metavar="KIND", help="Only faults of this kind; may be repeated.")
+        list[str] | None, typer.Option(metavar="KIND", help="Let only faults of this kind happen. May be repeated.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")] = False,
 ) -> None:
     """Run whole swarms in virtual time.
 
-    Says what a layout gives beside others, row by row as each is done; a strategy that is far slower than the first is
-    cut off. With --campaign: breaks swarms on purpose and says whether they survive.
+    It compares strategies, a row for each as soon as it is done, and cuts off one that is far slower than the first.
+    With --campaign it breaks swarms on purpose and says whether they survive.
     """
     if list_:
         return _list_shipped()
