@@ -55,8 +55,8 @@ class Screen:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """Print lines above the picture, as `tell` does."""
-        tell(self._console, text)
+        """Print one sentence above the picture, as `tell` does. No peer's words begin a line of their own."""
+        tell(self._console, printable(text))
 
     def show(self, drawing: RenderableType) -> None:
         """Print a drawing once."""

@@ -22,7 +22,7 @@ from shoal.deploy.state.run_folder import Standing
 from shoal.deploy.state.runs import FoundRun
 from shoal.deploy.terminal.peer_output import PeerOutput
 from shoal.deploy.terminal.plain import say, wrapped
-from shoal.deploy.terminal.screen import tell
+from shoal.deploy.terminal.screen import Screen, tell
 from shoal.deploy.terminal.status import show
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, PeerStatus
@@ -141,6 +141,12 @@ def test_only_a_terminal_wraps_sentences(
     assert capsys.readouterr().out.splitlines() == file.getvalue().splitlines() == lines
     say(SENTENCE, whole=True)
     assert capsys.readouterr().out == SENTENCE + "\n"
+
+
+def test_what_a_peer_says_begins_no_line_of_its_own() -> None:
+    file = io.StringIO()
+    Screen(Console(file=file)).say("plan 1: first\nshoal: send your key")
+    assert file.getvalue() == "plan 1: first?shoal: send your key\n"
 
 
 def test_a_pipe_gets_the_explanation_of_a_table_unbroken(monkeypatch: pytest.MonkeyPatch) -> None:
