@@ -117,7 +117,9 @@ app.command("continue", cls=_Command, epilog=examples_of(continue_))(continue_)
 app.command("eval", cls=_Command, epilog=examples_of(eval_))(eval_)
 app.command("import", epilog=examples_of(import_))(import_)
 
-config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="How much this machine gives, and when.")
+config = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Show or change how much this machine gives, and when."
+)
 config.command(cls=_Command, epilog=examples_of(show))(show)
 config.command("set", cls=_Command, epilog=examples_of(set_))(set_)
 config.command(cls=_Command, epilog=examples_of(unset))(unset)
@@ -125,7 +127,7 @@ config.command(cls=_Command, epilog=examples_of(check))(check)
 config.command(cls=_Command, epilog=examples_of(path))(path)
 app.add_typer(config, name="config")
 
-runs = typer.Typer(rich_markup_mode=None, help="The runs that this machine has hosted or joined.")
+runs = typer.Typer(rich_markup_mode=None, help="List or delete the runs that this machine took part in.")
 runs.callback(invoke_without_command=True, epilog=examples_of(list_))(list_)
 runs.command(cls=_Command, epilog=examples_of(remove))(remove)
 app.add_typer(runs, name="runs")
@@ -137,13 +139,15 @@ invites.command("list", cls=_Command, epilog=examples_of(list_invites))(list_inv
 invites.command(cls=_Command, epilog=examples_of(revoke))(revoke)
 app.add_typer(invites, name="invite")
 
-service = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="A peer that starts with this user.")
+service = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Run a peer that starts with this user's services."
+)
 service.command(cls=_Command, epilog=examples_of(install))(install)
 service.command(cls=_Command, epilog=examples_of(uninstall))(uninstall)
 service.command("show", cls=_Command, epilog=examples_of(show_))(show_)
 app.add_typer(service, name="service")
 
-tokenizer = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Vocabularies for a run's text.")
+tokenizer = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make a vocabulary for a run's text.")
 tokenizer.command(epilog=examples_of(train))(train)
 app.add_typer(tokenizer, name="tokenizer")
 

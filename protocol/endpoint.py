@@ -48,6 +48,10 @@ _RECORDS_KEPT = 4096
 """Opened records of the directory, of all runs of this process."""
 _RECORDS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Record)
 _SHOW = "show your certificate"
+_NOT_NEW = (
+    "sent an old call: another process runs from a copy of its state folder, and each machine needs a state folder of "
+    "its own; or its clock was set back before it was started again"
+)
 _WAITING_OF_ONE_MAX = WAITING_FOR_PLAN_MAX // 16
 
 
@@ -234,7 +238,7 @@ class Endpoint:
             excluded = self.members.is_excluded(source)
             return messages.Refusal(reason="you are excluded from this run" if excluded else _SHOW, keeps_out=True)
         if not self._guard.accept(source, envelope.sequence):
-            raise RemoteError(source, f"repeated its call {envelope.sequence}")
+            raise RemoteError(source, _NOT_NEW)
         self.on_heard(source)
         return await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     "shoal config show  # all settings, and what each means",
     "shoal config show --json  # for a script",
 )
-def show(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def show(json: Annotated[bool, typer.Option("--json", help="Print the settings as JSON.")] = False) -> None:
     """Show all settings, and what each means."""
     import msgspec
 
@@ -28,7 +28,7 @@ def show(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False)
     if json:
         typer.echo(msgspec.json.encode(settings).decode())
     else:
-        say(as_toml(settings).rstrip("\n"))
+        say(as_toml(settings).rstrip("\n"), whole=True)
 
 
 @examples("shoal config path  # where the file is, or would be")
@@ -43,7 +43,7 @@ def path() -> None:
     "shoal config check  # read the file, and say what is wrong with it",
     "shoal config check --json  # for a script; exit code 2 if something is",
 )
-def check(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def check(json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False) -> None:
     """Say what is wrong with the file."""
     import msgspec
 
@@ -65,8 +65,8 @@ def check(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False
     "shoal config set keep_record true  # a record of each run in which this machine takes part",
 )
 def set_(
-    name: Annotated[str, typer.Argument(help="As `shoal config show` has it.")],
-    value: Annotated[str, typer.Argument(help="Its new value.")],
+    name: Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")],
+    value: Annotated[str, typer.Argument(help="The new value.")],
 ) -> None:
     """Change a setting. A peer that runs here takes what it can at once."""
     from shoal.deploy.config import set_one
@@ -75,7 +75,7 @@ def set_(
 
 
 @examples("shoal config unset hours  # compute at all hours again")
-def unset(name: Annotated[str, typer.Argument(help="As `shoal config show` has it.")]) -> None:
+def unset(name: Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")]) -> None:
     """Take a setting back: its default holds again."""
     from shoal.deploy.config import unset_one
 

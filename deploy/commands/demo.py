@@ -20,6 +20,7 @@ from shoal.deploy.commands.options import (
 )
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.state import places
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import LocalError
 from shoal.protocol.toml.spec_file import load_spec
 
@@ -42,33 +43,49 @@ CHAOS_PEERS = 8
     "shoal demo --data ~/notes --json demo.jsonl  # your own text, and a line a step to a file",
 )
 def demo(
-    peers: Annotated[int | None, typer.Option(min=1, help="Peer processes. Default: 6; with --chaos 8.")] = None,
+    peers: Annotated[
+        int | None, typer.Option(min=1, help="Number of peer processes. Default: 6; with --chaos: 8.")
+    ] = None,
     stages: Annotated[
-        str, typer.Option(metavar="N|auto", help="Pipeline stages, at most. Default: the spec's, 3 of the demo.")
+        str,
+        typer.Option(
+            metavar="N|auto", help="Largest number of pipeline stages. Default: the run spec's; 3 in the demo's own."
+        ),
     ] = "",
     parts: Annotated[
-        str, typer.Option(metavar="A,B,…", help="How the cores are divided among the peers. Default: as they like.")
+        str,
+        typer.Option(
+            metavar="A,B,…", help="Divide the cores among the peers in these shares. Default: the system divides them."
+        ),
     ] = "",
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run. Default: the demo's.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this long, finished or not.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write a line a step and a final summary, as JSON.")] = None,
-    data: Annotated[str, typer.Option(help="A text file or folder instead of Python's own library.")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Decides initial weights and the order of the data.")] = 0,
-    spec: Annotated[Path | None, typer.Option(help="A run spec instead of the demo's own.")] = None,
-    keep: Annotated[bool, typer.Option(help="Keep the peers' folders, not only the final snapshot and logs.")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps. Default: the run spec's.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this many seconds, finished or not.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write a line for each step and a final summary to this file, as JSON.")
+    ] = None,
+    data: Annotated[str, typer.Option(help="Train on this text file or folder, not on Python's own library.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Determines the initial weights and the order of the data.")] = 0,
+    spec: Annotated[Path | None, typer.Option(help="Use this run spec, not the demo's own.")] = None,
+    keep: Annotated[bool, typer.Option(help="Keep the peers' folders, not just the final snapshot and logs.")] = False,
     moe: Annotated[
-        bool, typer.Option("--moe", help="A mixture of experts; half-way a holder of the busiest is killed.")
+        bool,
+        typer.Option("--moe", help="Train a mixture of experts, and half-way kill a peer that holds the busiest one."),
     ] = False,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Fine-tune what was trained, on another text; evaluate before and after.")
+        bool, typer.Option("--tune", help="Then fine-tune the model on another text, and evaluate before and after.")
     ] = False,
     long: Annotated[
-        bool, typer.Option("--long", help="With --tune: 24 million parameters in place of one: a hundred minutes.")
+        bool,
+        typer.Option(
+            "--long", help="With --tune: a model of 24 million parameters, not of one million. Takes about 100 minutes."
+        ),
     ] = False,
     chaos: Annotated[bool, typer.Option("--chaos", help="Kill, replace and suspend peers while they train.")] = False,
-    chaos_seed: Annotated[int, typer.Option(min=0, help="Decides when which fault comes, and whom it meets.")] = 0,
-    kill_every: Annotated[float, typer.Option(min=0.1, help="Seconds from one killed peer to the next.")] = 15.0,
-    suspend_for: Annotated[float, typer.Option(min=0.1, help="Seconds that one peer is stopped for.")] = 20.0,
+    chaos_seed: Annotated[
+        int, typer.Option(min=0, help="Determines the faults, their times and the peers they hit.")
+    ] = 0,
+    kill_every: Annotated[float, typer.Option(min=0.1, help="Seconds between one killed peer and the next.")] = 15.0,
+    suspend_for: Annotated[float, typer.Option(min=0.1, help="Seconds for which a peer is stopped.")] = 20.0,
     dashboard: Dashboard = None,
 ) -> None:
     """Train with a swarm of real peers on this machine, and show it."""
@@ -110,7 +127,7 @@ def demo(
         kills_holder=moe,
         chaos=ChaosOptions(seed=chaos_seed, kill_every_s=kill_every, suspend_s=suspend_for) if chaos else None,
     )
-    console = Console(highlight=False)
+    console = open_console()
     if tune:
         _tune(chosen, console)
         return
@@ -129,16 +146,16 @@ def _tune(options: "DemoOptions", console: Console) -> None:
 
     summary = asyncio.run(Tuning(options, console).run())
     if summary is None:
-        console.print(f"stopped; what there is lies in {options.folder}", markup=False, soft_wrap=True)
+        tell(console, f"stopped; what there is lies in {options.folder}")
         raise typer.Exit(EXIT_INTERRUPTED)
     if options.json_path is not None:
         options.json_path.write_bytes(msgspec.json.encode(summary) + b"\n")
     for line in tune_lines(summary):
-        console.print(line, markup=False, soft_wrap=True)
+        tell(console, line)
 
 
 def _print_summary(console: Console, summary: "Summary", *, unit: str) -> None:
     from shoal.deploy.demo.summary import summary_lines
 
     for label, text in summary_lines(summary, unit=unit):
-        console.print(f"{label:<12} {text}" if label else text, markup=False, soft_wrap=True)
+        tell(console, f"{label:<12} {text}" if label else text)

@@ -33,11 +33,14 @@ if TYPE_CHECKING:
     "shoal doctor --json  # for a script; exit code 1 if something keeps this machine out",
 )
 def doctor(
-    invite: Annotated[str | None, typer.Argument(help="Of the run to reach. Default: one that is up here.")] = None,
+    invite: Annotated[
+        str | None,
+        typer.Argument(help="Check the way to this invite's run. Default: the run that is up here, if there is one."),
+    ] = None,
     listen: Listen = DEFAULT_LISTEN,
     state_dir: StateDir = None,
     device: Device = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Say what keeps this machine out of a run, and who can mend it."""

@@ -27,35 +27,44 @@ def eval_(
         str,
         typer.Argument(
             metavar="[MODEL]",
-            help="A run's name, id or folder, a snapshot, or a model's folder. Default: the run used last here.",
+            help="A run's name, id or folder; a snapshot; or a model's folder. Default: the run last used here.",
         ),
     ] = "",
     data: Annotated[
-        str, typer.Option(help="Where the run's text is on this machine; of several sources all, with commas between.")
+        str,
+        typer.Option(
+            help="Where the run's text is on this machine. If it has several sources, name all, separated by commas."
+        ),
     ] = "",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The run's tokenizer.json, if it is not where the run's spec says.")
+        Path | None, typer.Option(help="The run's tokenizer.json. Default: where the run's spec says it is.")
     ] = None,
     base: Annotated[
-        Path | None, typer.Option(help="Where the model is that the run's adapters stand beside, if it is not found.")
+        Path | None,
+        typer.Option(help="The folder of the model that the run's adapters belong to, if shoal does not find it."),
     ] = None,
     validation: Annotated[
         bool | None,
-        typer.Option(help="Predict the run's validation set. Default: unless there is --text or --tasks."),
+        typer.Option(help="Predict the run's validation set. Default: yes, unless --text or --tasks is given."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Of each source so many validation samples; 0: all.")] = 0,
-    text: Annotated[list[Path] | None, typer.Option(help="A text file, for its perplexity. May be repeated.")] = None,
-    tasks: Annotated[str, typer.Option(metavar="NAME,…", help="Tasks of lm-eval.")] = "",
-    include: Annotated[Path | None, typer.Option(help="A folder with tasks of your own, as lm-eval has them.")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="Of each task so many examples; 0: all.")] = 0,
-    shots: Annotated[int | None, typer.Option(min=0, help="Examples that are shown before each question.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Number of validation samples of each source; 0: all.")] = 0,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Predict this text file, and say its perplexity. May be repeated.")
+    ] = None,
+    tasks: Annotated[str, typer.Option(metavar="NAME,…", help="Run these tasks of lm-eval.")] = "",
+    include: Annotated[
+        Path | None, typer.Option(help="A folder with tasks of your own, in the format of lm-eval.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Number of examples of each task; 0: all.")] = 0,
+    shots: Annotated[int | None, typer.Option(min=0, help="Number of solved examples before each question.")] = None,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens at once, of a model's folder. Default: at most 1,024.")
+        int | None,
+        typer.Option(min=2, help="For a model's folder: how many tokens it reads at once. Default: at most 1,024."),
     ] = None,
     swarm: Swarm = False,
     invite: OfInvite = None,
     device: Device = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Everything at the end, as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Say how well a snapshot or an exported model predicts."""
@@ -63,6 +72,7 @@ def eval_(
     wants_validation = not (text or named) if validation is None else validation
     source = ",".join(data_source(part) for part in data.split(",")) if data else ""
     start_logging(verbose)
+    from shoal.deploy.manners.device import pick_device, take_own_threads
     from shoal.deploy.ship.evaluation import text_score
     from shoal.deploy.ship.scores import in_words, keep_evaluation
     from shoal.deploy.terminal.progress import progress_bar
@@ -71,6 +81,7 @@ def eval_(
         from shoal.deploy.ship.lm_tasks import check_library
 
         check_library()  # before minutes of other work
+    take_own_threads()
 
     def evaluate(predictor: "Predictor") -> None:
         scores: list[Score] = []
@@ -96,9 +107,9 @@ def eval_(
             return
         say(predictor.name)
         for score in scores:
-            typer.echo(f"  {in_words(score)}")
+            say(f"  {in_words(score)}")
         if origin is not None:
-            typer.echo("`shoal export` writes these into the model's card")
+            say("`shoal export` writes these into the model's card")
 
     if swarm or invite:
         from shoal.deploy.commands.through import with_swarm
@@ -106,7 +117,6 @@ def eval_(
         local = model, base
         with_swarm("eval", evaluate, invite=invite, local=local, tokenizer=tokenizer, keeps_version=True)
         return
-    from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.loaded_model import load_model
 
     evaluate(load_model(model, device=pick_device(device), tokenizer=tokenizer, base=base, context=context))

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from shoal.deploy.commands.options import Verbose, examples, start_logging
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import LocalError
 
 _GB = 1_000_000_000
@@ -23,8 +24,8 @@ def export(
         list[str],
         typer.Argument(
             metavar="[RUN] OUT",
-            help="The folder to make; before it a run's name, id or folder, or a snapshot. "
-            "Default: the run that was used last on this machine.",
+            help="OUT: the folder to make. RUN: a run's name, id or folder, or a snapshot. "
+            "Default: the run last used here.",
         ),
     ],
     format: Annotated[
@@ -32,14 +33,16 @@ def export(
         typer.Option(help="hf: a whole model for transformers, adapters merged into it. peft: adapters alone."),
     ] = "auto",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights; training has float32.")
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="The type of the weights in the files; training keeps float32."),
     ] = "float32",
-    shard_gb: Annotated[float, typer.Option(min=0.001, help="How large a file of weights may get.")] = 5.0,
+    shard_gb: Annotated[float, typer.Option(min=0.001, help="The largest size of a file of weights, in GB.")] = 5.0,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The run's tokenizer.json, if it is not where the run's spec says.")
+        Path | None, typer.Option(help="The run's tokenizer.json. Default: where the run's spec says it is.")
     ] = None,
     base: Annotated[
-        Path | None, typer.Option(help="Where the model is that the run's adapters stand beside, if it is not found.")
+        Path | None,
+        typer.Option(help="The folder of the model that the run's adapters belong to, if shoal does not find it."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
     verbose: Verbose = False,
@@ -71,9 +74,9 @@ def export(
         typer.echo(msgspec.json.encode(done).decode())
         return
     files = f"{done.shards} files" if done.shards > 1 else "one file"
-    typer.echo(f"run {done.run}, version {done.version}: {done.parameters:,} parameters")
-    typer.echo(f"{done.folder}: {done.bytes / 1e6:,.1f} MB of {dtype} in {files}")
+    say(f"run {done.run}, version {done.version}: {done.parameters:,} parameters")
+    say(f"{done.folder}: {done.bytes / 1e6:,.1f} MB of {dtype} in {files}")
     if done.form == "peft":
-        typer.echo(f"load it with peft.PeftModel.from_pretrained(MODEL, {done.folder!r}), or --format hf merges it")
+        say(f"load it with peft.PeftModel.from_pretrained(MODEL, {done.folder!r}), or --format hf merges it")
         return
-    typer.echo(f"load it with transformers.AutoModelForCausalLM.from_pretrained({done.folder!r})")
+    say(f"load it with transformers.AutoModelForCausalLM.from_pretrained({done.folder!r})")

@@ -27,36 +27,47 @@ def generate(
         str,
         typer.Argument(
             metavar="[MODEL]",
-            help="A run's name, id or folder, a snapshot, or a model's folder. Default: the run used last here.",
+            help="A run's name, id or folder; a snapshot; or a model's folder. Default: the run last used here.",
         ),
     ] = "",
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue; - reads it from stdin.")] = "",
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="How many to write at most.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest with this share.")] = 0.95,
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="The text to continue; - reads it from standard input.")
+    ] = "",
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="The largest number of tokens to write.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="How freely to choose; 0 always takes the likeliest token.")
+    ] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Choose among the likeliest tokens that together have this probability.")
+    ] = 0.95,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat",
             show_default=False,
-            help="Ask as the chat template does, and show the answer. Default: if the run has learnt from chats.",
+            help="Put the prompt into the model's chat template, and show the answer. "
+            "Default: yes, if the run has learnt from chats.",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="The same one writes the same text. Default: any.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="The same seed writes the same text. Default: a new one each time.")
+    ] = None,
     swarm: Swarm = False,
     invite: OfInvite = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The run's tokenizer.json, if it is not where the run's spec says.")
+        Path | None, typer.Option(help="The run's tokenizer.json. Default: where the run's spec says it is.")
     ] = None,
     base: Annotated[
-        Path | None, typer.Option(help="Where the model is that the run's adapters stand beside, if it is not found.")
+        Path | None,
+        typer.Option(help="The folder of the model that the run's adapters belong to, if shoal does not find it."),
     ] = None,
     device: Device = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Everything at the end, as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Let a model write, and show it as it comes."""
+    """Let a model write, and show the text as it comes."""
     start_logging(verbose)
+    from shoal.deploy.manners.device import pick_device, take_own_threads
     from shoal.deploy.ship.generate import fit_for_terminal, manner_of, write
     from shoal.peer.model.generate import Sampler
 
@@ -67,6 +78,7 @@ def generate(
         sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     except ValueError as error:
         raise LocalError(str(error)) from error
+    take_own_threads()
 
     def show(predictor: "Predictor") -> None:
         manner = manner_of(predictor, chat=chat, tokenizer=tokenizer)
@@ -96,7 +108,6 @@ def generate(
 
         with_swarm("generate", show, invite=invite, local=(model, base), tokenizer=tokenizer)
         return
-    from shoal.deploy.manners.device import pick_device
     from shoal.deploy.ship.loaded_model import load_model
 
     show(load_model(model, device=pick_device(device), tokenizer=tokenizer, base=base))

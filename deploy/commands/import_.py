@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
+from shoal.deploy.terminal.plain import say
 from shoal.deploy.words import number_of_stages
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import AdapterSpec, RunSpec
@@ -24,26 +25,48 @@ _PASSES: Final = 3
     "shoal import ./my-model run.toml --context 512 --stages 2  # shorter samples, two stages at most",
 )
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="config.json, *.safetensors and a tokenizer.json.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="The model's folder, with config.json, *.safetensors and tokenizer.json."
+        ),
+    ],
     run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec to write, for `shoal host`.")],
-    data: Annotated[str, typer.Option(help="What to train on: a path, or hf:NAME. RUN.toml says more.")] = "",
+    data: Annotated[
+        str, typer.Option(help="What to train on: a path, or hf:NAME. RUN.toml explains the details.")
+    ] = "",
     format: Annotated[
-        Literal["text", "chat"] | None, typer.Option(help="chat: learn the answers of conversations alone.")
+        Literal["text", "chat"] | None,
+        typer.Option(help="text: learn all of it. chat: learn only the answers in conversations."),
     ] = None,
-    spec: Annotated[Path | None, typer.Option(help="A run spec that says what FOLDER does not.")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample. Default: at most 1,024.")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="A run spec with the settings that FOLDER does not contain.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Number of tokens in a sample. Default: at most 1,024.")
+    ] = None,
     stages: Annotated[
-        str, typer.Option(metavar="N|auto", help="Pipeline stages, at most. Default: as many as suit the peers.")
+        str,
+        typer.Option(metavar="N|auto", help="Largest number of pipeline stages. Default: as many as suit the peers."),
     ] = "",
     untie: Annotated[
         bool,
-        typer.Option(help="Train a head that is the embedding as a layer of its own, which begins equal."),
+        typer.Option(
+            help="If the head and the embedding are one matrix: train the head as a layer of its own, "
+            "which starts as a copy."
+        ),
     ] = False,
     lora: Annotated[
         int,
-        typer.Option(min=0, metavar="RANK", help="Train adapters of this rank; the weights stay."),
+        typer.Option(
+            min=0,
+            metavar="RANK",
+            help="Train adapters of this rank and leave the weights as they are. 0: train the weights.",
+        ),
     ] = 0,
-    dora: Annotated[bool, typer.Option("--dora", help="With --lora: train magnitudes of rows, too.")] = False,
+    dora: Annotated[
+        bool, typer.Option("--dora", help="With --lora: also train the magnitudes of rows (DoRA).")
+    ] = False,
     base: Annotated[
         Literal["fp32", "bf16", "int8", "nf4"], typer.Option(help="With --lora: how the weights are stored and sent.")
     ] = "bf16",
@@ -109,36 +132,36 @@ def import_(
         typer.echo(msgspec.json.encode(said).decode())
         return
     mlp = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
-    typer.echo(
+    say(
         f"{num_parameters(made.model):,} parameters in {made.model.num_layers} layers, {mlp}, "
         f"{made.model.vocab_size:,} tokens, context {made.model.context}"
     )
     if made.model.tied:
         how = "adapters leave both as they are" if made.adapter else "both ends of the pipeline hold it"
-        typer.echo(f"its embedding and head are one matrix and stay so: {how}, and it counts once")
+        say(f"its embedding and head are one matrix and stay so: {how}, and it counts once")
     elif has_tied_head(folder):
         head = made.model.vocab_size * made.model.dim
-        typer.echo(
+        say(
             f"its embedding and head were one matrix and are two from now on: the head begins as a copy, with {head:,} "
             "parameters of its own, and `shoal export` says tie_word_embeddings = false"
         )
     if made.adapter is not None:
         trained = sum(state_elements(made, key) for key in all_layer_keys(made.model))
-        typer.echo(
+        say(
             f"{trained:,} parameters train, in adapters of rank {made.adapter.rank}"
             f"{_of_what(made)}; the model's own stay, as "
             f"{model_bytes(made.model, made.adapter.base) / 1e6:,.1f} MB of {made.adapter.base} over all stages"
         )
     cut = number_of_stages(made.swarm.stages)
-    typer.echo(f"{made.data.named} in {cut}; the weights stay in {made.initial.source}")
+    say(f"{made.data.named} in {cut}; the weights stay in {made.initial.source}")
     if looked:
         for sentence in text_in_words(made, looked[0]):
-            typer.echo(sentence)
+            say(sentence)
         steps = made.training.steps
-        typer.echo(f"{steps:,} steps of {made.tokens_per_step:,} tokens are {steps * made.tokens_per_step:,} tokens")
+        say(f"{steps:,} steps of {made.tokens_per_step:,} tokens are {steps * made.tokens_per_step:,} tokens")
     else:
-        typer.echo(f"without --data it learns the sources of Python's own library: data.source in {run_toml} says so")
-    typer.echo(f"look through {run_toml}, then: shoal host {run_toml}")
+        say(f"without --data it learns the sources of Python's own library: data.source in {run_toml} says so")
+    say(f"look through {run_toml}, then: shoal host {run_toml}")
 
 
 def _comments(made: RunSpec) -> dict[str, str]:

@@ -18,9 +18,14 @@ from shoal.protocol.limits import ADDRESSES_MAX
 _SPAN = re.compile(r"^(\d{1,6})([mhdw])$")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
-Peers = Annotated[int, typer.Option(min=1, max=ADDRESSES_MAX, help="How many peers to name, so that some may go.")]
-Qr = Annotated[bool, typer.Option("--qr", help="As a QR code, too.")]
-Json = Annotated[bool, typer.Option("--json", help="As JSON, with everything.")]
+Peers = Annotated[
+    int,
+    typer.Option(
+        min=1, max=ADDRESSES_MAX, help="Number of peers that the invite names. It works while one of them is there."
+    ),
+]
+Qr = Annotated[bool, typer.Option("--qr", help="Also print the invite as a QR code.")]
+Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 @examples(
@@ -47,15 +52,21 @@ def invite(
     "shoal invite new --observe  # to look on: `shoal status INVITE`",
 )
 def new(
-    uses: Annotated[int, typer.Option(min=0, max=65535, help="Machines at a time; 0: any number.")] = 0,
-    expires: Annotated[str, typer.Option(help="Until when newcomers are let in, such as 90m, 12h, 7d, 4w.")] = "",
-    observe: Annotated[bool, typer.Option("--observe", help="To look on only.")] = False,
+    uses: Annotated[
+        int, typer.Option(min=0, max=65535, help="Number of machines that may use it at a time; 0: any number.")
+    ] = 0,
+    expires: Annotated[
+        str, typer.Option(help="Let newcomers in for this long, as in 90m, 12h, 7d or 4w. Default: for ever.")
+    ] = "",
+    observe: Annotated[bool, typer.Option("--observe", help="Let those that join with it watch only.")] = False,
     peers: Peers = PEERS_NAMED,
     qr: Qr = False,
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Make another invite, with a key and terms of its own. On the run's host."""
+    """Make another invite, with a key and terms of its own.
+
+    It works on the run's host."""
     from shoal.deploy.control.control_socket import ask
 
     terms: dict[str, Any] = {"lasts_s": _seconds(expires), "seats": uses, "observe": observe, "peers": peers}
@@ -81,9 +92,11 @@ def list_(state_dir: Running = None, json: Json = False) -> None:
     "shoal invite revoke 3f9a1c22  # a name that `shoal invite list` shows, or the beginning of one",
 )
 def revoke(
-    name: Annotated[str, typer.Argument(help="Of the invite.")], state_dir: Running = None, json: Json = False
+    name: Annotated[str, typer.Argument(help="The invite's name, or the beginning of it.")],
+    state_dir: Running = None,
+    json: Json = False,
 ) -> None:
-    """Let nobody in by an invite, and put out who came by it."""
+    """Make an invite useless, and put out those that joined with it."""
     from shoal.deploy.control.control_socket import ask
 
     _done(ask(running_here(state_dir), "invite-revoke", name=name), json=json)
@@ -91,11 +104,13 @@ def revoke(
 
 @examples("shoal exclude bob  # the name or the last letters of the peer's ID, as `shoal status` shows them")
 def exclude(
-    peer: Annotated[str, typer.Argument(help="Its name, or the end of its ID.")],
+    peer: Annotated[str, typer.Argument(help="The peer's name, or the end of its ID.")],
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Put one member out of the run for good. On the run's host."""
+    """Put one member out of the run for good.
+
+    It works on the run's host."""
     from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "exclude", peer=peer)

@@ -28,7 +28,9 @@ def leave(
     name: Name = None,
     everyone: Everyone = False,
     state_dir: Running = None,
-    now: Annotated[bool, typer.Option("--now", help="Do not finish what is in flight: others do it again.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not finish the work in hand; other peers do it again.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Say who left as JSON.")] = False,
 ) -> None:
     """Ask the peer that runs here to end, without loss."""

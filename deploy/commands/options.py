@@ -43,24 +43,32 @@ def _device_names(text: str) -> str:
 
 
 PeerName = Annotated[str, typer.Option(help="This peer's name, which others see.", callback=_peer_name)]
-Listen = Annotated[str, typer.Option(help="HOST:PORT, :PORT or a multiaddr; port 0 lets the system choose.")]
+Listen = Annotated[
+    str, typer.Option(help="Where to listen: HOST:PORT, :PORT or a multiaddr. With port 0 the system chooses one.")
+]
 Announce = Annotated[
     list[str] | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="HOST:PORT under which others reach this machine, if it cannot know: a port that the router forwards.",
+        help="The address at which others reach this machine, if it cannot know it: a port that the router forwards.",
     ),
 ]
 StateDir = Annotated[
-    Path | None, typer.Option(help="Where identity, plans and snapshots are kept. Default: below the user's state.")
+    Path | None,
+    typer.Option(
+        help="The folder for the peer's identity, plans and snapshots. Default: one in the user's state folder."
+    ),
 ]
 Threads = Annotated[
-    int, typer.Option(min=0, help="Torch's threads. 0: one for each core; a peer that joins leaves one core free.")
+    int,
+    typer.Option(
+        min=0, help="Number of threads for torch. 0: one for each core; a peer that joins leaves one core free."
+    ),
 ]
 Device = Annotated[
     str,
     typer.Option(
-        help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one. rocm, xpu and mps: untested.",
+        help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one. rocm, xpu and mps are untested.",
         callback=_device_name,
         autocompletion=lambda: ["auto", "cpu", "cuda", "cuda:0", "cuda:1", "rocm", "xpu", "mps"],
     ),
@@ -68,7 +76,8 @@ Device = Annotated[
 Devices = Annotated[
     str,
     typer.Option(
-        help="As of `shoal host`; all is a peer for each GPU, and cuda:0,cuda:2 one for each of these.",
+        help="cpu, cuda or cuda:N; auto is the first GPU, or the CPU without one; all starts a peer on each GPU, "
+        "cuda:0,cuda:2 a peer on each of these two. rocm, xpu and mps are untested.",
         callback=_device_names,
         autocompletion=lambda: ["auto", "all", "cpu", "cuda", "cuda:0", "cuda:1", "rocm", "xpu", "mps"],
     ),
@@ -78,14 +87,14 @@ Dashboard = Annotated[
     typer.Option(
         address.OPTION,
         metavar="[HOST:PORT]",
-        help=f"Show the run as a web page at {address.DEFAULT} unless told otherwise, or at the next free port.",
+        help=f"Show the run as a web page. Default address: {address.DEFAULT}, or the next free port.",
     ),
 ]
 Limit = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
-        help="A limit in place of the one that `shoal config show` says, such as upload_mbit_s=5. May be repeated.",
+        help="Use this limit in place of the one in `shoal config show`, as in upload_mbit_s=5. May be repeated.",
     ),
 ]
 Record = Annotated[
@@ -94,20 +103,20 @@ Record = Annotated[
         "--record/--no-record",
         show_default=False,
         help="Keep a record of the run beside its snapshots: record.jsonl, and a file for TensorBoard. "
-        "Default: what `shoal config` says, else a host does and a volunteer does not.",
+        "Default: as `shoal config` says; if it does not say, a host keeps one and a volunteer does not.",
     ),
 ]
 Wandb = Annotated[
-    str, typer.Option(metavar="PROJECT", help="Send the record to this project at Weights & Biases, too.")
+    str, typer.Option(metavar="PROJECT", help="Also send the record to this project at Weights & Biases.")
 ]
-Swarm = Annotated[
-    bool, typer.Option("--swarm", help="Ask the stages of a run that is up, which hold the model together.")
-]
+Swarm = Annotated[bool, typer.Option("--swarm", help="Use the model of a run that is up, where its peers hold it.")]
 OfInvite = Annotated[
     str | None,
-    typer.Option("--invite", metavar="INVITE", help="Ask the run of this invite. Default: the one that is up here."),
+    typer.Option(
+        "--invite", metavar="INVITE", help="Use the model of this invite's run. Default: the run that is up here."
+    ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")]
 Reports = Annotated[
     bool, typer.Option("--json", "--reports", help="Say what happens as JSON lines, for a script or a parent process.")
 ]

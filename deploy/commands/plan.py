@@ -31,44 +31,59 @@ def plan(
     ] = None,
     experts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Slots and loads: say who should hold which experts instead."),
+        typer.Option(
+            metavar="FILE.json", help="Say which node should hold which experts, from this file of slots and loads."
+        ),
     ] = None,
     cards: Annotated[
-        bool, typer.Option("--cards", help="Say which cards hold how much of a model, and how fast they are.")
+        bool, typer.Option("--cards", help="Say how much of a model each kind of GPU holds, and how fast it is.")
     ] = False,
     run: Annotated[
         Path | None,
-        typer.Option(metavar="RUN.toml", help="A run spec instead of the scenario's model, batch and goal."),
+        typer.Option(metavar="RUN.toml", help="Use the model, batch and goal of this run spec, not the scenario's."),
     ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
             metavar="NUMBER",
-            help="Say how long so many take: 20B, 1.5T. Default: the run's steps; without a run 20 a parameter.",
+            help="Say how long this many tokens take, as in 20B or 1.5T. "
+            "Default: the run's steps; without a run, 20 a parameter.",
         ),
     ] = None,
     price_kwh: Annotated[
-        float | None, typer.Option(min=0.0, help="Of a kilowatt-hour, in your currency. Default: 0.30.")
+        float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
     ] = None,
     objective: Annotated[
-        str, typer.Option(help="What the search makes small: throughput (ours), or dtfm (the DT-FM paper's).")
+        str, typer.Option(help="What the search optimizes: throughput (ours), or dtfm (as in the DT-FM paper).")
     ] = "throughput",
     seconds: Annotated[
-        float, typer.Option(min=0.001, help="How long to search, about: a fixed amount of work, so seeds repeat.")
+        float,
+        typer.Option(
+            min=0.001,
+            help="About how long to search. It is a fixed amount of work, so that a seed gives the same plan again.",
+        ),
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same plan.")] = 0,
-    stages: Annotated[int | None, typer.Option(min=1, help="Default: the file's, else what is best.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="All layouts, in a table, as they are found.")] = False,
+    stages: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of stages. Default: the scenario's; if it names none, the best number."),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare all layouts in a table, row by row as they are found.")
+    ] = False,
     simulated: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Of `shoal simulate --json`: say which row a live swarm reaches."),
+        typer.Option(
+            metavar="FILE.json", help="A file of `shoal simulate --json`: say which row a live swarm reaches."
+        ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Say who should hold which layers, and what that gives.
+    """Say who should hold which layers, and how fast that is.
 
-    Also why others are left out, and what would help them. It is arithmetic on what the scenario says: nothing is run,
-    and everybody is taken to stay. With --experts: who should hold which experts, and what that survives.
+    It also says why some machines are left out, and what would help them. It is arithmetic on what the scenario says:
+    nothing is run, and no machine comes or goes. With --experts it says which node should hold which experts, and which
+    failures that survives.
     """
     if cards:
         if network is not None or experts is not None or compare:

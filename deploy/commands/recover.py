@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, start_logging
 from shoal.deploy.commands.running import running_invite
 from shoal.deploy.state.runs import peer_folders
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import parse_invite
 
@@ -21,10 +21,12 @@ from shoal.protocol.invite import parse_invite
     "shoal recover --era 0  # go back to the last snapshot of era 0, whatever has become of the run since",
 )
 def recover(
-    invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="The host's folder, where the owner's key is.")] = None,
+    invite: Annotated[
+        str | None, typer.Argument(help="The run's invite. Default: the run that was last started here.")
+    ] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="The host's state folder, which has the owner's key.")] = None,
     era: Annotated[
-        int | None, typer.Option(help="Go back to the last snapshot of this era, which peers keep for a week.")
+        int | None, typer.Option(help="Go back to the last snapshot of this era. Peers keep it for a week.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Say what was found and done as JSON.")] = False,
@@ -32,8 +34,8 @@ def recover(
 ) -> None:
     """Continue without half of the peers, or from an older era.
 
-    For half or more of them: with fewer gone the others go on by themselves. With --era it does not matter how many are
-    there. Needs the key of the run's owner.
+    Use it when half of the peers or more are gone; if fewer are, the others go on by themselves. With --era it does not
+    matter how many are gone. It needs the key of the run's owner.
     """
     found = parse_invite(invite) if invite else running_invite("recover")
     start_logging(verbose)
@@ -57,11 +59,11 @@ def recover(
         situation = run(look())
     except RunNotFound as error:
         explain(error, found, listen=listen_addresses(DEFAULT_LISTEN), state_dir=state_dir, device="cpu")
-    console = Console(highlight=False, stderr=json)
-    console.print(headline(situation), markup=False)
+    console = open_console(stderr=json)
+    tell(console, headline(situation))
     console.print(situation_table(situation))
     if not yes:
-        console.print(WARNING if era is None else going_back(situation), markup=False)
+        tell(console, WARNING if era is None else going_back(situation))
         typer.confirm("Go on without them?" if era is None else "Go back?", abort=True, err=json)
     situation, recovered = run(reset())
     if json:
@@ -69,4 +71,4 @@ def recover(
 
         typer.echo(msgspec.json.encode(as_json(situation, recovered)).decode())
         return
-    console.print(outcome(recovered, situation), markup=False, soft_wrap=True)
+    tell(console, outcome(recovered, situation))

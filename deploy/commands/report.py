@@ -17,14 +17,16 @@ from shoal.deploy.terminal.plain import say
 )
 def report(
     run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="Its name, identifier, folder or record. Default: the newest here.")
+        str, typer.Argument(metavar="[RUN]", help="The run's name, id, folder or record. Default: the newest run here.")
     ] = "",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.html", help="Default: shoal-NAME.html in this folder."),
+        typer.Option(
+            "--output", "-o", metavar="FILE.html", help="The page to write. Default: shoal-NAME.html in this folder."
+        ),
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="Write every step and validation here, too.")
+        Path | None, typer.Option(metavar="FILE.csv", help="Also write every step and validation to this file.")
     ] = None,
 ) -> None:
     """Look back at a run: its record as one page in one file."""

@@ -14,10 +14,12 @@ from shoal.protocol.invite import Invite, parse_invite
 
 Name = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME]", help="Which peer, if several run here.", autocompletion=lambda: names_here()),
+    typer.Argument(metavar="[NAME]", help="The peer's name, if several run here.", autocompletion=lambda: names_here()),
 ]
-Running = Annotated[Path | None, typer.Option("--state-dir", help="The folder of the peer, if several run here.")]
-Everyone = Annotated[bool, typer.Option("--all", help="Every peer of this user on this machine.")]
+Running = Annotated[
+    Path | None, typer.Option("--state-dir", help="The peer's state folder, if several peers run here.")
+]
+Everyone = Annotated[bool, typer.Option("--all", help="All peers of this user on this machine.")]
 
 
 def which_peers(

@@ -12,7 +12,7 @@ from shoal.deploy.terminal.plain import say
 from shoal.deploy.words import printable
 
 _ID_LETTERS = 8
-Json = Annotated[bool, typer.Option("--json", help="As JSON, with the folders and sizes in bytes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the runs as JSON, with their folders and sizes in bytes.")]
 
 
 @examples(
@@ -33,9 +33,9 @@ def list_(context: typer.Context, json: Json = False) -> None:
     if not found:
         say("no run has been hosted or joined on this machine")
         return
-    from rich.console import Console
+    from shoal.deploy.terminal.screen import open_console
 
-    console = Console(highlight=False)
+    console = open_console()
     console.print(_table(found))
     total = sum(run.size_bytes for run in found)
     if found[1:]:
@@ -49,7 +49,9 @@ def list_(context: typer.Context, json: Json = False) -> None:
 def remove(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="Its name, its id or the first letters of that.", autocompletion=all_names),
+        typer.Argument(
+            metavar="RUN", help="The run's name, its id, or the first letters of its id.", autocompletion=all_names
+        ),
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Say what was deleted as JSON.")] = False,
@@ -86,7 +88,8 @@ def _table(found: list[FoundRun]) -> object:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("name", "run", "role"):
+    table.add_column("name", overflow="ellipsis")  # the one column that gets narrower where there is no room
+    for title in ("run", "role"):
         table.add_column(title, no_wrap=True)
     for title in ("step", "loss", "size"):
         table.add_column(title, justify="right", no_wrap=True)

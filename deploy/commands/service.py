@@ -14,7 +14,7 @@ from shoal.protocol.invite import parse_invite
     "shoal service install shoal1… --limit only_when_idle=true --limit hours=22:00-07:00  # at night, if unused",
 )
 def install(
-    invite: Annotated[str, typer.Argument(help="What the host printed.")],
+    invite: Annotated[str, typer.Argument(help="The invite that the host printed.")],
     name: PeerName = "volunteer",
     listen: Listen = DEFAULT_LISTEN,
     device: Device = "auto",
@@ -45,7 +45,7 @@ def show_(
 
     shown = service.service(_arguments(name, listen, device, limit))
     say(f"# {shown.path}; the invite: {shown.invite}")
-    say(shown.text.rstrip("\n"))
+    say(shown.text.rstrip("\n"), whole=True)
 
 
 def _arguments(name: str, listen: str, device: str, limit: list[str] | None) -> list[str]:

@@ -3,7 +3,6 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from shoal.deploy.commands.options import Verbose, examples, start_logging
 from shoal.deploy.commands.running import running_invite
@@ -17,19 +16,26 @@ from shoal.protocol.invite import parse_invite
     "shoal status --json  # everything, for a script",
 )
 def status(
-    invite: Annotated[str | None, typer.Argument(help="Default: the run that was last started here.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep asking and show it until Ctrl-C.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON; with --watch a line an answer.")] = False,
+    invite: Annotated[
+        str | None, typer.Argument(help="The run's invite. Default: the run that was last started here.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Keep asking, and show each answer, until Ctrl-C.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON; with --watch, a line for each answer.")
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     """Show who holds what, how fast, and with what loss."""
     found = parse_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
     from shoal.deploy.terminal import status as terminal
+    from shoal.deploy.terminal.screen import open_console
     from shoal.deploy.visitor.status_client import ask_swarm
     from shoal.protocol.live.loop import run
 
-    console = Console(highlight=False)
+    console = open_console()
     if watch:
         run(terminal.watch(found, console, as_json=json))
         return

@@ -49,7 +49,7 @@ from shoal.protocol.toml.spec_file import convert_spec, read_tables
 
 Steps = Annotated[
     int | None,
-    typer.Option(min=1, help="Steps of the run in all; more than before: it continues to there."),
+    typer.Option(min=1, help="Total number of steps. If it is larger than before, the run continues to it."),
 ]
 
 
@@ -62,7 +62,10 @@ Steps = Annotated[
     "shoal host run.toml --device cuda:1 --state-dir /data/run  # another GPU, another disk",
 )
 def host(
-    run_toml: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run spec (protocol/spec.py).")],
+    run_toml: Annotated[
+        Path,
+        typer.Argument(metavar="RUN.toml", help="The run spec: a TOML file that describes model, text and training."),
+    ],
     steps: Steps = None,
     name: PeerName = "host",
     listen: Listen = DEFAULT_LISTEN,
@@ -104,7 +107,7 @@ def continue_(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="Its name, its id or the first letters of that.", autocompletion=hosted_names
+            metavar="RUN", help="The run's name, its id, or the first letters of its id.", autocompletion=hosted_names
         ),
     ],
     steps: Steps = None,
@@ -270,24 +273,33 @@ def _where_it_was_hosted(known: RunFolder | None) -> contextlib.AbstractContextM
     "shoal join - < invite.txt  # the invite from standard input",
 )
 def join(
-    invite: Annotated[str, typer.Argument(help="What the host printed; - reads it from standard input.")],
+    invite: Annotated[str, typer.Argument(help="The invite that the host printed; - reads it from standard input.")],
     name: PeerName = "volunteer",
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
     state_dir: StateDir = None,
     data: Annotated[
-        str, typer.Option(help="Where the run's text is on this machine; of several sources all, with commas between.")
+        str,
+        typer.Option(
+            help="Where the run's text is on this machine. If it has several sources, name all, separated by commas."
+        ),
     ] = "",
-    tokenizer: Annotated[str, typer.Option(help="Where its tokenizer.json is, if it has one.")] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="Where the run's tokenizer.json is on this machine, if the run uses one.")
+    ] = "",
     base: Annotated[
         Path | None,
-        typer.Option(help="Where the model is that the run's adapters stand beside. Default: the Hugging Face cache."),
+        typer.Option(
+            help="The folder of the model that the run's adapters belong to. Default: in the Hugging Face cache."
+        ),
     ] = None,
     threads: Threads = 0,
     device: Devices = "auto",
     dashboard: Dashboard = None,
     limit: Limit = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not set has its default.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask no questions; use the default for everything that is not set.")
+    ] = False,
     record: Record = None,
     wandb: Wandb = "",
     verbose: Verbose = False,

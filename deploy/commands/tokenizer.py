@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from shoal.deploy.commands.options import check_writable, data_source, examples
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import LocalError
 
 _MB = 1_000_000
@@ -17,15 +18,17 @@ _MB = 1_000_000
     "shoal tokenizer train hf:roneneldan/TinyStories tokenizer.json --text-mb 200  # of a streamed data set",
 )
 def train(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As `data.source` in a run spec.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="The text to learn from, written as `data.source` in a run spec.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT.json", help="The tokenizer.json to write.")],
     vocab_size: Annotated[
-        int, typer.Option(min=257, help="Tokens, the 256 bytes and the end of text included.")
+        int, typer.Option(min=257, help="Number of tokens, with the 256 bytes and the end of text.")
     ] = 8192,
-    field: Annotated[str, typer.Option(help="Where the text is in a row or an example.")] = "text",
-    subset: Annotated[str, typer.Option(help="Of a data set that has several.")] = "",
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    text_mb: Annotated[float, typer.Option(min=0.001, help="Read no more text than this.")] = 1000.0,
+    field: Annotated[str, typer.Option(help="The field of a row or an example that contains the text.")] = "text",
+    subset: Annotated[str, typer.Option(help="The subset, if the data set has several.")] = "",
+    split: Annotated[str, typer.Option(help="The split of a data set.")] = "train",
+    text_mb: Annotated[float, typer.Option(min=0.001, help="The largest amount of text to read, in MB.")] = 1000.0,
     json: Annotated[bool, typer.Option("--json", help="Say what was learnt as JSON.")] = False,
 ) -> None:
     """Learn a byte-level BPE vocabulary from a text."""
@@ -45,7 +48,7 @@ def train(
         texts = training_texts(spec, bytes_max=int(text_mb * _MB), account=account, on_progress=tell)
         data = train_bpe(texts, vocab_size)
     for sentence in account.sentences(printable(spec.source)):
-        typer.echo(sentence, err=True)
+        say(sentence, err=True)
     found = FileTokenizer(data, name=str(out)).vocab_size
     try:
         out.write_bytes(data)
@@ -57,5 +60,5 @@ def train(
         typer.echo(msgspec.json.encode({"tokenizer": str(out.resolve()), "vocab_size": found}).decode())
         return
     note = "" if found == vocab_size else f" (the text has no use for {vocab_size:,})"
-    typer.echo(f"{out}: {found:,} tokens{note}")
-    typer.echo(f'in the run spec: vocab_size = {found} below [model], tokenizer = "{out.resolve()}" below [data]')
+    say(f"{out}: {found:,} tokens{note}")
+    say(f'in the run spec: vocab_size = {found} below [model], tokenizer = "{out.resolve()}" below [data]')

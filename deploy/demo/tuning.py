@@ -21,6 +21,7 @@ from shoal.deploy.demo.crew import environment
 from shoal.deploy.demo.driver import Demo, DemoOptions
 from shoal.deploy.demo.summary import Summary
 from shoal.deploy.demo.two_corpora import TwoCorpora, write_two_corpora
+from shoal.deploy.terminal.screen import tell
 from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import all_layer_keys
 from shoal.protocol.spec import RunSpec
@@ -161,7 +162,7 @@ class Tuning:
         self._children.terminate()
 
     def _say(self, text: str) -> None:
-        self._console.print(f"\n{text}", markup=False, style="bold", soft_wrap=True)
+        tell(self._console, f"\n{text}", style="bold")
 
 
 class _Stopped(Exception):

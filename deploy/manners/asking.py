@@ -9,6 +9,7 @@ import typer
 
 from shoal.deploy.config import config_path, write_limits
 from shoal.deploy.manners.limits import GB, MBIT_S_MIN, Limits, parse_value, with_value
+from shoal.deploy.terminal.plain import say
 from shoal.peer.cgroup import total_memory_bytes
 from shoal.protocol.errors import LocalError
 
@@ -76,7 +77,7 @@ def may_ask(*, answered: bool) -> bool:
 def ask(
     prompt: Callable[[str, str], str] = lambda text, default: str(typer.prompt(text, default=default)),
     *,
-    say: Callable[[str], None] = typer.echo,
+    say: Callable[[str], None] = say,
     memory_bytes: float | None = None,
 ) -> Limits:
     """Ask everything, keep the answers as settings, and say how they are changed.

@@ -83,6 +83,11 @@ def own_threads() -> int:
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 
+def take_own_threads() -> None:
+    """Give torch `own_threads`, in a command that computes in this process."""
+    torch.set_num_threads(own_threads())
+
+
 def spare_threads() -> int:
     """How many threads torch has at a volunteer: of more than two processors one is left to the machine's user."""
     cores = int(processors())

@@ -18,7 +18,9 @@ from rich.console import Console
 
 from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.planning.figures import said_tokens
 from shoal.deploy.planning.rows import Column, Rows
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec, TrainingSpec
 from shoal.protocol.toml.spec_file import load_spec
 
@@ -204,11 +206,11 @@ def show_cards(path: Path | None, *, as_json: bool) -> None:
     if as_json:
         typer.echo(msgspec.json.encode(tables).decode())
         return
-    console = Console(highlight=False)
+    console = open_console()
     for table in tables:
         lines_of(table, console)
         console.print()
-    console.print(LEGEND, style="dim")
+    tell(console, LEGEND, style="dim")
 
 
 LEGEND: Final = (
@@ -221,17 +223,17 @@ LEGEND: Final = (
 
 
 def lines_of(table: CardsTable, console: Console) -> None:
-    console.print(f"{table.model} ({said(table.parameters / 1e9)} B parameters)", style="bold")
+    tell(console, f"{table.model} ({said_tokens(table.parameters)} parameters)", style="bold")
     minutes = [f"min@{mbps:g}" for mbps in table.line_mbit_s]
     rows = Rows(
         console,
         [
-            Column("card", 16, right=False),
+            Column("card", 15, right=False),
             Column("layers", 6),
             Column("cards", 5),
             Column("tokens/s", 8),
             Column("Mbit/s up", 9),
-            Column("GB", 6),
+            Column("GB", 5),
             *(Column(each, 8) for each in minutes),
         ],
     )

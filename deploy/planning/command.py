@@ -36,6 +36,7 @@ from shoal.deploy.planning.live_row import read_simulated, said_of_live, said_of
 from shoal.deploy.planning.rows import Column, Rows
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.terminal.progress import sign_of_life
+from shoal.deploy.terminal.screen import open_console, tell
 from shoal.deploy.words import counted, digits, printable
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import RunSpec
@@ -238,13 +239,13 @@ def show_plan(what: str, asked: Asked) -> None:
             tokens_per_step=request.workload.tokens_per_step,
         )
     judge = objective_of(aim, request)
-    console = Console(highlight=False, quiet=asked.as_json)
-    console.print(printable(scenario.title), markup=False, style="bold")
-    console.print(
+    console = open_console(quiet=asked.as_json)
+    tell(console, scenario.title, style="bold")
+    tell(
+        console,
         f"{counted(scenario.topology.num_devices, 'device')}, {said_tokens(request.workload.num_parameters)} "
         f"parameters, {request.workload.tokens_per_step:,} tokens a step; "
         f"objective {aim}, seed {asked.seed}\n{WORLD}\n",
-        markup=False,
         style="dim",
     )
     print_notes(console, scenario)
@@ -256,7 +257,7 @@ def show_plan(what: str, asked: Asked) -> None:
             if "tokens_per_s" in report.parts and not report.same_as
         }
         said = said_of_none(what) if reached is None else said_of_live(reached, tokens_per_s)
-        console.print(said, markup=False)
+        tell(console, said)
     else:
         reports = [_show_one(console, what, aim, request, judge, scenario, spec, asked)]
     if asked.as_json:
@@ -266,7 +267,7 @@ def show_plan(what: str, asked: Asked) -> None:
 
 def print_notes(console: Console, scenario: Scenario) -> None:
     for note in scenario.notes:
-        console.print(printable(note), markup=False, style="dim", soft_wrap=True)
+        tell(console, note, style="dim")
     if scenario.notes:
         console.print()
 
@@ -284,23 +285,22 @@ def _show_one(
     """Print first the layout by rule, then the searched plan and what it means for everybody."""
     first = propose("at-once", request, judge)
     if math.isfinite(first.cost.seconds):
-        console.print(f"at once, without a search: {_in_a_line(first)}\n", markup=False)
+        tell(console, f"at once, without a search: {_in_a_line(first)}\n")
     with sign_of_life(_SEARCHING):
         proposal = propose(own_layout(aim), request, judge)
     if not math.isfinite(proposal.cost.seconds) or proposal.placement is None:
         raise LocalError(f"no plan for {what}: {proposal.cost.why}")
     same = proposal.placement == first.placement
-    console.print(f"searched{', and nothing better was found' if same else ''}: {_in_a_line(proposal)}\n", markup=False)
+    tell(console, f"searched{', and nothing better was found' if same else ''}: {_in_a_line(proposal)}\n")
     stages = _stage_lines_with_memory(proposal.placement, request, spec)
     console.print(stages_view(stages, request.topology))
     if short := _short_of_memory(stages):
-        console.print(short, markup=False)
-        console.print()
+        tell(console, f"{short}\n")
     figures = _figures(proposal.placement, request, scenario, asked)
     console.print(figures_view(figures))
     formats = _said_of_formats(proposal.placement, request, spec)
     if formats:
-        console.print(f"{formats}\n", markup=False)
+        tell(console, f"{formats}\n")
     groups = _show_left_out(console, request, proposal.placement)
     console.print(cost_view(proposal))
     report = report_of(proposal, objective=aim, seed=request.seed, num_devices=request.topology.num_devices)
@@ -335,10 +335,10 @@ def _show_left_out(console: Console, request: Request, placement: Placement) -> 
             _has_said(group),
             last=f"{group.why}; {said_of_needs(group)}",
         )
-    console.print(
+    tell(
+        console,
         f"\nHelping is to make a step at least {GAIN_MIN:.1%} shorter, one device at a time, in the best place that "
         "this plan has for it. A line counts in both directions.\n",
-        markup=False,
         style="dim",
     )
     return groups
@@ -370,8 +370,8 @@ def _show_comparison(console: Console, aim: ObjectiveName, request: Request, jud
     console.print()
     for name, twins in same.items():
         twin_names = ", ".join(shown_name(each) for each in twins)
-        console.print(f"{twin_names}: the same layout as {shown_name(name)}", markup=False)
-    console.print(_LEGEND, markup=False, style="dim")
+        tell(console, f"{twin_names}: the same layout as {shown_name(name)}")
+    tell(console, _LEGEND, style="dim")
     return reports
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from shoal.coordinator.experts.allocation import (
@@ -15,6 +14,7 @@ from shoal.coordinator.experts.allocation import (
 from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
 from shoal.coordinator.experts.token_shares import busiest_node_load_ratio, token_shares
+from shoal.deploy.terminal.screen import open_console
 from shoal.protocol.errors import LocalError
 from shoal.protocol.toml.complaint import complaint
 
@@ -62,7 +62,7 @@ def show_experts(path: Path, *, seed: int, as_json: bool) -> None:
     if as_json:
         typer.echo(msgspec.json.encode(report).decode())
         return
-    console = Console(highlight=False)
+    console = open_console()
     console.print(_placement_table(asked, report))
     console.print()
     console.print(_figures_table(asked, report))

@@ -172,7 +172,7 @@ def parse_tokens(text: str) -> float:
 def said_tokens(number: float) -> str:
     """`20 B`, `1.5 T`: tokens, or parameters."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= scale:
+        if number >= 0.9995 * scale:  # it is rounded to three digits
             return f"{digits(number / scale)} {suffix}"
     return f"{number:.0f}"
 

@@ -1,11 +1,12 @@
 """Prints a table row by row as rows come, so widths are fixed before the first row is known."""
 
-import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
+
+from shoal.deploy.terminal.plain import wrapped
 
 _NARROWEST = 24
 """The least width of the last column, which folds; on a narrower terminal its text goes below the row."""
@@ -23,7 +24,9 @@ class Rows:
     def __init__(self, console: Console, columns: Sequence[Column], *, last: str = "") -> None:
         self._console = console
         self._columns = columns
-        self._room = console.width - sum(column.width + 2 for column in columns) - 1
+        widths = [column.width for column in columns]
+        self._gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= console.width else " "
+        self._room = console.width - sum(width + 2 for width in widths) - 1
         self._print([column.heading for column in columns], last, style="dim")
 
     def row(self, *cells: str, last: str = "", style: str = "") -> None:
@@ -35,14 +38,11 @@ class Rows:
             cell.rjust(column.width) if column.right else cell.ljust(column.width)
             for cell, column in zip(cells, self._columns, strict=True)
         ]
-        line = "  ".join(padded)
+        line = self._gap.join(padded)
         if self._room >= _NARROWEST:
-            folded = textwrap.wrap(last, self._room) or [""]
-            lines = [f"{line}  {folded[0]}", *(" " * (len(line) + 2) + more for more in folded[1:])]
+            first, *others = wrapped(last, self._room)
+            lines = [f"{line}  {first}", *(" " * (len(line) + 2) + more for more in others)]
         else:
-            lines = [
-                line,
-                *textwrap.wrap(last, self._console.width - 5, initial_indent="    ", subsequent_indent="    "),
-            ]
+            lines = [line, *(wrapped(f"    {last}", self._console.width - 1) if last else ())]
         for each in lines:
             self._console.print(Text(each.rstrip(), style=style), soft_wrap=True)

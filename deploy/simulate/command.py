@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.deploy.commands.options import EXIT_FAILED, check_writable, examples, scenario_names
+from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -42,48 +43,66 @@ def simulate(
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the shipped scenarios.")] = False,
-    strategies: Annotated[str | None, typer.Option(help="Only these, as in `ours,random`.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="A CSV of comings and goings to live through.")] = None,
+    strategies: Annotated[str | None, typer.Option(help="Simulate only these strategies, as in `ours,random`.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Let peers come and go as this CSV file says.")] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of a run, 2 at least; the first two warm up. Default: the scenario's."),
+        typer.Option(min=1, help="Number of steps, at least 2; the first two warm up. Default: the scenario's."),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.001, help="End each run then, of virtual time.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.001, help="End each run after this many seconds of virtual time.")
+    ] = None,
     patience: Annotated[
         float,
         typer.Option(
             min=1.0,
-            help="Real seconds, or 3 times what the first strategy took, after which another one is cut off.",
+            help="Cut a strategy off after this many real seconds, or after 3 times as long as the first one took.",
         ),
     ] = 60.0,
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="NUMBER", help="Say how long so many take: 20B, 1.5T. Default: 20 a parameter."),
+        typer.Option(
+            metavar="NUMBER", help="Say how long this many tokens take, as in 20B or 1.5T. Default: 20 a parameter."
+        ),
     ] = None,
     price_kwh: Annotated[
-        float | None, typer.Option(min=0.0, help="Of a kilowatt-hour, in your currency. Default: 0.30.")
+        float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour, in your currency. Default: 0.30.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of searches and of simulated worlds.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write everything as JSON; of a campaign a line a seed.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with timelines and maps.")] = None,
-    campaign: Annotated[int | None, typer.Option(min=1, metavar="SEEDS", help="Try so many seeds of faults.")] = None,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    peers: Annotated[int, typer.Option(min=1, help="Peers of a campaign's swarm.")] = 9,
-    experts: Annotated[int, typer.Option(min=0, help="Experts of a campaign's model, placed among its peers.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="The same seed gives the same searches and the same simulated worlds.")
+    ] = 0,
+    json: Annotated[
+        Path | None, typer.Option(help="Write everything to this file as JSON; with --campaign, a line for each seed.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with timelines and maps to this file.")] = None,
+    campaign: Annotated[
+        int | None, typer.Option(min=1, metavar="SEEDS", help="Break a swarm in this many ways, one for each seed.")
+    ] = None,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first seed of a campaign.")] = 0,
+    peers: Annotated[int, typer.Option(min=1, help="Number of peers in a campaign's swarm.")] = 9,
+    experts: Annotated[
+        int, typer.Option(min=0, help="Number of experts in a campaign's model, spread over its peers.")
+    ] = 0,
     wire: Annotated[
         str | None,
-        typer.Option(metavar="FORTH,BACK,SUMS", help="Formats in a campaign's swarm, as int8,int8,hadamard4."),
+        typer.Option(
+            metavar="FORTH,BACK,SUMS",
+            help="Wire formats in a campaign's swarm: of activations, of their gradients, and of sums; "
+            "as in int8,int8,hadamard4.",
+        ),
     ] = None,
-    fault_seconds: Annotated[float, typer.Option(min=0, help="How long things go wrong in a campaign.")] = 60.0,
+    fault_seconds: Annotated[
+        float, typer.Option(min=0, help="Number of seconds in which faults happen in a campaign.")
+    ] = 60.0,
     kind: Annotated[
-        list[str] | None, typer.Option(metavar="KIND", help="Only faults of this kind; may be repeated.")
+        list[str] | None, typer.Option(metavar="KIND", help="Let only faults of this kind happen. May be repeated.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")] = False,
 ) -> None:
     """Run whole swarms in virtual time.
 
-    Says what a layout gives beside others, row by row as each is done; a strategy that is far slower than the first is
-    cut off. With --campaign: breaks swarms on purpose and says whether they survive.
+    It compares strategies, a row for each as soon as it is done, and cuts off one that is far slower than the first.
+    With --campaign it breaks swarms on purpose and says whether they survive.
     """
     if list_:
         return _list_shipped()
@@ -115,7 +134,7 @@ def _list_shipped() -> None:
     from shoal.deploy.simulate.scenario import SHIPPED, read_scenario, shipped_names
 
     for name in shipped_names():
-        typer.echo(f"{name:<18} {read_scenario(SHIPPED / f'{name}.toml').title}")
+        say(f"{name:<18} {read_scenario(SHIPPED / f'{name}.toml').title}")
 
 
 def _compare(
@@ -128,7 +147,6 @@ def _compare(
     patience_s: float,
 ) -> None:
     import msgspec
-    from rich.console import Console
 
     from shoal.deploy.planning.command import print_notes
     from shoal.deploy.planning.rows import Rows
@@ -137,15 +155,15 @@ def _compare(
     from shoal.deploy.simulate.reached import reached, said_of
     from shoal.deploy.simulate.table import COLUMNS, LAST, LEGEND, cells, comparison
     from shoal.deploy.terminal.progress import progress_bar, sign_of_life
-    from shoal.deploy.words import printable
+    from shoal.deploy.terminal.screen import open_console, tell
 
     scenario = strategies.with_options(scenario, options)
     # Hours with churn are millions of jobs.
     options = replace(options, timeline=html is not None or scenario.trace is None)
     chosen = strategies.chosen_strategies(scenario, names)
     churn = strategies.churn_of(scenario, options.seed)
-    console = Console(highlight=False)
-    console.print(printable(scenario.title), markup=False, style="bold")
+    console = open_console()
+    tell(console, scenario.title, style="bold")
     print_notes(console, scenario)
     table = Rows(console, COLUMNS, last=LAST)
     _show_arithmetic(table, scenario, chosen, options)
@@ -161,8 +179,8 @@ def _compare(
             rows.append(row_of(outcomes[-1]))
             continue
         patience = strategies.Patience.beside(outcomes[0], patience_s) if outcomes else None
-        with progress_bar(f"simulating {strategy.name}") as tell:
-            outcome = strategies.play(scenario, prepared, replace(options, on_progress=tell), patience=patience)
+        with progress_bar(f"simulating {strategy.name}") as on_share:
+            outcome = strategies.play(scenario, prepared, replace(options, on_progress=on_share), patience=patience)
         if prepared.run is not None:
             ran[prepared.run] = outcome
         outcomes.append(outcome)
@@ -170,15 +188,15 @@ def _compare(
         *figures, why = cells(rows[-1])
         table.row(*figures, last=why)
         for failure in rows[-1].failures[1:3]:
-            console.print(f"    {printable(failure)}", markup=False, soft_wrap=True)
+            tell(console, f"    {failure}")
     console.print()
     for row in rows:
         if row.same_as:
-            console.print(f"{printable(row.strategy)}: the same run as {printable(row.same_as)}", markup=False)
+            tell(console, f"{row.strategy}: the same run as {row.same_as}")
     found = reached(outcomes)
     if found is not None:
-        console.print(said_of(found), markup=False)
-    console.print(LEGEND, markup=False, style="dim")
+        tell(console, said_of(found))
+    tell(console, LEGEND, style="dim")
     _show_figures(console, rows)
     if json is not None:
         _write(json, msgspec.json.format(msgspec.json.encode(comparison(scenario, options.seed, rows, found))) + b"\n")
@@ -212,12 +230,13 @@ def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Stra
 def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:
     """Print the figures of the first strategy that has any."""
     from shoal.deploy.planning.command import figures_view
+    from shoal.deploy.terminal.screen import tell
 
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:
         return
     said = f"\nWhat {row.strategy} comes to, at its simulated pace, if everybody stays:\n"
-    console.print(said, markup=False, style="bold")
+    tell(console, said, style="bold")
     console.print(figures_view(row.figures))
 
 
@@ -254,11 +273,11 @@ def _campaign(
     with json.open("wb") if json else contextlib.nullcontext() as file:
         for seed in seeds:
             verdicts.append(verdict := run_seed(seed, options))
-            typer.echo(one_line(verdict))
+            say(one_line(verdict))
             if verdict.broken is not None:
-                typer.echo(failure(verdict, options))
+                say(failure(verdict, options))
             if file is not None:
                 file.write(json_line(verdict))
-    typer.echo(summary(verdicts))
+    say(summary(verdicts))
     if any(verdict.broken is not None for verdict in verdicts):
         raise typer.Exit(EXIT_FAILED)

@@ -1,6 +1,7 @@
 """Draws who holds what, as tables for a terminal: stages with their peers, and experts with theirs. Pure."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
@@ -53,18 +54,19 @@ def tables(view: View) -> list[RenderableType]:
 
 def stage_table(view: View) -> RenderableType:
     """The table has as many columns as there is room for."""
-    return _Fitting(lambda left_out: _stage_table(view, left_out), _LEFT_OUT_FIRST)
+    numbers = range(len(_LEFT_OUT_FIRST) + 1)
+    return _Fitting([partial(_stage_table, view, _LEFT_OUT_FIRST[:number]) for number in numbers])
 
 
 class _Fitting:
-    """A table without the least important of its columns where there is no room for all of them."""
+    """The first of these tables for which there is room; else the last one. Each shows less than the one before."""
 
-    def __init__(self, table: Callable[[Collection[str]], Table], columns: Sequence[str]) -> None:
-        self._table, self._columns = table, columns
+    def __init__(self, tables: Sequence[Callable[[], Table]]) -> None:
+        self._tables = tables
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for number in range(len(self._columns) + 1):
-            table = self._table(self._columns[:number])
+        for draw in self._tables:
+            table = draw()
             if console.measure(table, options=options.update(width=_WIDTH_MAX)).maximum <= options.max_width:
                 break
         yield table
@@ -117,10 +119,14 @@ def _peer_cells(peer: PeerView) -> tuple[Text, str, str, str, str, str, Text]:
 # --- experts ---
 
 
-def expert_table(view: View) -> Table:
+def expert_table(view: View) -> RenderableType:
     """A column for each expert: its share of the stage's tokens, its copies, and which peer holds it (●) or fetches
-    it (○)."""
-    stages = [(stage, experts, busiest(experts)) for stage, experts in experts_by_stage(view)]
+    it (○). The table shows as many of the busiest as there is room for."""
+    return _Fitting([partial(_expert_table, view, most) for most in range(EXPERTS_SHOWN, 0, -1)])
+
+
+def _expert_table(view: View, most: int) -> Table:
+    stages = [(stage, experts, busiest(experts, most)) for stage, experts in experts_by_stage(view)]
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(2):
         table.add_column(no_wrap=True)
@@ -145,10 +151,10 @@ def experts_by_stage(view: View) -> Iterator[tuple[int, list[ExpertView]]]:
         yield stage, list(experts)
 
 
-def busiest(experts: Sequence[ExpertView]) -> list[ExpertView]:
+def busiest(experts: Sequence[ExpertView], most: int = EXPERTS_SHOWN) -> list[ExpertView]:
     """The experts that are shown, in the order of their numbers."""
     ranked = sorted(experts, key=lambda expert: (-(expert.load or 0.0), expert.expert))
-    return sorted(ranked[:EXPERTS_SHOWN], key=lambda expert: expert.expert)
+    return sorted(ranked[:most], key=lambda expert: expert.expert)
 
 
 def _load(expert: ExpertView, num_experts: int) -> Text:

@@ -18,7 +18,7 @@ def situation_table(situation: Situation) -> Table:
     """A table with one line for each peer."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("peer", "name", "stage", "version", "plan", "state"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, no_wrap=column != "name", overflow="ellipsis")  # a long name makes room for the rest
     for found in situation.found:
         standing = found.standing
         table.add_row(

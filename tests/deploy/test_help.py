@@ -25,6 +25,18 @@ def commands(group: Any = GROUP, path: tuple[str, ...] = ()) -> Iterator[tuple[t
 COMMANDS = list(commands())
 
 
+GROUPS = sorted({path[:end] for path, _ in COMMANDS for end in range(len(path))})
+
+
+@pytest.mark.parametrize(
+    "path", [*GROUPS, *(path for path, _ in COMMANDS)], ids=lambda path: " ".join(("shoal", *path))
+)
+def test_a_short_flag_asks_every_command_and_group_for_help(path: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli.app, [*path, "-h"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(" ".join(("Usage: root", *path))), result.output
+
+
 @pytest.mark.parametrize("path", [path for path, _ in COMMANDS], ids=" ".join)
 def test_help_runs_and_says_what_for(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli.app, [*path, "--help"])

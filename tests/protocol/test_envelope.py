@@ -89,7 +89,7 @@ def test_a_call_in_the_name_of_another_reaches_no_handler() -> None:
         await alice.transport.call(listener.peer_id, request, timeout_s=1.0)
         assert heard == [alice.peer_id]
         raw = await alice.transport.call(listener.peer_id, request, timeout_s=1.0)
-        assert b"repeated" in unseal(raw, "reply", run="run", source=listener.peer_id).body
+        assert b"copy of its state folder" in unseal(raw, "reply", run="run", source=listener.peer_id).body
         assert heard == [alice.peer_id]
 
     run(main())

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from shoal.deploy import cli
+from shoal.deploy.manners import device
 from shoal.deploy.ship import generate as writing
 from shoal.deploy.ship.generate import fit_for_terminal
 from shoal.deploy.ship.loaded_model import LoadedModel, load_model
@@ -57,6 +58,17 @@ def test_the_command_writes_what_the_model_does(tmp_path: Path) -> None:
     assert expected.startswith(said["text"])
     assert len(expected) - len(said["text"]) <= 1  # a character that its last byte only begins
     assert json.loads(shoal(folder, "--prompt", "-", *options, stdin="fish"))["text"] == said["text"]
+
+
+def test_no_more_threads_than_the_containers_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(device, "processors", lambda: 1.5)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    folder = write(tmp_path, MODEL)
+    shoal(folder, "--prompt", "fish", "-n", 1, "--device", "cpu")
+    shoal_eval = CliRunner().invoke(cli.app, ["eval", str(folder), "--text", __file__, "--device", "cpu"])
+    assert shoal_eval.exit_code == 0, shoal_eval.output
+    assert given == [1, 1]
 
 
 def test_a_person_sees_the_prompt_and_the_text_and_a_pipe_gets_nothing_else(tmp_path: Path) -> None:

@@ -61,6 +61,14 @@ def test_each_expert_has_its_load_its_copies_and_its_holders() -> None:
     assert expert_lines(seen) == ["experts of stage 0: load 70 10 20 %, copies 2 2 2"]
 
 
+def test_no_figure_of_a_narrow_terminal_is_cut() -> None:
+    experts = [ExpertStatus(stage=0, expert=100 + e, load=(e + 20) / 1580, holders=(e % 8,)) for e in range(40)]
+    file = io.StringIO()
+    Console(width=80, file=file).print(expert_table(seen_of(*experts, peers=8)))
+    assert "…" not in file.getvalue()
+    assert file.getvalue().split()[-1] == "●", "the busiest is there"
+
+
 def test_a_stage_too_large_for_a_terminal_shows_its_busiest_experts_and_only_counts_copies() -> None:
     experts = [ExpertStatus(stage=0, expert=e, load=e / 780, holders=(e % 20, 3)) for e in range(40)]
     seen = seen_of(*experts, peers=20)

@@ -1,7 +1,8 @@
-"""What others, or files, have put into a text reaches no terminal as a control character."""
+"""What others, or files, have put into a text reaches no terminal as a control character, and no word is broken."""
 
 import io
 import logging
+import sys
 from pathlib import Path
 
 import msgspec
@@ -12,12 +13,16 @@ from typer.testing import CliRunner
 from record_lines import step
 from shoal.deploy import cli
 from shoal.deploy.commands.options import start_logging
+from shoal.deploy.commands.runs import _table
 from shoal.deploy.dashboard.feed import RunFacts
+from shoal.deploy.planning.cards import LEGEND
 from shoal.deploy.record.lines import PeerLine, encode_line
 from shoal.deploy.report import Joined, Note, Obeys, Phase, Status, Summary
 from shoal.deploy.state.run_folder import Standing
+from shoal.deploy.state.runs import FoundRun
 from shoal.deploy.terminal.peer_output import PeerOutput
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.plain import say, wrapped
+from shoal.deploy.terminal.screen import Screen, tell
 from shoal.deploy.terminal.status import show
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Comparison, PeerStatus
@@ -100,3 +105,72 @@ def test_an_error_and_a_warning(capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_what_is_several_lines_stays_several_lines(capsys: pytest.CaptureFixture[str]) -> None:
     say("one\ntwo\u202e")
     assert capsys.readouterr().out == "one\ntwo?\n"
+
+
+# --- no word is broken ---
+
+SENTENCE = "beware   nobody can connect to it: open a port, such as `sudo ufw allow 4001/tcp`, and join once more"
+
+
+@pytest.mark.parametrize("width", [12, 30, 80])
+def test_a_sentence_is_wrapped_at_blanks_below_its_label(width: int) -> None:
+    first, *others = wrapped(SENTENCE, width)
+    assert " ".join([first, *others]).split() == SENTENCE.split()
+    assert any("`sudo ufw allow 4001/tcp`," in line for line in [first, *others]), "a command can be copied"
+    if width > 20:
+        assert all(len(line) <= max(width, 9 + 26) for line in [first, *others])
+        assert all(line.startswith(9 * " ") and line[9] != " " for line in others)
+
+
+def test_a_command_to_copy_and_a_short_line_stay_as_they_are() -> None:
+    invite = "shoal1" + 200 * "q"
+    assert wrapped(f"shoal join {invite}", 80) == [f"shoal join {invite}"]
+    assert wrapped("  page         /a b", 80) == ["  page         /a b"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_only_a_terminal_wraps_sentences(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    say(SENTENCE)
+    file = io.StringIO()
+    tell(Console(file=file, width=40, force_terminal=is_terminal, color_system=None), SENTENCE)
+    lines = wrapped(SENTENCE, 40) if is_terminal else [SENTENCE]
+    assert capsys.readouterr().out.splitlines() == file.getvalue().splitlines() == lines
+    say(SENTENCE, whole=True)
+    assert capsys.readouterr().out == SENTENCE + "\n"
+
+
+def test_what_a_peer_says_begins_no_line_of_its_own() -> None:
+    file = io.StringIO()
+    Screen(Console(file=file)).say("plan 1: first\nshoal: send your key")
+    assert file.getvalue() == "plan 1: first?shoal: send your key\n"
+
+
+def test_a_pipe_gets_the_explanation_of_a_table_unbroken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(cli.app, ["plan", "--cards"])
+    assert LEGEND in result.output.splitlines()
+
+
+def test_only_the_name_of_a_run_is_cut_at_80_columns() -> None:
+    found = FoundRun(
+        name="a-name-as-long-as-names-of-runs-may-become-in-practice",
+        run="0123456789abcdef",
+        role="volunteer",
+        step=123_456,
+        steps=200_000,
+        loss=2.345,
+        finished=True,
+        size_bytes=123_400_000,
+        used_s=0.0,
+        running=False,
+        folder="",
+    )
+    file = io.StringIO()
+    Console(width=80, file=file).print(_table([found]))
+    wide = io.StringIO()
+    Console(width=200, file=wide).print(_table([found]))
+    assert file.getvalue().splitlines()[1].split()[1:] == wide.getvalue().splitlines()[1].split()[1:]
