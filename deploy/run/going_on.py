@@ -151,8 +151,10 @@ def _where_it_begins(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
 
     Raises: LocalError: it was saved, nothing of that can be read here, and nobody else can have it.
     """
-    kept, reached, others = folder.kept(), folder.reached(), folder.has_met_others()
+    kept, reached = folder.kept(), folder.reached()
     version = kept.newest_whole(held_keys(spec.model, placed=spec.swarm.expert_slots > 0))
+    # A short run ends before the peers that it met are noted, but a sound part says that others have the rest.
+    others = folder.has_met_others() or (version is None and bool(kept.layers) and not kept.damaged)
     if version is None and not others:
         if kept.saved:
             raise LocalError(_lost(spec, folder, kept))

@@ -148,13 +148,13 @@ MODEL = ModelSpec(dim=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12, 
 SMALL = msgspec.structs.replace(SPEC, model=MODEL)
 
 
-def saved_at(*versions: int, step: int) -> RunFolder:
-    """A run alone on this machine, as `Archive` writes it."""
+def saved_at(*versions: int, step: int, last_layer: int | None = None) -> RunFolder:
+    """A run alone on this machine, as `Archive` writes it; with `last_layer` the part of a peer of the first stage."""
     folder = run_folder(SMALL, step=step)
     archive = Archive(
         LiveDisk(folder.peer_folder), run=folder.run, spec=SMALL, clock=LoopClock(), run_blocking=asyncio.to_thread
     )
-    layers = initial_state(SMALL, all_layer_keys(MODEL), torch.device("cpu")).layers
+    layers = initial_state(SMALL, all_layer_keys(MODEL)[:last_layer], torch.device("cpu")).layers
 
     async def write() -> None:
         for version in versions:
@@ -209,6 +209,15 @@ def test_a_run_of_which_others_may_have_copies_waits_for_them() -> None:
         going_on(SMALL, folder)
         .sentences[1]
         .endswith("(is its disk mounted?): the run goes on once machines are here that have a copy")
+    )
+
+
+def test_a_part_that_is_sound_says_that_others_have_the_rest() -> None:
+    """The run ended within seconds: who else took part was not noted yet."""
+    folder = saved_at(40, step=40, last_layer=2)
+    assert not folder.has_met_others()
+    assert going_on(SMALL, folder).sentences[1] == (
+        "training goes on from the newest step that its machines have together"
     )
 
 
