@@ -281,8 +281,8 @@ def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple
 
 
 def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:
-    """How often the run has gone back, with the era that `begins`: not where the layout before it has just ended, nor
-    where everybody had stopped."""
+    """Count the run's roll-backs, the era that `begins` included. A new era is none if the layout before it has just
+    ended, or if all peers had stopped."""
     told = before.rollbacks if before else 0
     goes_back = begins is not None and begins.loses and not (before and _ends_with(before, begins))
     return told + goes_back

@@ -199,7 +199,7 @@ def _gain(snapshot: Snapshot, current: Placement, live: Cost, found: Placement, 
 
 
 def expected_gain(gain: float, forecast_error: float) -> float:
-    """What a foreseen gain is worth, relative as it is. That of an impossible layout stays -1."""
+    """Shrink a relative gain by how far its forecast is believed. A gain of -1, an impossible layout, stays -1."""
     if gain <= -1.0:
         return -1.0
     trust = FORECAST_ERROR**2 / (FORECAST_ERROR**2 + forecast_error**2)

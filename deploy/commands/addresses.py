@@ -47,7 +47,7 @@ def _announced(text: str) -> str:
 
 
 def _parsed(text: str) -> tuple[str, str, int]:
-    """Returns: the protocol of the host, the host, and the port; the protocol is empty if there is a mistake in it."""
+    """Returns: protocol, host and port. The protocol is empty if the text is no address."""
     multiaddr, host_port = _MULTIADDR.fullmatch(text), _HOST_PORT.fullmatch(text)
     if multiaddr is not None:
         kind, host, port = multiaddr[1], multiaddr[2], int(multiaddr[3])

@@ -78,8 +78,8 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def own_threads() -> int:
-    """How many threads torch has: its own choice, but no more than processors. Of a fraction of a processor the network
-    lives."""
+    """Torch's own number of threads, but at most one for each whole processor that we may use, and at least one. A
+    fraction of a processor is left to the network."""
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 

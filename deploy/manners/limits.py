@@ -96,7 +96,7 @@ _UNITS = {
     "relay_mbit_s": "mbit/s",
     "idle_minutes": "minutes",
 }
-"""What a person may write behind a number, in small letters."""
+"""The unit that a person may write behind each limit's number, in small letters."""
 MBIT_S_MIN = 0.1
 """A heartbeat and a few votes a second."""
 
