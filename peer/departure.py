@@ -179,17 +179,18 @@ class Departure:
         keepers: list[PeerID] = []
         others = asyncio.create_task(self._ask_others_to_save(state.version, until_s), name="ask others to save")
         saved = False
+        keys = list(state.layers)
+        layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
         try:
             async with asyncio.timeout(max(_SAVE_S, until_s - self._clock.now_s())):
                 saved = await self._copies.save(tenure.group_id, state)
             if saved:
                 await self._archive.note_rest(self._endpoint.era, state.version)
-                keys = list(state.layers)
-                layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
                 self._say(f"saved {layers} at step {state.version}: the run can go on from there")
             keepers = await self._copies.give(tenure.group_id, state, until_s=until_s)
             if keepers:
-                self._say(f"copies of that are on {len(keepers)} other machine{'s' if len(keepers) > 1 else ''}")
+                machines = f"{len(keepers)} other machine{'s' if len(keepers) > 1 else ''}"
+                self._say(f"{machines} saved {layers} at step {state.version} too")
         except TimeoutError:
             logger.error("the disk took longer than %.0f s: version %d is not saved", _SAVE_S, state.version)
         finally:

@@ -498,7 +498,7 @@ async def _until_done(
     keeper: Keeper,
 ) -> Ended | Found:
     """Wait until the run is done, or we are told to stop, or there is a newer revision of its spec."""
-    watching = asyncio.create_task(_watch(node, output, meter), name="watch the swarm")
+    watching = asyncio.create_task(_watch(node, output, meter, stop), name="watch the swarm")
     split = SplitWatch.of(
         node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
     )
@@ -556,7 +556,7 @@ def _plan_of(node: Node) -> Plan | None:
     return signed.plan if signed is not None else None
 
 
-async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
+async def _watch(node: Node, output: Output, meter: ContributionMeter, stop: Stop) -> None:
     fetch, waits_for = FetchWatch(), ""
     for turn in itertools.count():
         await asyncio.sleep(_STATUS_S)
@@ -572,7 +572,10 @@ async def _watch(node: Node, output: Output, meter: ContributionMeter) -> None:
         every = max(1, len(plan.plan.members) // _POLLS_MAX) if plan is not None and output.polls else _ASKS_EVERY
         if plan is not None and (node.is_coordinator or turn % every == 0):
             try:
-                output.say(Status(status=await node.status()))
+                status = await node.status()
+                if stop.asked.is_set():  # that the others wait for a peer that leaves is no news to its owner
+                    status = msgspec.structs.replace(status, stands_s=0.0, waits_for="", risks=())
+                output.say(Status(status=status))
             except ShoalError as error:
                 logger.debug("no status: %s", error)  # between two coordinators there is none
 

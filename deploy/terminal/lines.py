@@ -37,16 +37,18 @@ def step_line(view: View, step: StepDone | None = None) -> str:
             f"step {done}/{view.steps}",
             f"loss {_loss(loss)}",
             f"val {_loss(view.validation_loss)}",
-            said_rate(view.tokens_per_s),
+            said_rate(view),
             f"staleness {staleness:.2f}",
             f"term {view.term}, coordinator {view.coordinator_name or 'unknown'}",
         )
     )
 
 
-def said_rate(tokens_per_s: float | None) -> str:
-    """The rate in words. None: the coordinator has not answered for too long to say a rate."""
-    return "- tokens/s" if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s"
+def said_rate(view: View) -> str:
+    """The rate in words; a dash where none is known: after the first step, or if the coordinator has not answered for
+    long."""
+    known = view.tokens_per_s or (view.tokens_per_s is not None and view.standstill)
+    return f"{view.tokens_per_s:,.0f} tokens/s" if known else "- tokens/s"
 
 
 def _loss(loss: float | None) -> str:

@@ -128,7 +128,7 @@ def _figures(view: View, curves: Curves) -> RenderableType:
     loss = Text(f"loss {'-' if view.loss is None else f'{view.loss:.3f}'} ")
     losses = [point.loss for point in points if point.loss is not None]
     loss.append(sparkline(losses, _SPARKLINE_COLUMNS), style="green")
-    rate = Text(f"{said_rate(view.tokens_per_s)} ", style="bold")
+    rate = Text(f"{said_rate(view)} ", style="bold")
     rates = [point.tokens_per_s for point in points if point.tokens_per_s is not None]
     rate.append(sparkline(rates, _SPARKLINE_COLUMNS), style="not bold cyan")
     validated = "" if view.validation_loss is None else f"val {view.validation_loss:.3f} (step {view.validation_step})"

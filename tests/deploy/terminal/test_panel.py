@@ -202,6 +202,11 @@ def test_a_standstill_is_said_with_its_cause_and_what_is_at_risk() -> None:
     assert risk == "careful: only peer-2 has what stage 1 has learnt: no other machine has a copy"
 
 
+def test_after_its_first_step_a_run_has_no_rate_yet() -> None:
+    first = msgspec.structs.replace(STATUS, tokens_per_s=0.0)
+    assert "  - tokens/s" in status_lines(view_of(first))[2]
+
+
 @pytest.mark.parametrize("width", [80, 60])
 def test_on_a_narrow_terminal_no_figure_is_cut(width: int) -> None:
     mine = Contribution(
