@@ -4,9 +4,11 @@ PYTHON ?= $(or $(firstword $(foreach v,3.11 3.12 3.13 3.14,$(shell python$(v) -c
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup compiled demo demo-tune test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-daemons soak-attack soak-dividing bench-gpu bench-live bench-staleness
+.PHONY: setup demo demo-tune test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-daemons soak-attack soak-dividing bench-gpu bench-live bench-staleness
 
-setup: $(STAMP)
+COMPILED := .venv/.compiled
+
+setup: $(STAMP) $(COMPILED)
 
 # Every file that comes from elsewhere has its SHA-256 in deploy/lock, and nothing else is asked for, not even to build
 # with. pip takes the torch that it would take without hashes (CUDA's, unless it is told of an index or a folder with
@@ -26,12 +28,8 @@ $(STAMP): pyproject.toml deploy/constraints.txt $(wildcard deploy/lock/*.txt)
 	$(BIN)/python -m pip check
 	touch $(STAMP)
 
-# The kernels of the search and of the codecs: a coordinator that finds them compiled saves half a minute of a core. Processes
-# that start together and do not find them, as those of a test do, would compile them each for itself.
-COMPILED := .venv/.compiled
-
-compiled: $(COMPILED)
-
+# The kernels of the search and of the codecs: who finds them compiled makes the first layout of a run ten seconds sooner.
+# Processes that start together and do not find them, as those of a test do, would compile them each for itself.
 $(COMPILED): $(STAMP) $(wildcard coordinator/allocate/*.py) kernels/codec/numba_codec.py
 	$(BIN)/python -c 'from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator as Search; Search().prepare()'
 	$(BIN)/python -c 'from shoal.kernels.codec import numba_twin; numba_twin.wait()'
@@ -46,10 +44,10 @@ demo-tune: setup
 	$(BIN)/shoal demo --tune $(ARGS)
 
 # The whole suite on two cores: real peers on one, the rest beside them. ARGS='-m "not process"' leaves the former out.
-test: compiled
+test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-check: setup
+check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -65,7 +63,7 @@ bench-gpu: setup
 
 # Scenarios of tests/lab/ with real peers on an emulated internet, and simulated: most of an hour as root, on a machine that
 # does nothing else. ARGS='small two-nats' for those, ARGS='--virtual-only six-homes' where no namespaces can be made.
-lab: compiled
+lab: setup
 	$(BIN)/python -m pytest -q tests/lab/internet
 	$(BIN)/python tests/lab/run.py $(ARGS)
 
