@@ -17,6 +17,7 @@ from shoal.deploy.commands.options import (
     examples,
     start_logging,
 )
+from shoal.deploy.commands.running import given_invite
 from shoal.deploy.state import places
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import RunNotFound
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 def doctor(
     invite: Annotated[
         str | None,
-        typer.Argument(help="Check the way to this invite's run. Default: the run that is up here, if there is one."),
+        typer.Argument(
+            help="Check the way to this invite's run; - reads the invite from standard input. Default: the run that is "
+            "up here, if there is one."
+        ),
     ] = None,
     listen: Listen = DEFAULT_LISTEN,
     state_dir: StateDir = None,
@@ -45,8 +49,7 @@ def doctor(
 ) -> None:
     """Say what keeps this machine out of a run, and who can mend it."""
     note = places.last_running() if invite is None else None
-    text = note.invite if note is not None else invite
-    found = parse_invite(text) if text else None
+    found = given_invite(invite) if invite else parse_invite(note.invite) if note else None
     start_logging(verbose)
     from shoal.deploy.doctor.diagnosis import as_json, lines
 

@@ -113,7 +113,10 @@ Swarm = Annotated[bool, typer.Option("--swarm", help="Use the model of a run tha
 OfInvite = Annotated[
     str | None,
     typer.Option(
-        "--invite", metavar="INVITE", help="Use the model of this invite's run. Default: the run that is up here."
+        "--invite",
+        metavar="INVITE",
+        help="Use the model of this invite's run; - reads the invite from standard input. Default: the run that is "
+        "up here.",
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens, to standard error.")]

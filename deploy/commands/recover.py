@@ -8,11 +8,10 @@ import typer
 from shoal.deploy.commands.addresses import listen_addresses
 from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, start_logging
-from shoal.deploy.commands.running import running_invite
+from shoal.deploy.commands.running import given_invite, running_invite
 from shoal.deploy.state.runs import peer_folders
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import RunNotFound
-from shoal.protocol.invite import parse_invite
 
 
 @examples(
@@ -22,7 +21,8 @@ from shoal.protocol.invite import parse_invite
 )
 def recover(
     invite: Annotated[
-        str | None, typer.Argument(help="The run's invite. Default: the run that was last started here.")
+        str | None,
+        typer.Argument(help="The run's invite; - reads it from standard input. Default: the run last started here."),
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="The host's state folder, which has the owner's key.")] = None,
     era: Annotated[
@@ -37,7 +37,7 @@ def recover(
     Use it when half of the peers or more are gone; if fewer are, the others go on by themselves. With --era it does not
     matter how many are gone. It needs the key of the run's owner.
     """
-    found = parse_invite(invite) if invite else running_invite("recover")
+    found = given_invite(invite) if invite else running_invite("recover")
     start_logging(verbose)
     from shoal.deploy.visitor.recover import find_owner, recovery
     from shoal.deploy.visitor.recover_view import WARNING, as_json, going_back, headline, outcome, situation_table

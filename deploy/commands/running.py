@@ -1,5 +1,6 @@
 """Finds what is up on this machine for a command: the newest run, the only peer, the peers that the user names."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shoal.deploy.state import places
+from shoal.deploy.terminal.plain import say
 from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError
 from shoal.protocol.invite import Invite, parse_invite
@@ -71,6 +73,18 @@ def _choice(command: str, labelled: Sequence[tuple[str, places.Running]]) -> str
         for label, note in labelled
     ]
     return f"{', '.join(runs)}, or all of them with `shoal {command} --all`"
+
+
+def given_invite(text: str) -> Invite:
+    """Read the invite that a command was given; `-` stands for a line of standard input, which no other user can read.
+
+    Raises: InviteError: it is none, or one of another version.
+    """
+    if text != "-":
+        return parse_invite(text)
+    if sys.stdin.isatty():
+        say("paste the invite and press Enter:", err=True)
+    return parse_invite(sys.stdin.readline())
 
 
 def running_invite(command: str) -> Invite:

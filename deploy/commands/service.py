@@ -5,16 +5,17 @@ from typing import Annotated
 import typer
 
 from shoal.deploy.commands.options import DEFAULT_LISTEN, Device, Limit, Listen, PeerName, examples
+from shoal.deploy.commands.running import given_invite
 from shoal.deploy.terminal.plain import say
-from shoal.protocol.invite import parse_invite
 
 
 @examples(
     "shoal service install shoal1…  # join now, and whenever this user's services start",
+    "shoal service install -  # paste the invite then: other users of this machine can read a command line",
     "shoal service install shoal1… --limit only_when_idle=true --limit hours=22:00-07:00  # at night, if unused",
 )
 def install(
-    invite: Annotated[str, typer.Argument(help="The invite that the host printed.")],
+    invite: Annotated[str, typer.Argument(help="The invite that the host printed; - reads it from standard input.")],
     name: PeerName = "volunteer",
     listen: Listen = DEFAULT_LISTEN,
     device: Device = "auto",
@@ -23,7 +24,7 @@ def install(
     """Join, now and whenever this user's services start."""
     from shoal.deploy import service
 
-    read = parse_invite(invite).encode()  # as shoal writes it: what was pasted may have more around it
+    read = given_invite(invite).encode()  # as shoal writes it: what was pasted may have more around it
     path = service.install(read, _arguments(name, listen, device, limit))
     say(f"{path}: installed and started; `shoal status` shows it, `shoal service uninstall` ends it")
 

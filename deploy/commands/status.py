@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 
 from shoal.deploy.commands.options import Verbose, examples, start_logging
-from shoal.deploy.commands.running import running_invite
-from shoal.protocol.invite import parse_invite
+from shoal.deploy.commands.running import given_invite, running_invite
 
 
 @examples(
@@ -17,7 +16,8 @@ from shoal.protocol.invite import parse_invite
 )
 def status(
     invite: Annotated[
-        str | None, typer.Argument(help="The run's invite. Default: the run that was last started here.")
+        str | None,
+        typer.Argument(help="The run's invite; - reads it from standard input. Default: the run last started here."),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Keep asking, and show each answer, until Ctrl-C.")
@@ -28,7 +28,7 @@ def status(
     verbose: Verbose = False,
 ) -> None:
     """Show who holds what, how fast, and with what loss."""
-    found = parse_invite(invite) if invite else running_invite("status")
+    found = given_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
     from shoal.deploy.terminal import status as terminal
     from shoal.deploy.terminal.screen import open_console

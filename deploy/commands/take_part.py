@@ -1,7 +1,6 @@
 """`shoal host`, `shoal continue` and `shoal join`: take part in a run."""
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from shoal.deploy.commands.options import (
     examples,
     start_logging,
 )
+from shoal.deploy.commands.running import given_invite
 from shoal.deploy.config import load_settings
 from shoal.deploy.dashboard.address import parse_address
 from shoal.deploy.manners.asking import ask, may_ask
@@ -41,7 +41,6 @@ from shoal.deploy.state.run_folder import RunFolder, runs_in
 from shoal.deploy.state.runs import find_hosted, hosted_names
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import RunNotFound
-from shoal.protocol.invite import parse_invite
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.advice import advice
 from shoal.protocol.toml.defaults import FilledField, in_words
@@ -270,10 +269,16 @@ def _where_it_was_hosted(known: RunFolder | None) -> contextlib.AbstractContextM
     "shoal join shoal1… --device all  # with all GPUs, a peer each",
     "shoal join shoal1… --limit upload_mbit_s=5 --limit only_when_idle=true  # and not everything it has",
     "shoal join shoal1… --data ~/corpus.txt  # with the text of the run: the first stage needs it",
-    "shoal join - < invite.txt  # the invite from standard input",
+    "shoal join -  # paste the invite then: other users of this machine can read a command line",
 )
 def join(
-    invite: Annotated[str, typer.Argument(help="The invite that the host printed; - reads it from standard input.")],
+    invite: Annotated[
+        str,
+        typer.Argument(
+            help="The invite that the host printed. Other users of this machine can read it in the list of "
+            "processes; - reads it from standard input instead."
+        ),
+    ],
     name: PeerName = "volunteer",
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
@@ -306,7 +311,7 @@ def join(
     reports: Reports = False,
 ) -> None:
     """Take part in a run."""
-    found = parse_invite(invite) if invite != "-" else None
+    found = given_invite(invite) if invite != "-" else None
     text = ",".join(data_source(part) for part in data.split(",")) if not Path(data).exists() else data_source(data)
     records, project = _records(record, wandb, default=False)
     shown = parse_address(dashboard) if dashboard else None
@@ -329,7 +334,7 @@ def join(
         from shoal.protocol.live.loop import run
 
     if found is None:  # after the imports: a parent starts us before it has the invite
-        found = parse_invite(sys.stdin.readline())
+        found = given_invite(invite)
     addresses, told = listen_addresses(listen), announced_addresses(announce or ())
     if device == "all" or "," in device:
         from shoal.deploy.session.each_device import Each, join_with_each

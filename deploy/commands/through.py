@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.deploy.commands.running import running_invite
+from shoal.deploy.commands.running import given_invite, running_invite
 from shoal.protocol.errors import LocalError
-from shoal.protocol.invite import parse_invite
 from shoal.protocol.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def with_swarm(
     """
     if any(local):
         raise LocalError("--swarm asks the stages of a run, which have the model: leave MODEL and --base out")
-    found = parse_invite(invite) if invite else running_invite(f"{command} --swarm --invite")
+    found = given_invite(invite) if invite else running_invite(f"{command} --swarm --invite")
     from shoal.deploy.visitor.swarm_model import through_swarm
     from shoal.peer.data.tokenizer import load_tokenizer
     from shoal.protocol.live.loop import run

@@ -62,8 +62,21 @@ def test_an_invite_that_was_cut_short(command: str) -> None:
     assert "damaged or cut short" in complaint(command, an_invite()[:-3])
 
 
-def test_an_invite_from_standard_input_is_checked_too() -> None:
-    assert "damaged or cut short" in complaint("join", "-", stdin=an_invite()[:-3] + "\n")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("join", "-"),
+        ("status", "-"),
+        ("recover", "-"),
+        ("doctor", "-"),
+        ("service", "install", "-"),
+        ("generate", "--invite", "-"),
+        ("eval", "--invite", "-"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_invite_from_standard_input_is_checked_too(command: tuple[str, ...]) -> None:
+    assert "damaged or cut short" in complaint(*command, stdin=an_invite()[:-3] + "\n")
 
 
 @pytest.mark.parametrize(("version", "who"), [(0, "the host must upgrade"), (99, "you must upgrade")])

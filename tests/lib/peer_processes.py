@@ -69,12 +69,16 @@ class PeerProcess:
 def start_peer(
     folder: Path, name: str, *words: str, life: str = "", program: Sequence[str] = ("-m", "shoal.deploy.cli")
 ) -> PeerProcess:
-    """Start `shoal WORDS…` with its state in `folder/name`, and its output and its log in `folder`.
+    """Start `shoal WORDS…` with its state in `folder/name`, and its output and its log in `folder`. The invite of
+    `join INVITE` goes to its standard input.
 
     Args:
         life: tells the outputs of several lives of one peer from each other.
         program: what Python runs in place of `shoal`.
     """
+    given = ""
+    if words[0] == "join":
+        given, words = f"{words[1]}\n", ("join", "-", *words[2:])
     output, log = (folder / f"{life}{name}.{kind}" for kind in ("out", "log"))
     own = {
         "XDG_STATE_HOME": str(folder / name),
@@ -86,12 +90,15 @@ def start_peer(
         popen = subprocess.Popen(
             [sys.executable, *program, *words, *common],
             env=os.environ | own,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
             preexec_fn=_deliver_signals,
         )
+    assert popen.stdin is not None
+    popen.stdin.write(given.encode())
+    popen.stdin.close()
     return PeerProcess(name=name, popen=popen, output=output, log=log)
 
 
