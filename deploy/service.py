@@ -7,17 +7,31 @@ import shlex
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from shoal.deploy.config import config_path
+from shoal.deploy.state.places import cache_root, state_root
 from shoal.protocol.errors import LocalError
 
 UNIT: Final = "shoal.service"
 AGENT: Final = "org.shoal.peer"
 _HERE = Path(__file__).parent
+_OWN_VIEW: Final = "# Its own view of the files:"
+"""Begins the part of the unit that needs a user namespace."""
+_NO_NAMESPACE: Final = ("217", "226")
+"""What a unit's process exits with where systemd may not make it one: EXIT_USER and EXIT_NAMESPACE."""
+_CACHES: Final = {
+    "NUMBA_CACHE_DIR": "numba",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "HF_DATASETS_CACHE": "datasets",
+}
+"""Variables that say where a library keeps what it has made, and the folder of shoal's cache that they name."""
+_TOLD: Final = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "HF_HOME")
+"""Variables that say where this user's files are: a service manager may not have those of the shell."""
 _CONTROL: Final = ("Cc", "Cs", "Zl", "Zp")
 """Unicode's control characters, halves of surrogate pairs (no file can hold them), and separators of lines."""
 
@@ -34,15 +48,19 @@ class Service:
     off: tuple[tuple[str, ...], ...]
 
 
-def service(arguments: Sequence[str], *, platform: str = sys.platform) -> Service:
-    """`arguments` of `shoal join`, without the invite.
+def service(arguments: Sequence[str], *, watches: bool = False, platform: str = sys.platform) -> Service:
+    """Make the service that runs `shoal join`.
 
+    Args:
+        arguments: of `shoal join`, without the invite.
+        watches: the peer asks the desktop whether somebody uses the machine, so it must reach the desktop.
     Raises: LocalError: an argument has a control character; this system has neither systemd nor launchd.
     """
     for argument in arguments:
         _refuse_control_characters(argument)
     invite = config_path().parent / "service.invite"
-    _refuse_control_characters(str(invite))
+    for place in (invite, state_root(), cache_root(), *_environment().values()):
+        _refuse_control_characters(str(place))
     if platform == "darwin":
         path = Path.home() / "Library" / "LaunchAgents" / f"{AGENT}.plist"
         domain = f"gui/{os.getuid()}"
@@ -53,15 +71,19 @@ def service(arguments: Sequence[str], *, platform: str = sys.platform) -> Servic
     path = config_path().parents[1] / "systemd" / "user" / UNIT
     systemctl = ("systemctl", "--user")
     on = ((*systemctl, "daemon-reload"), (*systemctl, "enable", "--now", UNIT))
-    return Service(path, _unit(arguments, invite), invite, on, ((*systemctl, "disable", "--now", UNIT),))
+    unit = _unit(arguments, invite, watches=watches)
+    return Service(path, unit, invite, on, ((*systemctl, "disable", "--now", UNIT),))
 
 
-def install(invite: str, arguments: Sequence[str]) -> Path:
+def install(invite: str, arguments: Sequence[str], *, watches: bool = False) -> tuple[Path, bool]:
     """Write it and start it, now and whenever this user's services start.
 
+    Returns: its file, and whether it sees only those files of the user that it needs.
     Raises: LocalError: it cannot be written, or the system does not start it; then nothing is left of it.
     """
-    wanted = service(arguments)
+    wanted = service(arguments, watches=watches)
+    for folder in (state_root(), cache_root()):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = {wanted.path: wanted.text, wanted.invite: f"{invite}\n"}
     former = {path: path.read_bytes() if path.exists() else None for path in files}
     for path, text in files.items():
@@ -72,9 +94,16 @@ def install(invite: str, arguments: Sequence[str]) -> Path:
             path.write_text(text)
         except OSError as error:
             raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+    has_own_view = _OWN_VIEW in wanted.text
     try:
-        for command in wanted.on:
-            _run(command)
+        try:
+            _run_all(wanted.on)
+        except LocalError:
+            if not has_own_view or _exit_status() not in _NO_NAMESPACE:
+                raise
+            has_own_view = False
+            wanted.path.write_text(without_own_view(wanted.text))
+            _run_all(wanted.on)
     except LocalError:
         for path, content in former.items():
             if content is None:
@@ -82,7 +111,7 @@ def install(invite: str, arguments: Sequence[str]) -> Path:
             else:
                 path.write_bytes(content)
         raise
-    return wanted.path
+    return wanted.path, has_own_view
 
 
 def uninstall() -> Path:
@@ -90,18 +119,29 @@ def uninstall() -> Path:
     found = service(())
     if not found.path.exists():
         raise LocalError(f"no service is installed: {found.path} is not there")
-    for command in found.off:
-        _run(command)
+    _run_all(found.off)
     found.path.unlink()
     found.invite.unlink(missing_ok=True)
     return found.path
 
 
-def _unit(arguments: Sequence[str], invite: Path) -> str:
+def without_own_view(unit: str) -> str:
+    """The unit for a system that lets no user's service have its own view of the files."""
+    before, _, after = unit.partition(_OWN_VIEW)
+    return before + "[Install]" + after.partition("[Install]")[2]
+
+
+def _unit(arguments: Sequence[str], invite: Path, *, watches: bool) -> str:
+    code = {Path(sys.prefix), Path(sys.base_prefix), _HERE.parent}
+    reads = [*sorted(code), config_path().parent, _hugging_face()]
+    desktop = ["%t", "/tmp/.X11-unix", "%h/.Xauthority"] if watches else []
     words = {
         "@SHOAL@": _quoted(_shoal()),
         "@ARGUMENTS@": " ".join(map(_quoted, arguments)),
         "@INVITE@": str(invite).replace("%", "%%"),
+        "@ENVIRONMENT@": " ".join(_word(f"{name}={value}") for name, value in _environment().items()),
+        "@WRITES@": " ".join(map(_bound, (state_root(), cache_root()))),
+        "@READS@": " ".join([*map(_bound, reads), *(f"-{place}" for place in desktop)]),
     }
     template = (_HERE / "systemd" / UNIT).read_text()
     return re.sub("|".join(words), lambda found: words[found.group()], template)
@@ -124,14 +164,49 @@ def _refuse_control_characters(argument: str) -> None:
         raise LocalError(f"{argument!r} has a line break or another control character: a service cannot take it")
 
 
+def _bound(path: Path) -> str:
+    """Name a path in a list of mounts, where a colon would begin its target. `-`: it need not be there."""
+    return _word(f"-{path}").replace(":", "\\:")
+
+
+def _environment() -> dict[str, str]:
+    told = {name: os.environ[name] for name in _TOLD if os.environ.get(name)}
+    return told | {name: str(cache_root() / folder) for name, folder in _CACHES.items()}
+
+
+def _hugging_face() -> Path:
+    """The folder of the models and vocabularies that are on this machine already."""
+    said = os.environ.get("HF_HOME")
+    return Path(said) if said else cache_root().parent / "huggingface"
+
+
 def _quoted(word: str) -> str:
-    """Quote an argument for a unit: `%` begins a specifier there, `$` a variable, and quotes are as a shell's."""
-    return shlex.quote(word.replace("\\", "\\\\")).replace("%", "%%").replace("$", "$$")
+    """Quote an argument of a unit's command, in which `$` begins a variable."""
+    return _word(word).replace("$", "$$")
+
+
+def _word(word: str) -> str:
+    """Quote a word of a unit: `%` begins a specifier there, and quotes are as a shell's."""
+    return shlex.quote(word.replace("\\", "\\\\")).replace("%", "%%")
 
 
 def _shoal() -> str:
     """The command of the environment that runs now: a service has no PATH of ours."""
     return str(Path(sys.executable).parent / "shoal")
+
+
+def _exit_status() -> str:
+    """The exit status of the unit's last process, as systemd has it; empty if it does not say."""
+    command = ("systemctl", "--user", "show", UNIT, "--property=ExecMainStatus", "--value")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _run_all(commands: Iterable[Sequence[str]]) -> None:
+    for command in commands:
+        _run(command)
 
 
 def _run(command: Sequence[str]) -> None:

@@ -25,8 +25,11 @@ def install(
     from shoal.deploy import service
 
     read = given_invite(invite).encode()  # as shoal writes it: what was pasted may have more around it
-    path = service.install(read, _arguments(name, listen, device, limit))
+    arguments = _arguments(name, listen, device, limit)
+    path, has_own_view = service.install(read, arguments, watches=_watches(limit))
     say(f"{path}: installed and started; `shoal status` shows it, `shoal service uninstall` ends it")
+    if not has_own_view:
+        say("this system gives no user's service its own view of the files: it can read and write all that you can")
 
 
 @examples("shoal service uninstall  # stop it, which drains, and remove it")
@@ -44,9 +47,17 @@ def show_(
     """Print what `install` would write, and where. The invite goes to a file of its own."""
     from shoal.deploy import service
 
-    shown = service.service(_arguments(name, listen, device, limit))
+    shown = service.service(_arguments(name, listen, device, limit), watches=_watches(limit))
     say(f"# {shown.path}; the invite: {shown.invite}")
     say(shown.text.rstrip("\n"), whole=True)
+
+
+def _watches(limit: list[str] | None) -> bool:
+    """Whether the peer looks at keyboard and mouse."""
+    from shoal.deploy.config import load_settings
+    from shoal.deploy.manners.limits import with_overrides
+
+    return with_overrides(load_settings().limits, limit or []).only_when_idle
 
 
 def _arguments(name: str, listen: str, device: str, limit: list[str] | None) -> list[str]:
