@@ -10,20 +10,12 @@ COMPILED := .venv/.compiled
 
 setup: $(STAMP) $(COMPILED)
 
-# Every file that comes from elsewhere has its SHA-256 in deploy/lock, and nothing else is asked for, not even to build
-# with. pip takes the torch that it would take without hashes (CUDA's, unless it is told of an index or a folder with
-# the CPU build), and only then compares; CUDA's libraries follow that choice.
+# Every file that comes from elsewhere has its SHA-256 in deploy/lock.
 LOCKED := $(BIN)/python -m pip install --require-hashes --no-deps
-TORCH := .venv/torch
 
-$(STAMP): pyproject.toml deploy/constraints.txt $(wildcard deploy/lock/*.txt)
+$(STAMP): pyproject.toml deploy/constraints.txt $(wildcard deploy/lock/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(LOCKED) -r deploy/lock/build.txt
-	$(LOCKED) --no-build-isolation -r deploy/lock/setup.txt
-	$(BIN)/python -m pip download --no-deps --only-binary :all: -d $(TORCH) -c deploy/constraints.txt torch
-	$(LOCKED) --no-index --find-links $(TORCH) -r deploy/lock/torch.txt
-	rm -r $(TORCH)
-	! $(BIN)/python -m pip show --files torch | grep -q libtorch_cuda.so || $(LOCKED) -r deploy/lock/cuda.txt
+	deploy/lock/install.sh $(BIN)/python setup.txt
 	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip check
 	touch $(STAMP)

@@ -17,7 +17,7 @@ from pathlib import Path
 _UV = "uv==0.13.9"
 _DEPLOY = Path(__file__).resolve().parent
 LOCK = _DEPLOY / "lock"
-_CUDA = re.compile(r"^(nvidia|cuda)-")
+_CUDA = re.compile(r"^(nvidia|cuda)-|^triton$")
 _NAME = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==(\S+)")
 
 Locked = dict[str, tuple[str, frozenset[str]]]
@@ -61,6 +61,7 @@ def main(wheels: list[Path]) -> None:
         subprocess.run([f"{folder}/bin/python", "-m", "pip", "install", "--quiet", _UV], check=True)
         uv = Path(folder, "bin", "uv")
         everything = locked_by(uv, _DEPLOY.parent / "pyproject.toml", "dev")
+        run = locked_by(uv, _DEPLOY.parent / "pyproject.toml", "data")
         more = {name: locked_by(uv, _DEPLOY.parent / "pyproject.toml", "dev", name) for name in ("study", "fuzz")}
         for name, wanted in (("build", "setuptools"), ("rated", "vadersentiment==3.3.2")):
             source = Path(folder, f"{name}.in")
@@ -74,7 +75,13 @@ def main(wheels: list[Path]) -> None:
     (LOCK / "torch.txt").write_text(written({"torch": (version, hashes)}))
     cuda = {name: entry for name, entry in everything.items() if _CUDA.match(name)}
     (LOCK / "cuda.txt").write_text(written(cuda))
-    (LOCK / "setup.txt").write_text(written({n: entry for n, entry in everything.items() if n not in cuda}))
+    run = {name: entry for name, entry in run.items() if name in everything and name not in cuda}
+    (LOCK / "run.txt").write_text(written(run))
+    # Triton comes with CUDA's torch; the tests, which interpret its kernels on a CPU, want it in any case.
+    setup = {
+        name: entry for name, entry in everything.items() if name not in run and (name not in cuda or name == "triton")
+    }
+    (LOCK / "setup.txt").write_text(written(setup))
     for extra, locked in more.items():
         own = {n: entry for n, entry in locked.items() if n not in everything and n != "torch"}
         (LOCK / f"{extra}.txt").write_text(written(own))

@@ -6,6 +6,7 @@ import os
 import plistlib
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ ROOT = DEPLOY.parent
 GROUP: Any = typer.main.get_command(cli.app)
 FOLDERS = ("docker", "compose", "systemd", "launchd", "kubernetes", "cloud-init")
 DOCKERFILES = sorted(path for path in (DEPLOY / "docker").glob("Dockerfile.*") if path.suffix != ".dockerignore")
+PEERS = yaml.safe_load((DEPLOY / "compose" / "peers.yaml").read_text())
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
 OBJECTS = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "shoal.yaml").read_text()))
 USER_DATA = (DEPLOY / "cloud-init" / "user-data.yaml").read_text()
@@ -56,6 +58,11 @@ def shoal_words(script: str) -> list[list[str]]:
         if words and words[0].rpartition("/")[2] == "shoal":
             found.append(words[1:])
     return found
+
+
+def is_silent(words: list[str]) -> bool:
+    """Whether a health check's output goes elsewhere: what it prints is kept and shown."""
+    return words[:2] == ["sh", "-c"] and bool(re.search(r"> (/dev/null|/invite/)", words[2]))
 
 
 def check_all(*ways: list[str]) -> int:
@@ -94,8 +101,8 @@ def test_an_image_runs_shoal_as_nobody_special_and_says_whether_it_is_well(path:
     assert json.loads(last["ENTRYPOINT"]) == ["shoal"]
     check_command(json.loads(last["CMD"]))
     (health,) = (json.loads(text.partition("CMD")[2]) for name, text in found if name == "HEALTHCHECK")
-    assert health[0] == "shoal"
-    check_command(health[1:])
+    assert check_all(health) == 1
+    assert is_silent(health), "`docker inspect` keeps what a health check prints"
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix[1:])
@@ -103,13 +110,11 @@ def test_an_image_is_made_of_what_is_there_and_pinned(path: Path) -> None:
     text = path.read_text()
     sources = [line.split()[1] for line in text.splitlines() if line.startswith("COPY") and "--from" not in line]
     assert all((ROOT / source).exists() for source in sources)
-    assert all((ROOT / name).is_file() for name in re.findall(r"-c (\S+)", text))
-    pins = (DEPLOY / "constraints.txt").read_text().split()
-    assert all(f"torch=={version}" in pins for version in re.findall(r"torch==([\d.]+)", text))
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"'\.\[(\w+)\]'", text)) == {"data"} <= set(extras)
+    (install,) = re.findall(r"(deploy/lock/\S+) /opt/shoal/bin/python", text)
+    assert os.access(ROOT / install, os.X_OK)
     python = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
-    assert re.findall(r"FROM python:([\d.]+)", text) == ["3.11", "3.11"]
+    assert re.findall(r"^ARG PYTHON_IMAGE=python:([\d.]+)", text, re.M) == ["3.11"]
+    assert re.findall(r"^FROM (\S+)", text, re.M) == ["${PYTHON_IMAGE}"] * 2
     assert python.startswith(">=3.11")
     assert path.with_name(f"{path.name}.dockerignore").is_file()
 
@@ -128,18 +133,26 @@ def test_the_commands_above_an_image_are_such(path: Path) -> None:
 
 def test_compose_names_what_is_there() -> None:
     base = DEPLOY / "compose"
-    for name, one in COMPOSE["services"].items():
+    for name, one in [*COMPOSE["services"].items(), *PEERS["services"].items()]:
         assert (base / one["build"]["context"]).resolve() == ROOT
         dockerfile = one["build"]["dockerfile"]
         assert {ROOT / dockerfile.replace("${SHOAL_IMAGE:-cpu}", kind) for kind in ("cpu", "cuda")} == set(DOCKERFILES)
         assert one["stop_signal"] == "SIGINT"
-        for volume in one["volumes"]:
+        for volume in one.get("volumes", ()):
             source = volume.split(":")[0]
             assert (base / source).exists() if source.startswith(".") else source in COMPOSE["volumes"]
         assert set(one.get("depends_on", {})) <= set(COMPOSE["services"]) - {name}
         health = one.get("healthcheck", {"test": ["CMD"]})["test"][1:]
         program = [*one.get("entrypoint", ["shoal"]), *one.get("command", [])]
         assert check_all(program, health) == (2 if name == "host" else 1)
+        assert name != "host" or is_silent(health)
+    (peer,) = PEERS["services"].values()
+    assert peer["secrets"] == list(PEERS["secrets"])
+    assert peer["entrypoint"][2].endswith(f"< /run/secrets/{peer['secrets'][0]}")
+    secret = PEERS["secrets"]["invite"]["file"].removeprefix("./")
+    assert all(
+        f"deploy/compose/{secret}\n" in path.with_name(f"{path.name}.dockerignore").read_text() for path in DOCKERFILES
+    )
     assert load_spec(base / "run.toml").swarm.min_peers <= 3
 
 
@@ -164,6 +177,7 @@ def test_kubernetes_objects_fit_together() -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
         program = [*container.get("command", ["shoal"]), *container.get("args", [])]
         probes = [container[name]["exec"]["command"] for name in ("startupProbe", "livenessProbe") if name in container]
+        assert all(map(is_silent, probes))
         assert check_all(program, container["lifecycle"]["preStop"]["exec"]["command"], *probes) == 2 + len(probes)
     assert OBJECTS[0]["spec"]["selector"] == OBJECTS[1]["spec"]["template"]["metadata"]["labels"]
 
@@ -188,13 +202,18 @@ def invite() -> str:
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """With a systemctl that writes down what it is told, and fails if it is told to."""
+    """With a systemctl that writes down what it is told, and fails if it is told to: always with a file `fails`, at a
+    unit that wants a user namespace with a file `plain`."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
     tool = tmp_path / "bin" / "systemctl"
     tool.parent.mkdir()
     tool.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n[ -e {tmp_path}/fails ] && echo no bus >&2 && exit 1\nexit 0\n'
+        f'#!/bin/sh\n[ "$2" = show ] && echo 226 && exit 0\necho "$@" >> {tmp_path}/told\n'
+        f"[ -e {tmp_path}/fails ] && echo no bus >&2 && exit 1\n"
+        f"[ -e {tmp_path}/plain ] && grep -qs ^PrivateUsers {tmp_path}/.config/systemd/user/shoal.service && exit 1\n"
+        "exit 0\n"
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
@@ -228,6 +247,41 @@ def test_a_service_is_installed_started_shown_and_removed(home: Path, invite: st
         "--user enable --now shoal.service",
         "--user disable --now shoal.service",
     ]
+
+
+def binds(section: configparser.SectionProxy) -> tuple[list[str], list[str]]:
+    """The folders that a unit may write, and those that it may read."""
+    writes, reads = (shlex.split(section[name]) for name in ("BindPaths", "BindReadOnlyPaths"))
+    return writes, reads
+
+
+def test_a_service_sees_of_the_home_only_what_it_needs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = unit(service.service([]).text)["Service"]
+    assert found["ProtectSystem"] == "strict"
+    assert found["ProtectHome"] == "tmpfs"
+    assert {found[name] for name in ("PrivateUsers", "PrivateTmp", "NoNewPrivileges", "RestrictSUIDSGID")} == {"yes"}
+    assert "AF_PACKET" not in found["RestrictAddressFamilies"]
+    writes, reads = binds(found)
+    assert writes == [f"-{home}/.local/state/shoal", f"-{home}/.cache/shoal"]
+    assert {f"-{sys.prefix}", f"-{ROOT}", f"-{home}/.config/shoal"} <= set(reads)
+    assert not {"-%t", f"-{home}"} & {*reads, *writes}
+    assert f"NUMBA_CACHE_DIR={home}/.cache/shoal/numba" in shlex.split(found["Environment"])
+    watching = CliRunner().invoke(cli.app, ["service", "show", "--limit", "only_when_idle=true"])
+    assert "-%t" in binds(unit(watching.stdout)["Service"])[1], "it could not ask the desktop who is there"
+    monkeypatch.setenv("XDG_STATE_HOME", f"{home}/a b:50%")
+    found = unit(service.service([]).text)["Service"]
+    assert f"XDG_STATE_HOME={home}/a b:50%%" in shlex.split(found["Environment"])
+    assert f"-{home}/a b\\:50%%/shoal" in binds(found)[0]
+
+
+def test_a_system_without_user_namespaces_gets_a_service_that_sees_all(home: Path, invite: str) -> None:
+    (home / "plain").touch()
+    result = CliRunner().invoke(cli.app, ["service", "install", "-"], input=f"{invite}\n")
+    assert result.exit_code == 0, result.output
+    assert "its own view of the files" in result.stdout
+    found = unit((home / ".config" / "systemd" / "user" / "shoal.service").read_text())["Service"]
+    assert found["NoNewPrivileges"] == "yes"
+    assert not {"PrivateUsers", "ProtectHome", "CapabilityBoundingSet", "BindPaths", "RestrictNamespaces"} & set(found)
 
 
 def test_what_goes_wrong_with_a_service_is_one_line(home: Path, invite: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,9 +353,16 @@ def test_cloud_init_installs_what_is_there_and_joins() -> None:
     found = unit(files["/etc/systemd/system/shoal.service"])["Service"]
     command = shlex.split(found["ExecStart"].replace("%H", "name"))
     check_command(command[1:])
-    environment = dict(line.split("=", 1) for line in files[found["EnvironmentFile"]].splitlines())
-    assert set(environment) == {"REPOSITORY", "INVITE"}
-    assert "${INVITE}" in command
+    assert command[1:3] == ["join", "-"]
+    (invite,) = (one for one in data["write_files"] if one["path"] == found["StandardInput"].removeprefix("file:"))
+    assert invite["permissions"] == "0600"
+    assert "shoal1" not in USER_DATA.replace(invite["content"].strip(), "")
+    template = configparser.ConfigParser(interpolation=None)
+    template.optionxform = str  # type: ignore[assignment,method-assign]
+    template.read_string((DEPLOY / "systemd" / service.UNIT).read_text())
+    shared = {"SystemCallFilter", "RestrictAddressFamilies", "ProtectSystem", "PrivateTmp", "CapabilityBoundingSet"}
+    assert {found[name] == template["Service"][name] for name in shared} == {True}
+    assert found["ProtectHome"] == "yes"
     msgspec.toml.decode(files["/etc/shoal/shoal/config.toml"], type=Settings)
     scripts = [line[2] for line in data["runcmd"] if line[0] == "sh"]
     named = [name for line in scripts for name in re.findall(r"/opt/shoal/(deploy/\S+)", line)]
