@@ -128,10 +128,15 @@ CARRIED_CALLS_MAX: Final = 64
 CONNECTIONS_OF_ADDRESS_MAX: Final = 128
 """TCP connections that one address may have with a peer's daemon before new ones of it have to wait: a building full of
 members behind one router. Half-open ones count, of which the daemon drops each after 15 s."""
+CONNECTIONS_OF_NETWORK_MAX: Final = 512
+"""The same for a public network of 256 IPv4 addresses (/24), or of the IPv6 networks of one site (/48), whose addresses
+count with 128 each at most: a stranger rents a network as easily as an address. A swarm's members in one such network
+have a connection or two each."""
 SHUT_OUT_S: Final = 60.0
 """An address must have had half as many connections for so long before it is let in again."""
 SHUT_OUT_ADDRESSES_MAX: Final = 512
-"""Addresses shut out at a time. The kernel takes programs of 4,096 instructions, and an IPv6 address needs five."""
+"""Addresses and networks shut out at a time. The kernel takes programs of 4,096 instructions, and an IPv6 network needs
+six."""
 
 LANES_MAX: Final = 8
 """TCP connections that one stream of frames may have beside the network daemon's. What one carries over a way that

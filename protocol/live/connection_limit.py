@@ -1,4 +1,4 @@
-"""Keeps one address from having more than its share of the network daemon's connections.
+"""Keeps one address, and one network, from having more than its share of the network daemon's connections.
 
 `p2pd` accepts whoever comes: it bounds neither connections nor handshakes, waits 15 seconds for each that does not go
 on, and computes a key and a signature for each that begins one. It offers no option, and a proxy in front of it would
@@ -8,7 +8,8 @@ many. Its queue is full after the first, from then on the kernel drops what come
 retries. Connections that stand are not touched, and nobody else's path changes by an instruction's length.
 
 Who has too many is read from the kernel's own table ten times a second. An address shut out stays so until it has been
-quiet for a while. An IPv6 host counts with its /64, which is what one customer has.
+quiet for a while. An IPv6 host counts with its /64, which is what one customer has. A public /24 (IPv6: /48) has a
+limit of its own, for a stranger with all of its addresses; private networks and loopback have none.
 """
 
 import asyncio
@@ -24,7 +25,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from shoal.protocol.limits import CONNECTIONS_OF_ADDRESS_MAX, SHUT_OUT_ADDRESSES_MAX, SHUT_OUT_S
+from shoal.protocol.limits import (
+    CONNECTIONS_OF_ADDRESS_MAX,
+    CONNECTIONS_OF_NETWORK_MAX,
+    SHUT_OUT_ADDRESSES_MAX,
+    SHUT_OUT_S,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +39,7 @@ _ATTACH: Final = 51
 """SO_ATTACH_REUSEPORT_CBPF, Linux 4.5; Python has no name for it."""
 _NET: Final = -0x100000 & 0xFFFFFFFF
 """SKF_NET_OFF: offsets from the IP header on."""
-_LOAD, _JUMP_IF, _RETURN = 0x20, 0x15, 0x06
+_LOAD, _AND, _JUMP_IF, _RETURN = 0x20, 0x54, 0x15, 0x06
 _SOURCE4, _SOURCE6 = 12, 8
 """Where the sender is in an IP header."""
 _DAEMON, _US = 0, 1
@@ -46,7 +52,10 @@ _SHARE: Final = 0.05
 _LISTEN, _TIME_WAIT = "0A", "06"
 
 Network = bytes
-"""Four bytes of an IPv4 address, the first eight of an IPv6 one."""
+"""The first bytes of the addresses in it: four of one IPv4 address and three of a /24, eight of an IPv6 /64 and six of
+a /48."""
+_WIDER: Final = {4: 3, 8: 6}
+"""The length of an address, and of the network to which it belongs."""
 
 
 class ConnectionLimit:
@@ -100,17 +109,18 @@ class ConnectionLimit:
     def look(self, connections: Mapping[Network, int], now_s: float) -> None:
         """Shut out who has too many, let in who was quiet for long enough."""
         before = self.shut_out
-        for network, number in connections.items():
-            if number > CONNECTIONS_OF_ADDRESS_MAX and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
+        found = count_networks(connections) + Counter(connections)
+        for network in sorted(found, key=len):  # a whole network before its addresses: there may not be room for all
+            if found[network] > _most(network) and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
                 self._shut_out.setdefault(network, now_s)
         for network, since_s in tuple(self._shut_out.items()):
-            if connections.get(network, 0) > CONNECTIONS_OF_ADDRESS_MAX // 2:
+            if found[network] > _most(network) // 2:
                 self._shut_out[network] = now_s
             elif now_s - since_s > SHUT_OUT_S:
                 del self._shut_out[network]
         if before != self.shut_out:
             for network in self.shut_out - before:
-                logger.warning("%s has %d connections here: new ones of it wait", _shown(network), connections[network])
+                logger.warning("%s has %d connections here: new ones of it wait", _shown(network), found[network])
             for version, listener in self._sockets:
                 _divert(listener, version, self.shut_out)
 
@@ -128,6 +138,24 @@ def count_connections(ports: Iterable[int], tables: Path = Path("/proc/self/net"
     return found
 
 
+def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
+    """Connections of each public network that are within what its addresses may have."""
+    found: Counter[Network] = Counter()
+    for address, number in connections.items():
+        if _is_public(address):
+            found[address[: _WIDER[len(address)]]] += min(number, CONNECTIONS_OF_ADDRESS_MAX)
+    return found
+
+
+def _most(network: Network) -> int:
+    return CONNECTIONS_OF_ADDRESS_MAX if len(network) in _WIDER else CONNECTIONS_OF_NETWORK_MAX
+
+
+def _is_public(address: Network) -> bool:
+    whole = address if len(address) == 4 else address + bytes(8)
+    return ipaddress.ip_address(whole).is_global
+
+
 def _network(words: str) -> Network:
     """Read an address from the kernel's table, whose words are in the machine's order of bytes."""
     raw = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
@@ -136,7 +164,10 @@ def _network(words: str) -> Network:
 
 
 def _shown(network: Network) -> str:
-    return str(ipaddress.ip_address(network) if len(network) == 4 else ipaddress.ip_network((network + bytes(8), 64)))
+    if len(network) == 4:
+        return str(ipaddress.ip_address(network))
+    whole = network + bytes((4 if len(network) < 4 else 16) - len(network))
+    return str(ipaddress.ip_network((whole, 8 * len(network))))
 
 
 def _second_listener(version: int, host: str, port: int) -> socket.socket:
@@ -169,7 +200,7 @@ def _send_away_whoever_came(listener: socket.socket) -> None:
 
 def _divert(listener: socket.socket, version: int, networks: Iterable[Network]) -> None:
     """Let new connections of `networks` end here, all others at the daemon. Raises: OSError."""
-    chosen = sorted(network for network in networks if len(network) == (4 if version == 4 else 8))
+    chosen = sorted(network for network in networks if (len(network) <= 4) == (version == 4))
     program = _of_ipv4(chosen) if version == 4 else _of_ipv6(chosen)
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     listener.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("@HP", len(program), ctypes.addressof(code)))
@@ -181,15 +212,18 @@ _Line = tuple[int, int, int, int]
 
 def _of_ipv4(networks: Sequence[Network]) -> list[_Line]:
     lines: list[_Line] = [(_LOAD, 0, 0, _NET + _SOURCE4)]
-    for network in networks:
-        lines += [(_JUMP_IF, 0, 1, int.from_bytes(network)), (_RETURN, 0, 0, _US)]
+    for network in sorted(networks, key=len, reverse=True):
+        if len(network) == 3:
+            lines.append((_AND, 0, 0, 0xFFFFFF00))  # what was loaded stays so: addresses come before networks
+        lines += [(_JUMP_IF, 0, 1, int.from_bytes(network.ljust(4, b"\0"))), (_RETURN, 0, 0, _US)]
     return [*lines, (_RETURN, 0, 0, _DAEMON)]
 
 
 def _of_ipv6(networks: Sequence[Network]) -> list[_Line]:
     lines: list[_Line] = []
     for network in networks:
-        lines += [(_LOAD, 0, 0, _NET + _SOURCE6), (_JUMP_IF, 0, 3, int.from_bytes(network[:4]))]
-        lines += [(_LOAD, 0, 0, _NET + _SOURCE6 + 4), (_JUMP_IF, 0, 1, int.from_bytes(network[4:]))]
-        lines += [(_RETURN, 0, 0, _US)]
+        rest = [] if len(network) == 8 else [(_AND, 0, 0, 0xFFFF0000)]
+        lines += [(_LOAD, 0, 0, _NET + _SOURCE6), (_JUMP_IF, 0, 3 + len(rest), int.from_bytes(network[:4]))]
+        lines += [(_LOAD, 0, 0, _NET + _SOURCE6 + 4), *rest]
+        lines += [(_JUMP_IF, 0, 1, int.from_bytes(network[4:].ljust(4, b"\0"))), (_RETURN, 0, 0, _US)]
     return [*lines, (_RETURN, 0, 0, _DAEMON)]

@@ -14,8 +14,13 @@ import psutil
 import pytest
 
 from shoal.protocol.errors import Unreachable
-from shoal.protocol.limits import CONNECTIONS_OF_ADDRESS_MAX, SHUT_OUT_ADDRESSES_MAX, SHUT_OUT_S
-from shoal.protocol.live.connection_limit import ConnectionLimit, count_connections
+from shoal.protocol.limits import (
+    CONNECTIONS_OF_ADDRESS_MAX,
+    CONNECTIONS_OF_NETWORK_MAX,
+    SHUT_OUT_ADDRESSES_MAX,
+    SHUT_OUT_S,
+)
+from shoal.protocol.live.connection_limit import ConnectionLimit, _divert, count_connections
 from shoal.protocol.live.loop import run
 
 HOST = ipaddress.ip_address("192.0.2.7").packed
@@ -55,6 +60,37 @@ def test_an_address_with_too_many_is_shut_out_until_it_has_been_quiet() -> None:
     gate.look({}, 50.0 + SHUT_OUT_S)
     assert gate.shut_out == {HOST}, "it had many a minute ago"
     gate.look({HOST: 1}, 50.1 + SHUT_OUT_S)
+    assert gate.shut_out == frozenset()
+
+
+@pytest.mark.parametrize("network", ["8.8.8.0/24", "2a00:1450:4001::/48"])
+def test_a_public_network_has_a_limit_for_all_of_its_addresses(network: str) -> None:
+    wide = ipaddress.ip_network(network)
+    address, whole = (4, 3) if wide.version == 4 else (8, 6)
+
+    def each(number: int) -> dict[bytes, int]:
+        """Eight addresses of it, each well below what one may have."""
+        step = 1 if wide.version == 4 else 1 << 64
+        return {(wide.network_address + n * step).packed[:address]: number for n in range(8)}
+
+    gate = ConnectionLimit(())
+    gate.look(each(CONNECTIONS_OF_NETWORK_MAX // 8), 0.0)
+    assert gate.shut_out == frozenset()
+    gate.look(each(CONNECTIONS_OF_NETWORK_MAX // 8 + 1), 1.0)
+    assert gate.shut_out == {wide.network_address.packed[:whole]}
+    gate.look({}, 1.1 + SHUT_OUT_S)
+    assert gate.shut_out == frozenset()
+    one = next(iter(each(1)))
+    gate.look({one: 10_000}, 100.0)
+    assert gate.shut_out == {one}, "one address alone does not shut out its neighbours"
+
+
+@pytest.mark.parametrize("near", ["127.0.0.0", "10.1.2.0", "192.168.1.0", "172.20.0.0", "fd00::", "fe80::"])
+def test_a_house_of_many_peers_has_no_limit_but_that_of_each_address(near: str) -> None:
+    first = ipaddress.ip_address(near)
+    step, size = (1, 4) if first.version == 4 else (1 << 64, 8)
+    gate = ConnectionLimit(())
+    gate.look({(first + n * step).packed[:size]: CONNECTIONS_OF_ADDRESS_MAX for n in range(200)}, 0.0)
     assert gate.shut_out == frozenset()
 
 
@@ -100,9 +136,14 @@ def test_the_kernel_takes_a_program_for_as_many_as_may_be_shut_out() -> None:
                 gate.look(others, 0.0)
                 with half_open(port, 20, address=host, family=family) as standing:
                     assert standing == 20, "those who are not shut out"
-                gate.look({ipaddress.ip_address(host).packed[:size]: 1000}, 0.0)
-                with half_open(port, 5, address=host, family=family) as standing:
-                    assert standing <= 1, "one waits in the queue, the others outside"
+                packed = ipaddress.ip_address(host).packed
+                for shut in (packed[:size], packed[: size * 3 // 4]):
+                    _divert(gate._sockets[0][1], int(version), [*list(others)[: SHUT_OUT_ADDRESSES_MAX - 1], shut])
+                    with half_open(port, 5, address=host, family=family) as standing:
+                        assert standing <= 1, "one waits in the queue, the others outside"
+                    _divert(gate._sockets[0][1], int(version), others)
+                    with half_open(port, 5, address=host, family=family) as standing:
+                        assert standing == 5
                 await gate.close()
                 with half_open(port, 5, address=host, family=family) as standing:
                     assert standing == 5
