@@ -137,6 +137,14 @@ SHUT_OUT_S: Final = 60.0
 SHUT_OUT_ADDRESSES_MAX: Final = 512
 """Addresses and networks shut out at a time. The kernel takes programs of 4,096 instructions, and an IPv6 network needs
 six."""
+STRANGERS_REQUESTS_PER_S: Final = 50.0
+"""Requests and streams of all strangers of one network (/24, or /48 of IPv6) that are looked at: at 0.2 to 0.6 ms each
+they take at most 3 % of a core."""
+STRANGERS_ALLOWANCE: Final = 1000.0
+"""How many may come at once. A peer that restarts knows no certificate: each member sends it a few requests until it
+has shown one, and a hundred members may be in one network."""
+STRANGERS_NETWORKS_MAX: Final = 4096
+"""Networks whose requests are remembered; the one that asked longest ago is forgotten first."""
 
 LANES_MAX: Final = 8
 """TCP connections that one stream of frames may have beside the network daemon's. What one carries over a way that

@@ -73,6 +73,13 @@ class ConnectionLimit:
     def shut_out(self) -> frozenset[Network]:
         return frozenset(self._shut_out)
 
+    def shut_out_now(self, address: Network, now_s: float) -> None:
+        """Shut `address` out until it has been quiet for a while, whatever the number of its connections."""
+        if address not in self._shut_out and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
+            self._shut_out[address] = now_s
+            logger.warning("%s asks too much: new connections of it wait", _shown(address))
+            self._divert_all()
+
     def open(self) -> None:
         try:
             for place in self._places:
@@ -121,8 +128,11 @@ class ConnectionLimit:
         if before != self.shut_out:
             for network in self.shut_out - before:
                 logger.warning("%s has %d connections here: new ones of it wait", _shown(network), found[network])
-            for version, listener in self._sockets:
-                _divert(listener, version, self.shut_out)
+            self._divert_all()
+
+    def _divert_all(self) -> None:
+        for version, listener in self._sockets:
+            _divert(listener, version, self.shut_out)
 
 
 def count_connections(ports: Iterable[int], tables: Path = Path("/proc/self/net")) -> Counter[Network]:
@@ -142,18 +152,23 @@ def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
     """Connections of each public network that are within what its addresses may have."""
     found: Counter[Network] = Counter()
     for address, number in connections.items():
-        if _is_public(address):
-            found[address[: _WIDER[len(address)]]] += min(number, CONNECTIONS_OF_ADDRESS_MAX)
+        whole = address if len(address) == 4 else address + bytes(8)
+        _, network = address_and_network(ipaddress.ip_address(whole))
+        if network is not None:
+            found[network] += min(number, CONNECTIONS_OF_ADDRESS_MAX)
     return found
+
+
+def address_and_network(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[Network, Network | None]:
+    """What one customer has of the network that `ip` is in, and the /24 or /48; None: `ip` is not public."""
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    ip = mapped or ip
+    address = ip.packed[:8]
+    return address, address[: _WIDER[len(address)]] if ip.is_global else None
 
 
 def _most(network: Network) -> int:
     return CONNECTIONS_OF_ADDRESS_MAX if len(network) in _WIDER else CONNECTIONS_OF_NETWORK_MAX
-
-
-def _is_public(address: Network) -> bool:
-    whole = address if len(address) == 4 else address + bytes(8)
-    return ipaddress.ip_address(whole).is_global
 
 
 def _network(words: str) -> Network:

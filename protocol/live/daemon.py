@@ -168,6 +168,10 @@ class Daemon:
         """Networks whose new connections wait (`connection_limit.py`)."""
         return self._connection_limit.shut_out
 
+    def keep_out(self, address: bytes) -> None:
+        """Let new connections of an address wait for a while (`connection_limit.py`)."""
+        self._connection_limit.shut_out_now(address, asyncio.get_running_loop().time())
+
     @property
     def listening(self) -> tuple[str, ...]:
         """The addresses that the daemon listens on; a port 0 has become the one that the system chose, where that can

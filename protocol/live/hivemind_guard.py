@@ -19,6 +19,7 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p.p2p_daemon_bindings.control import DispatchFailure
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hivemind.utils.auth import AuthorizerBase
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.serializer import MSGPackSerializer
@@ -246,6 +247,18 @@ def mend_control(control: Any) -> None:
     control._pending_calls = _Unanswered(control._pending_calls)
     control._handler_tasks = _Running()
     control._handler = functools.partial(_take_stream, control._handler)
+
+
+def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
+    """Hole: a request of anybody is handed to its handler, however many there are. Now only if `admits`, which is given
+    the caller's ID, says so; one that is not admitted is never answered. Mends a `ControlClient` in place."""
+    handle = control._handle_persistent_request
+
+    async def handle_admitted(call_id: Any, request: Any) -> None:
+        if await admits(PeerID(HivemindPeerID(request.peer).to_base58())):
+            await handle(call_id, request)
+
+    control._handle_persistent_request = handle_admitted
 
 
 async def _take_stream(take: Callable[..., Awaitable[None]], reader: Any, writer: Any) -> None:

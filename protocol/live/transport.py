@@ -20,6 +20,7 @@ from shoal.protocol.errors import LocalError, RemoteError, TransportError, Unrea
 from shoal.protocol.identity import Identity, PeerID, public_key_of
 from shoal.protocol.invite import only_direct, split_address
 from shoal.protocol.limits import ADDRESSES_MAX, CONTROL_BYTES_MAX, PEERS_MAX, PROTOCOL_VERSION
+from shoal.protocol.live import hivemind_guard
 from shoal.protocol.live.about import ABOUT_NAME, AboutAnswerer
 from shoal.protocol.live.carriage import Streams
 from shoal.protocol.live.carried import CarriedStreams
@@ -37,6 +38,7 @@ from shoal.protocol.live.redial import Redialer
 from shoal.protocol.live.routes import Routes, is_direct
 from shoal.protocol.live.secure_channel import Purpose
 from shoal.protocol.live.send_queue import SendQueue
+from shoal.protocol.live.strangers import Strangers
 from shoal.protocol.live.tcp_queues import follow, name_of
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.uplink import Uplink
@@ -46,6 +48,7 @@ from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_StreamHandler = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 _DIAL_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 10.0
@@ -108,6 +111,9 @@ class LiveTransport:
         )
         self._carried_calls = CarriedCalls(self._carry_calls, self._answer_to)
         self._carrier = self._make_carrier()
+        self._strangers = Strangers(
+            members, connections=self._connections, hang_up=self._hang_up, shut_out=daemon.keep_out
+        )
         self._redialer = Redialer(
             daemon,
             me=identity.peer_id,
@@ -274,6 +280,7 @@ class LiveTransport:
         if self._throttle.uplink is not None:
             self._throttle.uplink.close()
         await self._redialer.close()
+        await self._strangers.close()
         await self._daemon.close()
 
     async def _flush(self) -> None:
@@ -285,13 +292,27 @@ class LiveTransport:
         """Register with a fresh daemon."""
         if self._throttle.uplink is not None:
             follow(self._throttle.uplink, self._daemon.process_id)
+        hivemind_guard.admit(p2p._client.control, self._strangers.admits)
         await self._redialer.register(p2p)
         await p2p._client.add_unary_handler(self._call_name, self._answer)
         await p2p._client.add_unary_handler(ABOUT_NAME, self._about.answer)
-        await p2p.add_binary_stream_handler(self._frames_name, self._accept)
-        await p2p.add_binary_stream_handler(self._carried_name, self._carried.arrive)
+        await p2p.add_binary_stream_handler(self._frames_name, self._of_admitted(self._accept))
+        await p2p.add_binary_stream_handler(self._carried_name, self._of_admitted(self._carried.arrive))
         if self._carrier is not None:
-            await p2p.add_binary_stream_handler(self._carry_name, self._carrier.carry)
+            await p2p.add_binary_stream_handler(self._carry_name, self._of_admitted(self._carrier.carry))
+
+    def _of_admitted(self, take: _StreamHandler) -> _StreamHandler:
+        async def take_admitted(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if await self._strangers.admits(PeerID(info.peer_id.to_base58())):
+                await take(info, reader, writer)
+            else:
+                writer.transport.abort()
+
+        return take_admitted
+
+    async def _hang_up(self, peer: PeerID) -> None:
+        with suppress(TransportError, P2PDaemonError, OSError, EOFError):
+            await (await self._daemon.p2p())._client.disconnect(_hivemind_id(peer))
 
     def _refuse_if_pointless(self, peer: PeerID) -> None:
         if self._closing:

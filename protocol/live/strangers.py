@@ -1,0 +1,138 @@
+"""Bounds what strangers have this peer do.
+
+Everybody who can dial the network daemon may send requests and open streams. Each costs the daemon and us 0.2 to 0.6 ms
+until it is refused for want of a certificate, and one connection carries a thousand a second. So the strangers of one
+network have an allowance together, wide enough for newcomers, who are none from their first certificate on. From a
+stranger beyond it nothing is read: we hang up, and its address cannot dial us for a while (`connection_limit.py`).
+In a private network or on this machine each stranger has an allowance of its own, and none is kept from dialling.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import (
+    STRANGERS_ALLOWANCE,
+    STRANGERS_NETWORKS_MAX,
+    STRANGERS_REQUESTS_PER_S,
+)
+from shoal.protocol.live.connection_limit import Network, address_and_network
+from shoal.protocol.membership import AccessLevel, Members
+
+logger = logging.getLogger(__name__)
+
+_IP: Final = re.compile(r"^/ip[46]/([^/]+)/(?:tcp|udp)/\d+")
+_LOOK_S: Final = 0.1
+"""The least time between two looks at who is connected from where."""
+_SHARE: Final = 0.05
+"""The share of the time that such looks may take."""
+
+
+class _Place(NamedTuple):
+    """Where a stranger is."""
+
+    whose: Network | PeerID
+    """The owner of the allowance that it takes: its network, or itself where its neighbours must not pay for it."""
+    address: Network | None
+    """The address that may be kept from dialling us; None: there is none."""
+
+
+@dataclass(slots=True)
+class Allowance:
+    """Knows how much each network's strangers may still ask. Pure: the caller says what time it is."""
+
+    _spent: OrderedDict[Network | PeerID, tuple[float, float]] = field(default_factory=OrderedDict)
+    """Requests that time has not made up for, and when they were reckoned; the last network that asked at the end."""
+
+    def takes(self, whose: Network | PeerID, now_s: float) -> bool:
+        """Whether one more request is within the allowance; it is counted if so."""
+        spent, then_s = self._spent.pop(whose, (0.0, now_s))
+        spent = max(0.0, spent - (now_s - then_s) * STRANGERS_REQUESTS_PER_S)
+        within = spent + 1.0 <= STRANGERS_ALLOWANCE
+        self._spent[whose] = (spent + within, now_s)
+        if len(self._spent) > STRANGERS_NETWORKS_MAX:
+            self._spent.popitem(last=False)
+        return within
+
+
+class Strangers:
+    """Args:
+    connections: tells where each connected peer is: multiaddrs.
+    hang_up: closes all connections to a peer; never raises.
+    shut_out: keeps an address from dialling us for a while.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        *,
+        connections: Callable[[], Awaitable[Mapping[PeerID, Sequence[str]]]],
+        hang_up: Callable[[PeerID], Awaitable[None]],
+        shut_out: Callable[[Network], None],
+    ) -> None:
+        self._members = members
+        self._connections, self._hang_up, self._shut_out = connections, hang_up, shut_out
+        self._allowance = Allowance()
+        self._places: dict[PeerID, _Place] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_s, self._took_s = -_LOOK_S, 0.0
+        self._leaving: dict[PeerID, asyncio.Task[None]] = {}
+
+    async def admits(self, peer: PeerID) -> bool:
+        """Whether something that `peer` sends is to be read. If not, its connections are about to be closed."""
+        if self._members.access_level(peer) is not AccessLevel.STRANGER:
+            return True
+        place = await self._place(peer)
+        if self._allowance.takes(place.whose, asyncio.get_running_loop().time()):
+            return True
+        if peer not in self._leaving:
+            logger.warning("hung up on %s, a stranger that asks too much", peer[-8:])
+            self._leaving[peer] = asyncio.create_task(self._send_away(peer, place), name=f"hang up on {peer[-8:]}")
+        return False
+
+    async def close(self) -> None:
+        tasks = [*self._leaving.values(), *([self._looking] if self._looking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send_away(self, peer: PeerID, place: _Place) -> None:
+        try:
+            if place.address is not None:
+                self._shut_out(place.address)
+            await self._hang_up(peer)
+        finally:
+            del self._leaving[peer]
+
+    async def _place(self, peer: PeerID) -> _Place:
+        if peer not in self._places:
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._look(), name="look where strangers are")
+            await asyncio.shield(self._looking)
+        return self._places.get(peer, _Place(peer, None))
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._looked_s + max(_LOOK_S, self._took_s / _SHARE) - loop.time())
+        began_s = loop.time()
+        found = await self._connections()
+        self._places = {peer: _place_of(peer, addresses) for peer, addresses in found.items()}
+        self._looked_s = loop.time()
+        self._took_s = self._looked_s - began_s
+
+
+def _place_of(peer: PeerID, multiaddrs: Sequence[str]) -> _Place:
+    for multiaddr in multiaddrs:
+        match = _IP.match(multiaddr)
+        if match is None or "/p2p-circuit" in multiaddr:
+            continue  # over a relay: the address is that of a member
+        address, network = address_and_network(ipaddress.ip_address(match[1].partition("%")[0]))
+        if network is not None:
+            return _Place(network, address)
+    return _Place(peer, None)
