@@ -66,11 +66,15 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def shoal(namespace: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+def shoal(namespace: str, folder: Path, *arguments: str, stdin: str = "") -> "subprocess.Popen[str]":
     command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "shoal.deploy.cli", *arguments, "--reports"]
     environment = os.environ | {"XDG_STATE_HOME": str(folder / namespace), "XDG_CONFIG_HOME": str(folder / namespace)}
     with (folder / f"{namespace}.log").open("w") as log, (folder / f"{namespace}.jsonl").open("w") as out:
-        return subprocess.Popen(command, stdout=out, stderr=log, text=True, env=environment)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=log, text=True, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(stdin)
+    process.stdin.close()
+    return process
 
 
 def counters(namespace: str, device: str) -> dict[str, int]:
@@ -93,7 +97,9 @@ def measure(limit: str, *, seconds: float, folder: Path) -> dict[str, Any]:
         ending.callback(end, host)
         while not (invite := said(folder / f"{a}.jsonl", "Ready", "invite")):
             alive(host, folder)
-        joiner = shoal(b, folder, "join", invite[0], "--listen", listen[1], "--threads", "1", "--limit", limit)
+        joiner = shoal(
+            b, folder, "join", "-", "--listen", listen[1], "--threads", "1", "--limit", limit, stdin=f"{invite[0]}\n"
+        )
         ending.callback(end, joiner)
         begin = counters(b, CABLE[1])
         while sum(counters(b, CABLE[1]).values()) - sum(begin.values()) < 4e6:
