@@ -102,6 +102,7 @@ def install(invite: str, arguments: Sequence[str], *, watches: bool = False) -> 
             if not has_own_view or _exit_status() not in _NO_NAMESPACE:
                 raise
             has_own_view = False
+            _run_all(wanted.off)  # a start would wait for the minute until the one that failed is tried again
             wanted.path.write_text(without_own_view(wanted.text))
             _run_all(wanted.on)
     except LocalError:

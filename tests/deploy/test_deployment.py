@@ -212,8 +212,8 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     tool.write_text(
         f'#!/bin/sh\n[ "$2" = show ] && echo 226 && exit 0\necho "$@" >> {tmp_path}/told\n'
         f"[ -e {tmp_path}/fails ] && echo no bus >&2 && exit 1\n"
-        f"[ -e {tmp_path}/plain ] && grep -qs ^PrivateUsers {tmp_path}/.config/systemd/user/shoal.service && exit 1\n"
-        "exit 0\n"
+        f'[ -e {tmp_path}/plain ] && [ "$2" = enable ] && '
+        f"grep -qs ^PrivateUsers {tmp_path}/.config/systemd/user/shoal.service && exit 1\nexit 0\n"
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
@@ -279,6 +279,8 @@ def test_a_system_without_user_namespaces_gets_a_service_that_sees_all(home: Pat
     result = CliRunner().invoke(cli.app, ["service", "install", "-"], input=f"{invite}\n")
     assert result.exit_code == 0, result.output
     assert "its own view of the files" in result.stdout
+    told = [line.split()[1] for line in (home / "told").read_text().splitlines()]
+    assert told == ["daemon-reload", "enable", "disable", "daemon-reload", "enable"]
     found = unit((home / ".config" / "systemd" / "user" / "shoal.service").read_text())["Service"]
     assert found["NoNewPrivileges"] == "yes"
     assert not {"PrivateUsers", "ProtectHome", "CapabilityBoundingSet", "BindPaths", "RestrictNamespaces"} & set(found)
