@@ -127,11 +127,16 @@ CARRIED_CALLS_MAX: Final = 64
 """Calls of one member that came over a carrier and are being answered; the next ones are read later."""
 CONNECTIONS_OF_ADDRESS_MAX: Final = 128
 """TCP connections that one address may have with a peer's daemon before new ones of it have to wait: a building full of
-members behind one router. Half-open ones count, of which the daemon drops each after 15 s."""
+members behind one router. Those in the middle of a handshake count, of which the daemon drops each after 15 s."""
 CONNECTIONS_OF_NETWORK_MAX: Final = 512
 """The same for a public network of 256 IPv4 addresses (/24), or of the IPv6 networks of one site (/48), whose addresses
 count with 128 each at most: a stranger rents a network as easily as an address. A swarm's members in one such network
 have a connection or two each."""
+CONNECTIONS_OPENED_MAX: Final = 512
+"""Connections that a public address may open at once, closed ones included: each of 128 members four times. A network
+may open four times as many, as it may have. The daemon pays 0.4 ms for each, a key and a signature."""
+CONNECTIONS_OPENED_PER_S: Final = 2.0
+"""The same in the long run, a second: honest members open one after each cut."""
 SHUT_OUT_S: Final = 60.0
 """An address must have had half as many connections for so long before it is let in again."""
 SHUT_OUT_ADDRESSES_MAX: Final = 512
@@ -143,8 +148,8 @@ they take at most 3 % of a core."""
 STRANGERS_ALLOWANCE: Final = 1000.0
 """How many may come at once. A peer that restarts knows no certificate: each member sends it a few requests until it
 has shown one, and a hundred members may be in one network."""
-STRANGERS_NETWORKS_MAX: Final = 4096
-"""Networks whose requests are remembered; the one that asked longest ago is forgotten first."""
+ALLOWANCES_MAX: Final = 4096
+"""Networks of which is remembered what came; the one that came longest ago is forgotten first."""
 
 LANES_MAX: Final = 8
 """TCP connections that one stream of frames may have beside the network daemon's. What one carries over a way that

@@ -7,9 +7,11 @@ few instructions (classic BPF on the port's SO_REUSEPORT group) send new connect
 many. Its queue is full after the first, from then on the kernel drops what comes, and the attacker waits for its own
 retries. Connections that stand are not touched, and nobody else's path changes by an instruction's length.
 
-Who has too many is read from the kernel's own table ten times a second. An address shut out stays so until it has been
-quiet for a while. An IPv6 host counts with its /64, which is what one customer has. A public /24 (IPv6: /48) has a
-limit of its own, for a stranger with all of its addresses; private networks and loopback have none.
+Who has too many, or opens too many, is read from the kernel's own table ten times a second; a connection that waits for
+its sender's answer does not count, as the address may be made up. An address shut out stays so until it has been quiet
+for a while. An IPv6 host counts with its /64, which is what one customer has. A public /24 (IPv6: /48) has limits
+of its own, for a stranger with all of its addresses. Private networks and loopback only have that of what stands, by
+address.
 """
 
 import asyncio
@@ -21,16 +23,19 @@ import re
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from shoal.protocol.limits import (
     CONNECTIONS_OF_ADDRESS_MAX,
     CONNECTIONS_OF_NETWORK_MAX,
+    CONNECTIONS_OPENED_MAX,
+    CONNECTIONS_OPENED_PER_S,
     SHUT_OUT_ADDRESSES_MAX,
     SHUT_OUT_S,
 )
+from shoal.protocol.live.allowance import Allowance
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +54,10 @@ _LOOK_S: Final = 0.1
 _SHARE: Final = 0.05
 """The share of a core that reading the table may take: 0.3 ms where there are some hundred connections, 10 ms for
 10,000."""
-_LISTEN, _TIME_WAIT = "0A", "06"
+_NONE_YET = ("0A", "06", "03")
+"""States in which a line is no connection: LISTEN, TIME_WAIT, and SYN_RECV, which costs the daemon nothing."""
+_ADDRESSES: Final = CONNECTIONS_OF_NETWORK_MAX // CONNECTIONS_OF_ADDRESS_MAX
+"""A network may have, and open, as much as so many addresses."""
 
 Network = bytes
 """The first bytes of the addresses in it: four of one IPv4 address and three of a /24, eight of an IPv6 /64 and six of
@@ -68,6 +76,13 @@ class ConnectionLimit:
         self._looking: asyncio.Task[None] | None = None
         self._shut_out: dict[Network, float] = {}
         """Each address that is shut out, and since when it has been quiet (or now, if it is not)."""
+        self._opening = {
+            is_network: Allowance[Network](
+                CONNECTIONS_OPENED_MAX * (_ADDRESSES if is_network else 1),
+                CONNECTIONS_OPENED_PER_S * (_ADDRESSES if is_network else 1),
+            )
+            for is_network in (False, True)
+        }
 
     @property
     def shut_out(self) -> frozenset[Network]:
@@ -106,16 +121,29 @@ class ConnectionLimit:
     async def _look_on(self) -> None:
         ports, loop = {int(place[3]) for place in self._places}, asyncio.get_running_loop()
         took_s = 0.0
+        seen = await asyncio.to_thread(read_connections, ports)
         while True:
             await asyncio.sleep(max(_LOOK_S, took_s / _SHARE))
-            begun_s = loop.time()
-            connections = await asyncio.to_thread(count_connections, ports)
+            begun_s, former = loop.time(), seen
+            seen = await asyncio.to_thread(read_connections, ports)
             took_s = loop.time() - begun_s
-            self.look(connections, loop.time())
+            opened = {address: len(ends - former.get(address, set())) for address, ends in seen.items()}
+            self.look({address: len(ends) for address, ends in seen.items()}, loop.time(), opened)
 
-    def look(self, connections: Mapping[Network, int], now_s: float) -> None:
-        """Shut out who has too many, let in who was quiet for long enough."""
+    def look(
+        self, connections: Mapping[Network, int], now_s: float, opened: Mapping[Network, int] | None = None
+    ) -> None:
+        """Shut out who has too many or opens too many, let in who was quiet for long enough.
+
+        Args:
+            connections: that stand, by address.
+            opened: those of them that did not stand at the last look. One that was closed meanwhile is in neither.
+        """
         before = self.shut_out
+        for address, number in (opened or {}).items():
+            for network in self._opens_too_many(address, number, now_s):
+                if network in self._shut_out or len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
+                    self._shut_out[network] = now_s
         found = count_networks(connections) + Counter(connections)
         for network in sorted(found, key=len):  # a whole network before its addresses: there may not be room for all
             if found[network] > _most(network) and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
@@ -127,24 +155,34 @@ class ConnectionLimit:
                 del self._shut_out[network]
         if before != self.shut_out:
             for network in self.shut_out - before:
-                logger.warning("%s has %d connections here: new ones of it wait", _shown(network), found[network])
+                logger.warning(
+                    "%s has or opens too many connections here (%d): new ones wait", _shown(network), found[network]
+                )
             self._divert_all()
+
+    def _opens_too_many(self, address: Network, number: int, now_s: float) -> Iterator[Network]:
+        _, network = address_and_network(_ip(address))
+        if network is not None and number:
+            if not self._opening[False].takes(address, now_s, number):
+                yield address
+            elif not self._opening[True].takes(network, now_s, number):
+                yield network
 
     def _divert_all(self) -> None:
         for version, listener in self._sockets:
             _divert(listener, version, self.shut_out)
 
 
-def count_connections(ports: Iterable[int], tables: Path = Path("/proc/self/net")) -> Counter[Network]:
-    """Connections that others have opened to these ports of ours and that stand, by where they come from."""
+def read_connections(ports: Iterable[int], tables: Path = Path("/proc/self/net")) -> dict[Network, set[str]]:
+    """The other ends of connections to these ports of ours that stand, by address. An end is in the kernel's words."""
     wanted = {f"{port:04X}" for port in ports}
-    found: Counter[Network] = Counter()
+    found: dict[Network, set[str]] = {}
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in (tables / name).read_text().splitlines()[1:]:
                 _, local, remote, state = line.split(maxsplit=4)[:4]
-                if local.rpartition(":")[2] in wanted and state not in (_LISTEN, _TIME_WAIT):
-                    found[_network(remote.rpartition(":")[0])] += 1
+                if local.rpartition(":")[2] in wanted and state not in _NONE_YET:
+                    found.setdefault(_network(remote.rpartition(":")[0]), set()).add(remote)
     return found
 
 
@@ -152,8 +190,7 @@ def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
     """Connections of each public network that are within what its addresses may have."""
     found: Counter[Network] = Counter()
     for address, number in connections.items():
-        whole = address if len(address) == 4 else address + bytes(8)
-        _, network = address_and_network(ipaddress.ip_address(whole))
+        _, network = address_and_network(_ip(address))
         if network is not None:
             found[network] += min(number, CONNECTIONS_OF_ADDRESS_MAX)
     return found
@@ -165,6 +202,10 @@ def address_and_network(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tu
     ip = mapped or ip
     address = ip.packed[:8]
     return address, address[: _WIDER[len(address)]] if ip.is_global else None
+
+
+def _ip(address: Network) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address if len(address) == 4 else address + bytes(8))
 
 
 def _most(network: Network) -> int:

@@ -11,17 +11,12 @@ import asyncio
 import ipaddress
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import (
-    STRANGERS_ALLOWANCE,
-    STRANGERS_NETWORKS_MAX,
-    STRANGERS_REQUESTS_PER_S,
-)
+from shoal.protocol.limits import STRANGERS_ALLOWANCE, STRANGERS_REQUESTS_PER_S
+from shoal.protocol.live.allowance import Allowance
 from shoal.protocol.live.connection_limit import Network, address_and_network
 from shoal.protocol.membership import AccessLevel, Members
 
@@ -43,24 +38,6 @@ class _Place(NamedTuple):
     """The address that may be kept from dialling us; None: there is none."""
 
 
-@dataclass(slots=True)
-class Allowance:
-    """Knows how much each network's strangers may still ask. Pure: the caller says what time it is."""
-
-    _spent: OrderedDict[Network | PeerID, tuple[float, float]] = field(default_factory=OrderedDict)
-    """Requests that time has not made up for, and when they were reckoned; the last network that asked at the end."""
-
-    def takes(self, whose: Network | PeerID, now_s: float) -> bool:
-        """Whether one more request is within the allowance; it is counted if so."""
-        spent, then_s = self._spent.pop(whose, (0.0, now_s))
-        spent = max(0.0, spent - (now_s - then_s) * STRANGERS_REQUESTS_PER_S)
-        within = spent + 1.0 <= STRANGERS_ALLOWANCE
-        self._spent[whose] = (spent + within, now_s)
-        if len(self._spent) > STRANGERS_NETWORKS_MAX:
-            self._spent.popitem(last=False)
-        return within
-
-
 class Strangers:
     """Args:
     connections: tells where each connected peer is: multiaddrs.
@@ -78,7 +55,7 @@ class Strangers:
     ) -> None:
         self._members = members
         self._connections, self._hang_up, self._shut_out = connections, hang_up, shut_out
-        self._allowance = Allowance()
+        self._allowance = Allowance[Network | PeerID](STRANGERS_ALLOWANCE, STRANGERS_REQUESTS_PER_S)
         self._places: dict[PeerID, _Place] = {}
         self._looking: asyncio.Task[None] | None = None
         self._looked_s, self._took_s = -_LOOK_S, 0.0

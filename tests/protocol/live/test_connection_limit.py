@@ -17,10 +17,11 @@ from shoal.protocol.errors import Unreachable
 from shoal.protocol.limits import (
     CONNECTIONS_OF_ADDRESS_MAX,
     CONNECTIONS_OF_NETWORK_MAX,
+    CONNECTIONS_OPENED_MAX,
     SHUT_OUT_ADDRESSES_MAX,
     SHUT_OUT_S,
 )
-from shoal.protocol.live.connection_limit import ConnectionLimit, _divert, count_connections
+from shoal.protocol.live.connection_limit import ConnectionLimit, _divert, read_connections
 from shoal.protocol.live.loop import run
 
 HOST = ipaddress.ip_address("192.0.2.7").packed
@@ -45,9 +46,10 @@ def test_connections_are_counted_by_where_they_come_from(tmp_path: Path) -> None
         + line("0100007F:0FA2", "070200C0:8003", "01")
     )
     (tmp_path / "tcp6").write_text(HEAD + line("0" * 32 + ":0FA1", mapped, "01") + line("0" * 32 + ":0FA1", site, "01"))
-    found = count_connections([4001], tmp_path)
-    assert found == {HOST: 3, ipaddress.ip_address("2001:db8::1").packed[:8]: 1}
-    assert count_connections([4001], tmp_path / "no such machine") == {}
+    found = read_connections([4001], tmp_path)
+    counted = {address: len(ends) for address, ends in found.items()}
+    assert counted == {HOST: 2, ipaddress.ip_address("2001:db8::1").packed[:8]: 1}, "half open: anybody can send it"
+    assert read_connections([4001], tmp_path / "no such machine") == {}
 
 
 def test_an_address_with_too_many_is_shut_out_until_it_has_been_quiet() -> None:
@@ -85,12 +87,31 @@ def test_a_public_network_has_a_limit_for_all_of_its_addresses(network: str) -> 
     assert gate.shut_out == {one}, "one address alone does not shut out its neighbours"
 
 
+def test_an_address_that_opens_without_end_is_shut_out_however_few_stand() -> None:
+    gate, one, other = ConnectionLimit(()), bytes((8, 8, 8, 8)), bytes((8, 8, 8, 9))
+    for look in range(CONNECTIONS_OPENED_MAX // 60):
+        gate.look({one: 60, other: 60}, look * 0.1, {one: 60})
+    assert gate.shut_out == frozenset()
+    gate.look({one: 60, other: 60}, 1.0, {one: 60})
+    assert gate.shut_out == {one}
+    gate.look({}, 1.1 + SHUT_OUT_S)
+    assert gate.shut_out == frozenset()
+
+
+def test_a_network_whose_addresses_open_without_end_is_shut_out() -> None:
+    gate, opened = ConnectionLimit(()), {bytes((8, 8, 8, n)): 60 for n in range(40)}
+    gate.look({}, 0.0, opened)
+    assert gate.shut_out == {bytes((8, 8, 8))}
+
+
 @pytest.mark.parametrize("near", ["127.0.0.0", "10.1.2.0", "192.168.1.0", "172.20.0.0", "fd00::", "fe80::"])
 def test_a_house_of_many_peers_has_no_limit_but_that_of_each_address(near: str) -> None:
     first = ipaddress.ip_address(near)
     step, size = (1, 4) if first.version == 4 else (1 << 64, 8)
     gate = ConnectionLimit(())
-    gate.look({(first + n * step).packed[:size]: CONNECTIONS_OF_ADDRESS_MAX for n in range(200)}, 0.0)
+    house = {(first + n * step).packed[:size]: CONNECTIONS_OF_ADDRESS_MAX for n in range(200)}
+    for look in range(20):
+        gate.look(house, 0.1 * look, house)
     assert gate.shut_out == frozenset()
 
 

@@ -10,9 +10,9 @@ import pytest
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.limits import STRANGERS_ALLOWANCE, STRANGERS_NETWORKS_MAX, STRANGERS_REQUESTS_PER_S
+from shoal.protocol.limits import STRANGERS_ALLOWANCE
 from shoal.protocol.live.loop import run
-from shoal.protocol.live.strangers import Allowance, Strangers
+from shoal.protocol.live.strangers import Strangers
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.membership import Members
 from shoal.protocol.sim import loop as virtual
@@ -20,21 +20,6 @@ from shoal.protocol.sim import loop as virtual
 RUN = "0123456789abcdef"
 OWNER = Identity(bytes(32))
 MANY = int(STRANGERS_ALLOWANCE)
-
-
-def test_an_allowance_is_spent_at_once_or_at_a_rate() -> None:
-    allowance = Allowance()
-    assert all(allowance.takes(b"net", 0.0) for _ in range(MANY))
-    assert not allowance.takes(b"net", 0.0)
-    assert allowance.takes(b"other", 0.0)
-    assert sum(allowance.takes(b"net", 10.0) for _ in range(MANY)) == 10.0 * STRANGERS_REQUESTS_PER_S
-
-
-def test_networks_without_number_do_not_fill_the_memory() -> None:
-    allowance = Allowance()
-    for number in range(STRANGERS_NETWORKS_MAX + 100):
-        allowance.takes(number.to_bytes(3), 0.0)
-    assert len(allowance._spent) == STRANGERS_NETWORKS_MAX
 
 
 def members() -> Members:
