@@ -1,6 +1,7 @@
 """`shoal host`, `shoal continue` and `shoal join`: take part in a run."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -311,7 +312,7 @@ def join(
     reports: Reports = False,
 ) -> None:
     """Take part in a run."""
-    found = given_invite(invite) if invite != "-" else None
+    found = given_invite(invite) if invite != "-" or sys.stdin.isatty() else None
     text = ",".join(data_source(part) for part in data.split(",")) if not Path(data).exists() else data_source(data)
     records, project = _records(record, wandb, default=False)
     shown = parse_address(dashboard) if dashboard else None
