@@ -175,6 +175,8 @@ HISTORY_COMMITS_MAX: Final = 2048
 """Past commits that a peer remembers, of all groups in which it was: about 2 MB. A peer that keeps the run's record and
 was away finds so much again."""
 LINKS_PER_HEARTBEAT_MAX: Final = 16
+UNSOUND_MAX: Final = 16
+"""Members that a heartbeat names because what they contribute is no gradient."""
 PROBES_PER_REPLY_MAX: Final = 4
 TOGETHER_MAX: Final = 8
 """A peer probes so many links together, and so many of its machine take part."""
