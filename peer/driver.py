@@ -241,6 +241,7 @@ class PeerDriver:
             tenures=lambda: self._tenures,
             plan=lambda: self._plan.plan if self._plan else None,
             drains=self._drains,
+            stays=self._stays,
             say=watcher.say,
         )
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock, vectors=vectors)
@@ -623,6 +624,10 @@ class PeerDriver:
         if tenure is self.replica:
             return self._neighbours.drains(peer, self.replica.stage)
         return self._neighbours.drains_from(peer, tenure.group_id)
+
+    def _stays(self, peer: PeerID) -> bool:
+        """Whether a neighbour of ours has said that it does not leave."""
+        return peer in self._audience and self._neighbours.stays(peer)
 
     def _heard(self, source: PeerID, hello: Hello) -> None:
         for tenure in self._tenures:

@@ -43,6 +43,7 @@ from shoal.peer.replica.supply import HALT_S, PATIENCE_S, RETRY_S, Supply
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import HALTED_S_MAX
 from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationResult
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.staleness import FREE
@@ -467,6 +468,26 @@ def test_a_halt_ends_when_a_plan_has_no_place_for_who_asked():
     after(made, PlanFollowed(a_plan()), HaltAsked(NEXT, True, call=1))
     after(made, PlanFollowed(a_plan(with_next=False)))
     assert made.halts == ()
+
+
+def test_a_member_that_asks_for_a_halt_and_does_not_go_is_waited_for_once():
+    made = supply(M=6, s_max=1)
+    after(made, PlanFollowed(a_plan()))
+    for at_s in range(int(HALTED_S_MAX)):
+        after(made, HaltAsked(NEXT, True, call=at_s), TimerFired(), now_s=float(at_s))
+        assert made.halts == (NEXT,)
+    assert made.next_timer_s() == HALTED_S_MAX
+    after(made, TimerFired(), now_s=HALTED_S_MAX)
+    assert made.halts == ()
+    for at_s in (HALTED_S_MAX, 600.0):
+        with pytest.raises(Refused, match="once it has been away"):
+            made.handle(HaltAsked(NEXT, True, call=99), now_s=at_s)
+    after(made, PlanFollowed(a_plan()), now_s=601.0)
+    with pytest.raises(Refused):
+        made.handle(HaltAsked(NEXT, True, call=99), now_s=602.0)
+    after(made, PlanFollowed(a_plan(with_next=False)), PlanFollowed(a_plan()), now_s=603.0)
+    after(made, HaltAsked(NEXT, True, call=99), now_s=604.0)
+    assert made.halts == (NEXT,)
 
 
 def test_no_stranger_halts_the_run():
