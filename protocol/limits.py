@@ -207,6 +207,9 @@ SIGNATURES_PER_OFFER_MAX: Final = 512
 HALTED_S_MAX: Final = 30.0
 """How long the run stands still for one member that says it leaves: as long as a leave takes. After that it must have
 been away before it is waited for again."""
+REPAIRED_SHARE: Final = 0.05
+"""The share of the run's microbatches that run again by one member's word, in the long run, beside `s_max` + 2 whole
+steps at once: what a stage lacks when its only holder dies, and is asked for once more."""
 SAVES_OF_ONE_MAX: Final = 4
 """Versions that one member may have us write down because it leaves, until it has been away; one is usual, and another
 where it held experts that were at another version."""

@@ -50,7 +50,7 @@ class FirstReplica(Replica):
         self._claim: asyncio.Task[Grant] | None = None
         self._staying: set[PeerID] = set()
         """The peers that have told us that they do not leave."""
-        self._halts_refused: set[tuple[PeerID, str]] = set()
+        self._refused: set[tuple[PeerID, str]] = set()
         """(who asked, why not), for the log: a peer may ask all day."""
 
     def _install(self) -> None:
@@ -90,14 +90,22 @@ class FirstReplica(Replica):
                 Halted, lambda call: self.handle(HaltAsked(source, message.at_once, call))
             )
         except Refused as refused:
-            if (source, refused.reason) not in self._halts_refused:
-                self._halts_refused.add((source, refused.reason))
-                logger.warning("%s asks the run to stand still, which is refused: %s", source[-8:], refused.reason)
+            self._say_refused(source, "the run to stand still", refused.reason)
             raise
 
     async def _on_repair(self, source: PeerID, message: Repair) -> Done:
-        self.handle(RepairAsked(source, message.step, message.indices))
+        try:
+            self.handle(RepairAsked(source, message.step, message.indices))
+        except Refused as refused:
+            self._say_refused(source, "for microbatches to run again", refused.reason)
+            raise
         return Done()
+
+    def _say_refused(self, source: PeerID, what: str, reason: str) -> None:
+        """Once."""
+        if (source, reason) not in self._refused and self.core.group.is_lead:
+            self._refused.add((source, reason))
+            logger.warning("%s asks %s, which is refused: %s", source[-8:], what, reason)
 
     async def _on_again(self, source: PeerID, message: Again) -> Done:
         self.handle(RepairArrived(source, message.items))

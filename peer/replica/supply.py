@@ -69,7 +69,7 @@ from shoal.peer.replica.router import Pace, Turns
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import HALTED_S_MAX, OPEN_STEPS_MAX
+from shoal.protocol.limits import HALTED_S_MAX, OPEN_STEPS_MAX, REPAIRED_SHARE
 from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationResult
 from shoal.protocol.plan import Plan
 
@@ -80,6 +80,9 @@ RETRY_S = 0.2
 HALT_S = 10.0
 """How long a halt lasts that is not asked for again: who asked for it is gone, or a successor holds its stage. With all
 that is asked for again it lasts `HALTED_S_MAX`."""
+_STEP_S = 10.0
+"""How long a step is taken to last before this leader has seen two of them."""
+_STEPS_SEEN = 16
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
 """A member that is quicker than the plan says makes up to so many times its share of a step, which so does not wait for
@@ -194,6 +197,10 @@ class Supply:
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The members that leave and alone hold a stage: no step begins while one of their halts is open."""
+    _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_SEEN))
+    """When the last versions were reached."""
+    _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
+    """Who asks for repairs -> the time at which what has run again for it is its share of all that has run."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     """Version -> validation microbatch -> its loss."""
     _asked: _Asked | None = field(init=False, default=None)
@@ -311,6 +318,7 @@ class Supply:
         return ended
 
     def _reach(self, version: int, now_s: float) -> list[SupplyCommand]:
+        self._reached_s.append(now_s)
         self.book.reach(version)
         self._losses = {step: losses for step, losses in self._losses.items() if step >= version - _VALIDATIONS_KEPT}
         self._out = {m: granted for m, granted in self._out.items() if m.step >= version}
@@ -534,7 +542,26 @@ class Supply:
         asked = indices_from(bitmap, count=count)
         # What is not back at stage 0 yet is on its way, and will come by where it is missed.
         passed = [index for index in range(count) if asked >> index & 1 and not self.group.lacks(step, index)]
-        return self._run_again(step, sum(1 << index for index in passed), now_s)
+        may_run = self._count_repairs(source, len(passed), now_s)
+        return self._run_again(step, sum(1 << index for index in passed[:may_run]), now_s)
+
+    def _count_repairs(self, source: PeerID, asked: int, now_s: float) -> int:
+        """Count what is to run again by the word of `source`; nobody but its stage knows whether it is lost.
+
+        Returns: how many of `asked` microbatches may run again now; what is left the sender asks for again.
+        Raises: Refused: none.
+        """
+        seen = self._reached_s
+        step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else _STEP_S
+        each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE
+        at_once_s = (self.book.s_max + 2) * self.book.microbatches * each_s
+        self._repaired_until_s = {p: until_s for p, until_s in self._repaired_until_s.items() if until_s > now_s}
+        until_s = self._repaired_until_s.get(source, now_s)
+        may_run = min(asked, math.floor((now_s + at_once_s - until_s) / each_s + 1e-6))
+        if asked and may_run <= 0:
+            raise Refused(self.group.me, "has had so much run again for the sender of late that nothing more does now")
+        self._repaired_until_s[source] = until_s + may_run * each_s
+        return may_run
 
     def _run_again(self, step: int, indices: Indices, now_s: float) -> list[SupplyCommand]:
         """Every open member runs its part at once. The leader alone would take as long as a dead replica has for its

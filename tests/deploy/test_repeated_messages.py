@@ -20,7 +20,7 @@ from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
 from shoal.protocol.limits import KEEPING_AT_ONCE_S, KEEPING_S_MIN, KEEPING_SHARE, SAVES_OF_ONE_MAX
-from shoal.protocol.messages import Done, Halt, Halted, HandOver, Keep, Reset, Save, Saved
+from shoal.protocol.messages import Done, Halt, Halted, HandOver, Keep, Repair, Reset, Save, Saved
 from shoal.protocol.plan import Mandate, sign_mandate
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -63,6 +63,12 @@ def reset(liar: Node, number: int) -> tuple[msgspec.Struct, type[msgspec.Struct]
     mandate = Mandate(reign=1 + number, term=10**6, coordinator=live.plan.coordinator, previous=live.digest)
     signed = sign_mandate(liar.endpoint.identity, mandate, run=liar.endpoint.run)
     return Reset(mandate=signed, live=live.link, version=10**6, roster=()), Done
+
+
+def repair(liar: Node, number: int) -> tuple[msgspec.Struct, type[msgspec.Struct]]:
+    replica = liar.peer.replica
+    assert replica is not None
+    return Repair(step=max(0, replica.version - number % 2), indices=b"\x0f"), Done
 
 
 async def repeat(swarm: SimSwarm, make: Message) -> None:
@@ -153,7 +159,7 @@ def seen_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Message | N
     return seen
 
 
-@pytest.mark.parametrize("make", [halt, save, keep, hand_over, reset], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [halt, save, keep, hand_over, reset, repair], ids=lambda make: make.__name__)
 def test_a_member_that_repeats_it_for_ten_minutes_costs_a_tenth_of_the_steps_at_most(
     seen_with: Callable[[Message | None], Seen], make: Message
 ) -> None:

@@ -450,6 +450,26 @@ def test_a_member_takes_its_part_from_its_leader_alone():
         made.handle(RepairArrived(A, ((0, 3),)), now_s=0.0)
 
 
+def test_what_runs_again_by_one_members_word_has_a_share():
+    made = supply(M=4, s_max=0)
+    after(made, PlanFollowed(a_plan()))
+    for version in range(1, 4):
+        after(made, VersionReached(version), now_s=10.0 * version)
+
+    def asked(at_s):
+        try:
+            commands = made.handle(RepairAsked(NEXT, 2, b"\x0f"), now_s=at_s)
+        except Refused:
+            return 0
+        makes = sum(isinstance(command, Make) for command in commands)
+        return makes + sum(len(command.microbatches) for command in commands if isinstance(command, HandOut))
+
+    assert [asked(50.0 + at_s) for at_s in range(8)] == [4, 4, 0, 0, 0, 0, 0, 0], "two steps at once"
+    assert asked(50.0 + 55.0) == 1, "a microbatch in fifty seconds, in which the run makes twenty"
+    long_run = sum(asked(200.0 + at_s) for at_s in range(2000))
+    assert 36 <= long_run <= 40 + 8
+
+
 # --- halts ---
 
 
