@@ -83,6 +83,8 @@ that is asked for again it lasts `HALTED_S_MAX`."""
 _STEP_S = 10.0
 """How long a step is taken to last before this leader has seen two of them."""
 _STEPS_SEEN = 16
+_STILL_STEPS = 2.0
+"""No step for so many steps' time: the run stands still, and what is asked for again may well be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
 """A member that is quicker than the plan says makes up to so many times its share of a step, which so does not wait for
@@ -201,6 +203,8 @@ class Supply:
     """When the last versions were reached."""
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Who asks for repairs -> the time at which what has run again for it is its share of all that has run."""
+    _spared_s: float = field(init=False, default=0.0)
+    """When something last ran again beyond that share, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     """Version -> validation microbatch -> its loss."""
     _asked: _Asked | None = field(init=False, default=None)
@@ -548,7 +552,8 @@ class Supply:
     def _count_repairs(self, source: PeerID, asked: int, now_s: float) -> int:
         """Count what is to run again by the word of `source`; nobody but its stage knows whether it is lost.
 
-        Returns: how many of `asked` microbatches may run again now; what is left the sender asks for again.
+        Returns: how many of `asked` microbatches may run again now; what is left the sender asks for again. All of them
+            now and then while the run stands still.
         Raises: Refused: none.
         """
         seen = self._reached_s
@@ -558,6 +563,9 @@ class Supply:
         self._repaired_until_s = {p: until_s for p, until_s in self._repaired_until_s.items() if until_s > now_s}
         until_s = self._repaired_until_s.get(source, now_s)
         may_run = min(asked, math.floor((now_s + at_once_s - until_s) / each_s + 1e-6))
+        if asked and may_run <= 0 and now_s >= max(seen[-1] if seen else 0.0, self._spared_s) + _STILL_STEPS * step_s:
+            self._spared_s = now_s  # once in that time, whoever asks
+            return asked
         if asked and may_run <= 0:
             raise Refused(self.group.me, "has had so much run again for the sender of late that nothing more does now")
         self._repaired_until_s[source] = until_s + may_run * each_s
