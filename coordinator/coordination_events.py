@@ -9,7 +9,7 @@ from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.exclusion import Exclusion
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Heartbeat, PlanHead
+from shoal.protocol.messages import Advert, Heartbeat, PlanHead
 from shoal.protocol.plan import Mandate, SignedPlan
 
 # --- events ---
@@ -167,6 +167,12 @@ class Publish(msgspec.Struct, frozen=True):
     plan: SignedPlan
 
 
+class Introduce(msgspec.Struct, frozen=True):
+    """Tell the transport where these peers are."""
+
+    peers: tuple[tuple[PeerID, Advert], ...]
+
+
 class LookUp(msgspec.Struct, frozen=True):
     """Ask the directory where the chain is. The answer is a `HeadFound` event."""
 
@@ -204,6 +210,7 @@ Command = (
     | PutOut
     | SpreadOrder
     | Publish
+    | Introduce
     | LookUp
     | Search
     | Tell

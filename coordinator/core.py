@@ -57,6 +57,7 @@ from shoal.coordinator.coordination_events import (
     Expelled,
     HeadFound,
     Heard,
+    Introduce,
     Leaving,
     LookUp,
     Note,
@@ -453,7 +454,7 @@ class CoordinationCore:
             return [*commands, Reply(message=Refusal(reason=f"obeys plan {self.chain.order}, not the sender's"))]
         if not self._eligible(live.plan):
             return [*commands, Reply(message=Refusal(reason="does not coordinate"))]
-        commands.append(Reply(message=Done()))
+        commands += [Introduce(peers=message.roster), Reply(message=Done())]
         if self._proposer.is_busy:
             return commands  # asked twice, or it was our turn anyway
         self.view.inherit(message)

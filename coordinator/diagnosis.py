@@ -70,6 +70,24 @@ def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
     return (f"{shown}{more} cannot reach each other{why}",)
 
 
+def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
+    """Name the members of which others of their stage say that what they contribute is no gradient, a sentence each:
+    "bob sends NaN or infinity into the sums of stage 1, says alice: it counts for nothing (to put bob out, the host
+    runs `shoal exclude bob`)"."""
+    sentences = []
+    for index, stage in enumerate(live.stages):
+        beats = {peer: seen.heartbeat for peer in stage.peers if (seen := roster.presences.get(peer)) is not None}
+        for peer in stage.peers:
+            sayers = [name_of(one, roster) for one, beat in beats.items() if beat is not None and peer in beat.unsound]
+            if sayers:
+                say, name = "says" if len(sayers) == 1 else "say", name_of(peer, roster)
+                sentences.append(
+                    f"{name} sends NaN or infinity into the sums of stage {index}, {say} {_joined(sayers)}: it counts "
+                    f"for nothing (to put {name} out, the host runs `shoal exclude {peer[-8:]}`)"
+                )
+    return tuple(sentences[:NAMED_MAX])
+
+
 def _is_behind_router(peer: PeerID, roster: Roster) -> bool:
     """Whether `peer` names addresses, and none that all the internet could reach."""
     presence = roster.presences.get(peer)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Container
 
 import msgspec
@@ -25,6 +26,10 @@ READERS = 64
 """How many peers may read all adverts with each renewal of their own."""
 DIALS_MAX = 16
 """How many peers are introduced at the same time. Dialling one that is gone takes seconds."""
+MOVE_S = 5.0
+MOVES_AT_ONCE = 4
+"""A peer may name other addresses so many times at once, and then every `MOVE_S`: each time we dial them, whosever they
+are. An honest peer learns some of its addresses in its first minute, and repeats them in every heartbeat."""
 
 
 def peers_key(run: str) -> str:
@@ -48,6 +53,8 @@ class Discovery:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
         self._peers_key, self._plan_key = peers_key(endpoint.run), plan_key(endpoint.run)
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
+        self._moves_s: dict[PeerID, float] = {}
+        """The time at which each peer may name other addresses again, if it has used all that it may at once."""
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._advert: Advert | None = None
         self._renew_at_s = self._read_at_s = 0.0
@@ -135,11 +142,15 @@ class Discovery:
 
     def is_news(self, peer: PeerID, addresses: tuple[str, ...]) -> bool:
         """Whether to `introduce` a peer under these addresses."""
-        return bool(addresses) and peer != self._endpoint.peer_id and self._addresses.get(peer) != addresses
+        if not addresses or peer == self._endpoint.peer_id or self._addresses.get(peer) == addresses:
+            return False
+        return self._clock.now_s() + (MOVES_AT_ONCE - 1) * MOVE_S >= self._moves_s.get(peer, -math.inf)
 
     async def introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
         """Tell the transport where a peer is. This may take seconds, since a transport may dial at once."""
         self._addresses[peer] = addresses
+        now_s = self._clock.now_s()
+        self._moves_s[peer] = max(now_s, self._moves_s.get(peer, now_s)) + MOVE_S
         async with self._dials:
             await self._endpoint.transport.introduce(peer, addresses)
 

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from shoal.coordinator.coordination_events import (
     Expelled,
     HeadFound,
     Heard,
+    Introduce,
     Leaving,
     LookUp,
     Note,
@@ -379,6 +380,9 @@ class Coordination:
                 self._spread(command.order.encode())
             case Publish():
                 self._spawn(self._discovery.publish(command.plan))
+            case Introduce():
+                for peer, advert in command.peers:
+                    self._introduce(peer, advert.addresses)
             case LookUp():
                 self._spawn(self._look_up())
             case Search():
@@ -457,11 +461,9 @@ class Coordination:
                 plan = self._plans.need_link(message.plan, source)
             case HandOver():
                 plan = self._plans.need_link(message.plan, source)
-                self._introduce_all(message.roster)
             case Reset():
                 base = self._plans.need_link(message.live, source)
                 mandate = self._plans.mandate(message.mandate, source, coordinator=self._endpoint.peer_id)
-                self._introduce_all(message.roster)
         event = Received(source=source, message=message, plan=plan, base=base, mandate=mandate)
         reply = self._feed(event)
         assert reply is not None
@@ -506,10 +508,6 @@ class Coordination:
         if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):
             return ""
         return self._admission.why_not(source, advert, core.present_peers())
-
-    def _introduce_all(self, roster: Iterable[tuple[PeerID, Advert]]) -> None:
-        for peer, advert in roster:
-            self._introduce(peer, advert.addresses)
 
     def _introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
         if self._discovery.is_news(peer, addresses):

@@ -12,6 +12,7 @@ from shoal.coordinator.coordination_events import (
     Answered,
     Ask,
     Command,
+    Introduce,
     LookUp,
     Note,
     Publish,
@@ -103,6 +104,7 @@ class PlanRounds:
             return [*commands, Reply(message=Refusal(reason=reason))]
         layout = self._policy.foreseen(layout, now_s)
         plan = self._proposer.make(live, mandate.term, layout, mandate=reset.mandate, reign=mandate.reign)
+        commands.append(Introduce(peers=reset.roster))
         commands += self._went_live(plan, tuple(peer for peer, _ in reset.roster), now_s)
         return [*commands, Note(text=layout.reason), Reply(message=Done())]
 

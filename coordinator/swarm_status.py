@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from shoal.coordinator.diagnosis import out_of_reach, risks, waits_for
+from shoal.coordinator.diagnosis import out_of_reach, risks, unsound, waits_for
 from shoal.coordinator.era import disks_of
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger
@@ -76,6 +76,7 @@ def swarm_status(
         risks=(
             *risks(live, roster, disks_of(roster, now_s), spec.model, step=ledger.version_max, now_s=now_s),
             *out_of_reach(unreachable, roster),
+            *unsound(live, roster),
         ),
         comparison=comparison,
         formats=live.formats,

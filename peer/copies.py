@@ -17,6 +17,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
+from shoal.protocol.limits import KEEPING_AT_ONCE_S, KEEPING_S_MIN, KEEPING_SHARE
 from shoal.protocol.messages import Done, Keep
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Clock, Compute
@@ -66,6 +67,8 @@ class Copies:
         self._clock = clock
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
+        self._fetched_until_s: dict[PeerID, float] = {}
+        """Member -> the time at which what we have fetched of it is its share of all time."""
         self._is_closed = False
         self._saving: dict[int, asyncio.Lock] = {}
         """By group: who leaves may want written what is being written."""
@@ -181,12 +184,16 @@ class Copies:
             raise RemoteError(source, "asks to keep other layers than those that it holds")
         if (source, message.layers) in self._fetching:
             raise Refused(me, "still fetches the one before")
+        now_s = self._clock.now_s()
+        self._fetched_until_s = {p: at_s for p, at_s in self._fetched_until_s.items() if at_s > now_s}
+        if self._fetched_until_s.get(source, now_s) > now_s + KEEPING_AT_ONCE_S:
+            raise Refused(me, "has fetched so much of the sender's of late that it keeps no more for now")
         self._fetching.add((source, message.layers))
         self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of {message.layers[0]}")
         return Done()
 
     async def _keep(self, source: PeerID, message: Keep) -> None:
-        era = self._endpoint.era
+        era, began_s = self._endpoint.era, self._clock.now_s()
         fetcher = StateFetcher(
             self._spec,
             message.layers,
@@ -203,6 +210,9 @@ class Copies:
             logger.warning("no copy of version %d: %s", message.version, error)
         finally:
             self._fetching.discard((source, message.layers))
+            took_s = max(KEEPING_S_MIN, self._clock.now_s() - began_s)
+            since_s = max(began_s, self._fetched_until_s.get(source, began_s))
+            self._fetched_until_s[source] = since_s + took_s / KEEPING_SHARE
         if self._base is not None:
             await self._base.get_ready(message.layers, [source])
 

@@ -13,6 +13,7 @@ Work on a step that is not committed by then is done again. Each part is bounded
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -23,6 +24,7 @@ from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import SAVES_OF_ONE_MAX
 from shoal.protocol.messages import Halt, Halted, Save, Saved
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Clock
@@ -50,6 +52,7 @@ class Departure:
     tenures: ours.
     plan: the newest that we have.
     drains: whether a peer has said that it leaves, as a member of the tenure's group.
+    stays: whether a peer has said that it does not leave.
     say: tells the person at this machine a sentence.
     """
 
@@ -64,11 +67,16 @@ class Departure:
         tenures: Callable[[], Sequence[Tenure]],
         plan: Callable[[], Plan | None],
         drains: Callable[[PeerID, Tenure], bool],
+        stays: Callable[[PeerID], bool],
         say: Callable[[str], None],
     ) -> None:
         self._endpoint, self._clock, self._spec = endpoint, clock, spec
         self._archive, self._copies = archive, copies
         self._tenures, self._plan, self._drains, self._say = tenures, plan, drains, say
+        self._stays = stays
+        self._saves: dict[PeerID, tuple[Plan, set[int]]] = {}
+        """Peer -> (the plan by which it first asked, the versions that it has had us save since)."""
+        self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""
         """The steps that go with us, and why, in a sentence; empty: our disk or another machine has them."""
@@ -234,7 +242,32 @@ class Departure:
         newest = max((tenure.version for tenure in tenures), default=message.version)
         if not 0 < message.version <= newest + _STEPS_AHEAD_MAX:
             raise RemoteError(source, f"asks for version {message.version} to be saved, at version {newest}")
+        self._count_save(source, message.version, plan)
         self._archive.want(message.version)
+        self._answering[source] += 1
+        try:
+            return await self._saved_version(message, tenures)
+        finally:
+            self._answering[source] -= 1
+
+    def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
+        """Raises: Refused: the sender does not leave, or has asked for too much."""
+        me = self._endpoint.peer_id
+        if self._stays(source):
+            raise Refused(me, "saves a version for those alone that leave")
+        self._saves = {
+            peer: (since, versions)
+            for peer, (since, versions) in self._saves.items()
+            if plan.has(peer) and peer not in plan.dropped_since(since)
+        }
+        self._answering = +self._answering
+        _, versions = self._saves.setdefault(source, (plan, set()))
+        if len(versions | {version}) > SAVES_OF_ONE_MAX or self._answering[source] >= SAVES_OF_ONE_MAX:
+            raise Refused(me, f"has saved {len(versions)} versions for the sender, and no more until it has been away")
+        versions.add(version)
+
+    async def _saved_version(self, message: Save, tenures: Sequence[Tenure]) -> Saved:
+        """Write the version that is asked for once our tenures come to it."""
         until_s = self._clock.now_s() + _ANSWER_S
         for tenure in tenures:
             while tenure.is_ready and (tenure.version < message.version or tenure.is_stepping):

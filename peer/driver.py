@@ -44,7 +44,7 @@ from shoal.peer.tenures import Tenure
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys
-from shoal.protocol.limits import PROBES_PER_REPLY_MAX, TOGETHER_MAX
+from shoal.protocol.limits import PROBES_PER_REPLY_MAX, TOGETHER_MAX, UNSOUND_MAX
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Hello, LinkReport, ValidationReport
 from shoal.protocol.plan import Plan, SignedPlan, Stage
 from shoal.protocol.ports import Clock, Compute, Disk
@@ -165,6 +165,8 @@ class PeerDriver:
         self._doubted_s = -math.inf
         """When we last heard that the run is slower than what is known explains."""
         self._draining = False
+        self._unsound: set[PeerID] = set()
+        """The peers that have sent us gradients that are none, since this process began."""
         self._shortages = 0
         """How often there was no memory for what we were given."""
         self._claim_bytes: int | None = None
@@ -239,6 +241,7 @@ class PeerDriver:
             tenures=lambda: self._tenures,
             plan=lambda: self._plan.plan if self._plan else None,
             drains=self._drains,
+            stays=self._stays,
             say=watcher.say,
         )
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock, vectors=vectors)
@@ -257,6 +260,7 @@ class PeerDriver:
                 on_change=self._say_hello,
                 on_resync=self._renew,
                 on_unreachable=self._neighbours.unreachable,
+                on_unsound=self._unsound.add,
                 begin_era=self._archive.begin_era,
                 on_failure=self._fail,
                 on_no_memory=lambda: self.inference.free(),
@@ -457,6 +461,7 @@ class PeerDriver:
             held=tuple((place.group, place.version) for place in self.experts.places if place.ready),
             loads=replica.expert_loads if replica else (),
             silent=self._neighbours.silent,
+            unsound=tuple(sorted(filter(self._plan.plan.has, self._unsound)))[:UNSOUND_MAX] if self._plan else (),
             forward_s=replica.forward_s if replica else 0.0,
             window=window.size if window else 0,
             paused_s=self.pausing.paused_s,
@@ -619,6 +624,10 @@ class PeerDriver:
         if tenure is self.replica:
             return self._neighbours.drains(peer, self.replica.stage)
         return self._neighbours.drains_from(peer, tenure.group_id)
+
+    def _stays(self, peer: PeerID) -> bool:
+        """Whether a neighbour of ours has said that it does not leave."""
+        return peer in self._audience and self._neighbours.stays(peer)
 
     def _heard(self, source: PeerID, hello: Hello) -> None:
         for tenure in self._tenures:

@@ -80,6 +80,11 @@ class Neighbours:
         hello = self._hellos.get(peer)
         return hello is not None and hello.draining and hello.stage == (-1 if stage is None else stage)
 
+    def stays(self, peer: PeerID) -> bool:
+        """By its last word. It tells its neighbours when that changes."""
+        hello = self._hellos.get(peer)
+        return hello is not None and not hello.draining
+
     def drains_from(self, peer: PeerID, group: int) -> bool:
         """By its last word, as a member of a group of experts' holders; who leaves the run leaves all of them."""
         hello = self._hellos.get(peer)

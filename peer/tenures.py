@@ -136,6 +136,8 @@ class Tenure(ABC):
         """While we are one."""
         self._absent = AbsentLight()
         self.reductions = Reductions(core.group, runtime, retained_from=self._means_wanted_from)
+        self._unsound: set[PeerID] = set()
+        """The members that have sent numbers into a round that no gradient has."""
         self._pressing = Pressing()
         self._pieces = Pieces(endpoint, runtime.vectors, self._tasks, self._clock, self.compute)
         self._catching_up = CatchingUp(
@@ -516,14 +518,30 @@ class Tenure(ABC):
             if reduction.part_arrived(source, meta.start, payload):
                 await self._add_up(reduction, [meta.start])
         elif (take := reduction.result_arrived(source, meta.start, payload)) is not None:
-            await self.compute.run_on_host(take)
-            reduction.taken(meta.start)
-            self._end(reduction)
+            if await self.compute.run_on_host(take):
+                reduction.taken(meta.start)
+                self._end(reduction)
+            else:
+                reduction.refused(source, meta.start)
+                self._note_unsound(source, meta.step, "we take no mean of it")
 
     async def _add_up(self, reduction: Reduction, chunks: Sequence[int]) -> None:
-        await self.compute.run_on_host(reduction.adding(chunks))
+        for peer in sorted(await self.compute.run_on_host(reduction.adding(chunks))):
+            self._note_unsound(peer, reduction.start.step, "they count for nothing")
         self._pieces.send(reduction.added(chunks), reduction.start, GatherPart)
         self._end(reduction)
+
+    def _note_unsound(self, peer: PeerID, step: int, what_comes_of_it: str) -> None:
+        """A round of ours has numbers of `peer` that no gradient has. Each peer is named once."""
+        if peer in self._unsound:
+            return
+        self._unsound.add(peer)
+        whose = "we have" if peer == self.core.group.me else f"{peer[-8:]} has sent us"
+        logger.error(
+            "step %d: %s a gradient with NaN, infinity or numbers beyond 1e12: %s", step, whose, what_comes_of_it
+        )
+        if peer != self.core.group.me:
+            self._s.listeners.on_unsound(peer)
 
     def _end(self, reduction: Reduction) -> None:
         if not self.reductions.has_ended(reduction):
@@ -598,6 +616,8 @@ class Tenure(ABC):
                 continue
             owing = ", ".join(peer[-8:] for peer in sorted(reduction.missing_from()))
             logger.info("round %d does not end, for want of pieces from %s", version, owing)
+            for peer in sorted(reduction.refused_from):  # nobody has got a mean of it: it is no member for us any more
+                self.handle(PeerDied(peer, is_barred=True))
             self.handle(StoodStill())
             for peer in reduction.others:
                 took_s = self._pieces.slowest_s(peer)

@@ -21,6 +21,11 @@ from shoal.protocol.wire_format import WireFormat
 
 _BACKGROUND_PARTS: Final = 4
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CONTRIBUTION_MAX: Final = 2.0**40
+"""The largest number in a sum of gradients that a member may contribute. The squares of 2^48 such numbers have a sum in
+float32, so no contribution of one member makes a mean that no optimizer takes."""
+REDUCED_MAX: Final = 2.0**44
+"""The largest number in a reduced gradient: both ends' of a tied matrix, and what rounding adds, come to a quarter."""
 
 
 class Vectors:
@@ -91,6 +96,13 @@ class Vectors:
             return torch.frombuffer(payload, dtype=_DTYPES[form]).to(torch.float32)
         payload_B = torch.frombuffer(payload, dtype=torch.uint8)
         return codec.decode(payload_B, size, codec.FORMATS[form])
+
+    def is_within(self, values_C: Tensor, largest: float) -> bool:
+        """Whether every number is finite and of magnitude `largest` at most. One pass without a copy."""
+        if not values_C.numel():
+            return True
+        least, most = values_C.aminmax()  # NaN if any number is
+        return bool((least >= -largest) & (most <= largest))
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
         """In place, to what others will read of it.

@@ -193,6 +193,8 @@ HISTORY_COMMITS_MAX: Final = 2048
 """Past commits that a peer remembers, of all groups in which it was: about 2 MB. A peer that keeps the run's record and
 was away finds so much again."""
 LINKS_PER_HEARTBEAT_MAX: Final = 16
+UNSOUND_MAX: Final = 16
+"""Members that a heartbeat names because what they contribute is no gradient."""
 PROBES_PER_REPLY_MAX: Final = 4
 TOGETHER_MAX: Final = 8
 """A peer probes so many links together, and so many of its machine take part."""
@@ -220,6 +222,22 @@ WITNESSED_VERSIONS_MAX: Final = 16
 small model. Of large states as many as `PINNED_BYTES_MAX` has room for, and two at least."""
 SIGNATURES_PER_OFFER_MAX: Final = 512
 """Signatures in one offer: a majority of 1,000 holders, about 60 KiB."""
+HALTED_S_MAX: Final = 30.0
+"""How long the run stands still for one member that says it leaves: as long as a leave takes. After that it must have
+been away before it is waited for again."""
+REPAIRED_SHARE: Final = 0.05
+"""The share of the run's microbatches that run again by one member's word, in the long run, beside `s_max` + 2 whole
+steps at once: what a stage lacks when its only holder dies, and is asked for once more."""
+SAVES_OF_ONE_MAX: Final = 4
+"""Versions that one member may have us write down because it leaves, until it has been away; one is usual, and another
+where it held experts that were at another version."""
+KEEPING_SHARE: Final = 0.5
+"""The share of time in which a peer fetches the copies that one member wants kept, in the long run."""
+KEEPING_AT_ONCE_S: Final = 60.0
+"""How long it may fetch one member's copies beyond that share: the last one before that member leaves follows on one by
+the clock."""
+KEEPING_S_MIN: Final = 1.0
+"""What a copy counts at least, however small: it is written to disk and looked for there."""
 PINNED_S_MAX: Final = 1800.0
 """How long a version is kept for who fetches it, however often they ask: 1.8 GB on a line of 1 MB/s."""
 PINNED_VERSIONS_MAX: Final = 4

@@ -174,6 +174,9 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     place there; empty if the experts are not placed."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender tries to reach and cannot: a hint, which makes the coordinator look sooner."""
+    unsound: tuple[PeerID, ...] = ()
+    """Members that have sent the sender gradients with NaN, infinity or numbers that no gradient has. One member's word
+    proves nothing: people see it."""
     forward_s: float = 0.0
     """Median seconds of a forward here; 0 before the first."""
     window: int = 0

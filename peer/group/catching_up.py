@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.peer.group.pieces import Pieces
 from shoal.peer.group.reduce import MeanPiece
-from shoal.peer.vectors import Vectors
+from shoal.peer.vectors import REDUCED_MAX, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -210,10 +210,14 @@ class CatchingUp:
         is_exact = meta.form == self._vectors.mean_form  # whose bytes are made of the numbers again
         fetch.pieces[start] = MeanPiece(start, size, meta.form, None if is_exact else payload)
 
-        def take() -> None:
-            fetch.mean_N[start : start + size] = self._vectors.piece_of(payload, meta.form, size)
+        def take() -> bool:
+            fetch.mean_N[start : start + size] = piece_C = self._vectors.piece_of(payload, meta.form, size)
+            return self._vectors.is_within(piece_C, REDUCED_MAX)
 
-        await self._compute.run_on_host(take)
+        if not await self._compute.run_on_host(take):
+            fetch.is_lost = True
+            fetch.over.set()
+            raise RemoteError(source, f"sent numbers that no gradient has, of step {meta.step}")
         fetch.num_taken += size
         if fetch.is_whole:
             fetch.over.set()

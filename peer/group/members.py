@@ -52,7 +52,7 @@ class Members:
     in_plan: bool = field(init=False, default=False)
     """The plan names us."""
     mates: tuple[PeerID, ...] = field(init=False, default=())
-    """The others of the plan's group, ready or not, in rank order."""
+    """The others of the plan's group, ready or not, in rank order, without those that we have barred."""
     ready_mates: tuple[PeerID, ...] = field(init=False, default=())
     whole_mates: tuple[PeerID, ...] = field(init=False, default=())
     """Those of the ready ones that hold the state."""
@@ -71,6 +71,8 @@ class Members:
     is_lead: bool = field(init=False, default=False)
     """We are the leader, and everyone who could think otherwise has said so."""
     _known: dict[PeerID, Mate] = field(init=False, default_factory=dict)
+    _barred: set[PeerID] = field(init=False, default_factory=set)
+    """The members that are no mates of ours, whatever the plan and they themselves say."""
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -206,6 +208,14 @@ class Members:
         mate.is_light = False
         self._changed()
 
+    def bar(self, peer: PeerID) -> None:
+        """It is no mate of ours any more, for as long as we have this place."""
+        self._barred.add(peer)
+        self._changed()
+
+    def is_barred(self, peer: PeerID) -> bool:
+        return peer in self._barred
+
     def silent(self, peer: PeerID) -> None:
         """It cannot be reached: if it is not ready, nobody waits for its word on who leads."""
         mate = self._of(peer)
@@ -229,7 +239,7 @@ class Members:
         """Work out what follows from the plan and from what everyone has said."""
         known = self._known
         self.in_plan = any(member.peer == self.me for member in self.planned)
-        self.mates = tuple(member.peer for member in self.planned if member.peer != self.me)
+        self.mates = tuple(m.peer for m in self.planned if m.peer != self.me and m.peer not in self._barred)
         ready = {peer for peer, mate in known.items() if mate.is_ready}
         self.ready_mates = tuple(peer for peer in self.mates if peer in ready)
         light = {peer for peer in ready if known[peer].is_light}

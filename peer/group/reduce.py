@@ -10,6 +10,11 @@ fp32, the owner rounds the mean before it sends it, and steps with that itself. 
 means are rounded by chance, so that they are right in the mean: nobody keeps what rounding has left over, and nothing
 is lost with a member.
 
+Each piece is looked at before it is added. A contribution with NaN, infinity or a number beyond `CONTRIBUTION_MAX` is
+left out of its chunk, and the mean is that of the others: the owner of the part alone decides so, and all members get
+the same bytes. A finished chunk with such a number is not taken. If another member got a good one, it gives us the
+mean; else the round stands still, and is made again without that sender (`peer/tenures.py`).
+
 A `Reduction` is used by two threads. The event loop keeps the books: it takes what arrives and says what to send. What
 it gets back as a function touches tensors, and runs elsewhere; then the loop books that it is done.
 """
@@ -21,7 +26,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.peer.pipeline.microbatch import indices_from
-from shoal.peer.vectors import VECTORS, Vectors
+from shoal.peer.vectors import CONTRIBUTION_MAX, REDUCED_MAX, VECTORS, Vectors
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundStart
@@ -85,8 +90,8 @@ class Reduction:
         self._peers = [member.peer for member in start.members]
         self._rank = self._peers.index(me)
         counts = [indices_from(member.indices, count=microbatches).bit_count() for member in start.members]
-        self._contributors = [peer for peer, count in zip(self._peers, counts, strict=True) if count]
-        self._scale = 1.0 / max(1, sum(counts))
+        self._contributors = {peer: count for peer, count in zip(self._peers, counts, strict=True) if count}
+        """Peer -> its microbatches, by rank."""
         # Who holds weights alone owns no part: whoever owns one steps with it, and others count on that.
         owning = [0.0 if member.peer in start.light else member.bandwidth for member in start.members]
         self._bounds = part_bounds(owning, size)
@@ -96,6 +101,8 @@ class Reduction:
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
         """Finished chunks as bytes, where they cannot be made again from the mean: in few bits."""
+        self.refused_from: set[PeerID] = set()
+        """The members whose finished chunks were no part of a mean."""
         self.num_taken = 0
         """Pieces of others that were new."""
         self._missing = {c for rank in range(len(self._peers)) for c in self._chunks(rank)}
@@ -160,14 +167,14 @@ class Reduction:
         self._arrived.setdefault(start, {})[source] = payload
         return self._is_due(start)
 
-    def adding(self, chunks: Iterable[int]) -> Callable[[], None]:
-        """Returns: what adds up these chunks of our part. Then they are `added`."""
+    def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
+        """Returns: what adds up these chunks of our part, and says whose contributions it has left out. Then they are
+        `added`."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
 
-        def add() -> None:
-            for chunk, arrived in work:
-                self._add_up(chunk, arrived)
+        def add() -> set[PeerID]:
+            return {peer for chunk, arrived in work for peer in self._add_up(chunk, arrived)}
 
         return add
 
@@ -177,9 +184,10 @@ class Reduction:
             self._done_with(chunk)
         return self._for_all(chunks)
 
-    def result_arrived(self, source: PeerID, start: int, payload: Payload) -> Callable[[], None] | None:
-        """A finished chunk of another member's part. Returns: what copies it into the mean, after which it is `taken`;
-        None if it came twice, since the optimizer may be reading what came first. Raises: RemoteError."""
+    def result_arrived(self, source: PeerID, start: int, payload: Payload) -> Callable[[], bool] | None:
+        """A finished chunk of another member's part. Returns: what copies it into the mean, after which it is `taken`,
+        or finds a number in it that no mean has: then it is `refused`; None if it came twice, since the optimizer may
+        be reading what came first. Raises: RemoteError."""
         rank = self._peers.index(source) if source in self._peers else -1
         if rank < 0 or rank == self._rank or start not in self._chunks(rank):
             raise RemoteError(source, f"sent a result at {start} that is not its part of round {self.start.step}")
@@ -189,12 +197,21 @@ class Reduction:
             return None
         self._under_way.add(start)
 
-        def take() -> None:
-            self.mean_N[start:end] = self._vectors.piece_of(payload, self.start.form, end - start)
+        def take() -> bool:
+            mean_C = self._vectors.piece_of(payload, self.start.form, end - start)
+            if not self._vectors.is_within(mean_C, REDUCED_MAX):
+                return False
+            self.mean_N[start:end] = mean_C
             if self._is_narrow:
                 self._rounded[start] = payload
+            return True
 
         return take
+
+    def refused(self, source: PeerID, start: int) -> None:
+        """It is still missing."""
+        self._under_way.discard(start)
+        self.refused_from.add(source)
 
     def taken(self, start: int) -> None:
         self._done_with(start)
@@ -221,19 +238,26 @@ class Reduction:
             for chunk, mean_C in ready
         ]
 
-    def _add_up(self, chunk: int, arrived: dict[PeerID, Payload]) -> None:
+    def _add_up(self, chunk: int, arrived: dict[PeerID, Payload]) -> set[PeerID]:
+        """Returns: the contributors of which it has added nothing."""
         assert self._sum_N is not None, "a chunk is added up before our own sum is made"
         end = self._end(self._rank, chunk)
         mean_C = self.mean_N[chunk:end].zero_()
+        left_out: set[PeerID] = set()
         for peer in self._contributors:
             if peer == self._me:
-                mean_C += self._sum_N[chunk:end]
+                values_C = self._sum_N[chunk:end]
             else:
-                mean_C += self._vectors.piece_of(arrived[peer], self.start.form, end - chunk)
-        mean_C *= self._scale
+                values_C = self._vectors.piece_of(arrived[peer], self.start.form, end - chunk)
+            if self._vectors.is_within(values_C, CONTRIBUTION_MAX):
+                mean_C += values_C
+            else:
+                left_out.add(peer)
+        mean_C *= 1.0 / max(1, sum(count for peer, count in self._contributors.items() if peer not in left_out))
         rounded = self._vectors.round_mean(mean_C, self.start.form, self._key(chunk))  # we step with what others get
         if rounded is not None:
             self._rounded[chunk] = rounded
+        return left_out
 
     def _key(self, chunk: int, contributor: PeerID | None = None) -> tuple[int, int]:
         """The seed for the stochastic rounding of one piece: of what `contributor` sends of this chunk, or, if None, of

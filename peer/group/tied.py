@@ -35,7 +35,7 @@ from torch import Tensor
 from shoal.peer.group.reduce import Reduction
 from shoal.peer.replica.views import GroupView
 from shoal.peer.tasks import Tasks
-from shoal.peer.vectors import Vectors
+from shoal.peer.vectors import REDUCED_MAX, Vectors
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -376,7 +376,9 @@ class TiedGradient:
             payload = fetch.pieces[at]
             if len(payload) != tensor_bytes(offer.form, size):
                 raise RemoteError(fetch.source, f"sent {len(payload)} bytes for {size} numbers of a gradient at {at}")
-            values_n[at : at + size] = self._vectors.piece_of(payload, offer.form, size)
+            values_n[at : at + size] = piece_C = self._vectors.piece_of(payload, offer.form, size)
+            if not self._vectors.is_within(piece_C, REDUCED_MAX):
+                raise RemoteError(fetch.source, f"sent numbers that no gradient has, at {at}")
         return _Given(values_n=values_n, form=offer.form, is_whole=offer.is_whole)
 
     async def _on_chunk(self, source: PeerID, meta: TiedChunk, payload: Payload) -> None:

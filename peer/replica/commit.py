@@ -234,8 +234,12 @@ class Commit:
                     return []
                 self._members.has_no_state(peer)
                 return self._lose(peer, now_s)
-            case MemberLost(peer):
-                return [ForgetMember(peer, died=True), *self._lose(peer, now_s)] if self._is_near(peer) else []
+            case MemberLost(peer, is_barred):
+                if not self._is_near(peer):
+                    return []
+                if is_barred:
+                    self._members.bar(peer)
+                return [ForgetMember(peer, died=True), *self._lose(peer, now_s)]
             case MemberSilent(peer):
                 return self._fell_silent(peer, now_s) if self._is_near(peer) else []
             case StoodStill():
@@ -259,6 +263,8 @@ class Commit:
         """Who is in no plan, and was in this group by none of late, changes nothing: a mate that nobody can hear would
         keep the group from ever reducing."""
         peer, ready = event.peer, event.ready
+        if self._members.is_barred(peer):
+            return []
         forgotten = [ForgetMember(peer)] if self._has_begun_anew(peer, event.incarnation) else []
         if ready and event.drains and event.has_moved:
             self._members.moves_away(peer, now_s=now_s)

@@ -56,9 +56,11 @@ class PeerSaid:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The plan has dropped `peer`, and it had not said that it would go."""
+    """The plan has dropped `peer`, and it had not said that it would go. `is_barred`: the plan has not, but what `peer`
+    sends is of no use to us, and is not for as long as we have this place."""
 
     peer: PeerID
+    is_barred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +108,10 @@ LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | Joined | Lagging |
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """`peer` of our group died or has begun anew: what it held dies with it."""
+    """`peer` of our group died or has begun anew: what it held dies with it. `is_barred`: as in `PeerDied`."""
 
     peer: PeerID
+    is_barred: bool = False
 
 
 @dataclass(frozen=True, slots=True)

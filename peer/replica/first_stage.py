@@ -31,7 +31,7 @@ from shoal.peer.replica.supply import PATIENCE_S
 from shoal.peer.surroundings import Surroundings
 from shoal.protocol.errors import DataError, Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Again, Claim, Done, Grant, Halt, Halted, Repair, ValidationResult
+from shoal.protocol.messages import Again, Claim, Done, Grant, Halt, Halted, Hello, Repair, ValidationResult
 from shoal.protocol.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,10 @@ class FirstReplica(Replica):
         self._results = Outbox(self._endpoint)
         """Losses of validations, for the leader."""
         self._claim: asyncio.Task[Grant] | None = None
+        self._staying: set[PeerID] = set()
+        """The peers that have told us that they do not leave."""
+        self._refused: set[tuple[PeerID, str]] = set()
+        """(who asked, why not), for the log: a peer may ask all day."""
 
     def _install(self) -> None:
         endpoint = self._endpoint
@@ -57,6 +61,10 @@ class FirstReplica(Replica):
         endpoint.on(ValidationResult, self._on_validation_result)
         endpoint.on(Halt, self._on_halt)
         super()._install()
+
+    def peer_state(self, peer: PeerID, hello: Hello) -> None:
+        (self._staying.discard if hello.draining else self._staying.add)(peer)
+        super().peer_state(peer, hello)
 
     async def close(self) -> None:
         self.retire()
@@ -75,11 +83,29 @@ class FirstReplica(Replica):
 
     async def _on_halt(self, source: PeerID, message: Halt) -> Halted:
         self._refuse_if_closed()
-        return await self._calls.answered(Halted, lambda call: self.handle(HaltAsked(source, message.at_once, call)))
+        try:
+            if source in self._staying and source in self.audience:  # else it has not told us since
+                raise Refused(self._endpoint.peer_id, "stands still for those alone that leave")
+            return await self._calls.answered(
+                Halted, lambda call: self.handle(HaltAsked(source, message.at_once, call))
+            )
+        except Refused as refused:
+            self._say_refused(source, "the run to stand still", refused.reason)
+            raise
 
     async def _on_repair(self, source: PeerID, message: Repair) -> Done:
-        self.handle(RepairAsked(source, message.step, message.indices))
+        try:
+            self.handle(RepairAsked(source, message.step, message.indices))
+        except Refused as refused:
+            self._say_refused(source, "for microbatches to run again", refused.reason)
+            raise
         return Done()
+
+    def _say_refused(self, source: PeerID, what: str, reason: str) -> None:
+        """Once."""
+        if (source, reason) not in self._refused and self.core.group.is_lead:
+            self._refused.add((source, reason))
+            logger.warning("%s asks %s, which is refused: %s", source[-8:], what, reason)
 
     async def _on_again(self, source: PeerID, message: Again) -> Done:
         self.handle(RepairArrived(source, message.items))

@@ -94,8 +94,8 @@ class MemberCore(ABC):
                 return self._peer_said(peer, hello, now_s)
             case PlanFollowed():
                 return self._follow(event, now_s)
-            case PeerDied(peer):
-                commands = [*self._commit(MemberLost(peer), now_s), *self._peer_lost(peer, None, now_s)]
+            case PeerDied(peer, is_barred):
+                commands = [*self._commit(MemberLost(peer, is_barred), now_s), *self._peer_lost(peer, None, now_s)]
                 return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
             case PeerReborn(peer, incarnation):
                 lost = self._peer_lost(peer, incarnation, now_s)

@@ -69,7 +69,7 @@ from shoal.peer.replica.router import Pace, Turns
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import OPEN_STEPS_MAX
+from shoal.protocol.limits import HALTED_S_MAX, OPEN_STEPS_MAX, REPAIRED_SHARE
 from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationResult
 from shoal.protocol.plan import Plan
 
@@ -78,7 +78,13 @@ PATIENCE_S = 5.0
 RETRY_S = 0.2
 """A claim that failed is made again after so long."""
 HALT_S = 10.0
-"""How long a halt lasts that is not asked for again: who asked for it is gone, or a successor holds its stage."""
+"""How long a halt lasts that is not asked for again: who asked for it is gone, or a successor holds its stage. With all
+that is asked for again it lasts `HALTED_S_MAX`."""
+_STEP_S = 10.0
+"""How long a step is taken to last before this leader has seen two of them."""
+_STEPS_SEEN = 16
+_STILL_STEPS = 2.0
+"""No step for so many steps' time: the run stands still, and what is asked for again may well be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
 """A member that is quicker than the plan says makes up to so many times its share of a step, which so does not wait for
@@ -160,6 +166,20 @@ class _Granted:
     at_s: float
 
 
+@dataclass(slots=True)
+class _Halt:
+    """What one member has asked for. It is kept when it is over, until that member has been away."""
+
+    ends_s: float
+    """The time at which it is over, whoever asks."""
+    until_s: float = -math.inf
+    """The time at which it is over unless it is asked for again; -inf: it is over."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.until_s > -math.inf
+
+
 @dataclass(kw_only=True, slots=True)
 class Supply:
     """One stage-0 replica's view of who makes what."""
@@ -177,8 +197,14 @@ class Supply:
     """When the first microbatch that we had granted came back. Before, stages may have waited for their state."""
     _pace: Pace = field(init=False, default_factory=Pace)
     _turns: Turns = field(init=False, default_factory=Turns)
-    _halts: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Who leaves and alone holds a stage, and until when no step begins for it."""
+    _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
+    """The members that leave and alone hold a stage: no step begins while one of their halts is open."""
+    _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_SEEN))
+    """When the last versions were reached."""
+    _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
+    """Who asks for repairs -> the time at which what has run again for it is its share of all that has run."""
+    _spared_s: float = field(init=False, default=0.0)
+    """When something last ran again beyond that share, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     """Version -> validation microbatch -> its loss."""
     _asked: _Asked | None = field(init=False, default=None)
@@ -201,7 +227,7 @@ class Supply:
     @property
     def halts(self) -> tuple[PeerID, ...]:
         """Who has asked that no further step begins."""
-        return tuple(self._halts)
+        return tuple(peer for peer, halt in self._halts.items() if halt.is_open)
 
     def handle(self, event: SupplyEvent, *, now_s: float) -> list[SupplyCommand]:
         """Raises: Refused, RemoteError: of events that another peer has caused; nothing has changed then."""
@@ -229,9 +255,7 @@ class Supply:
             case WorkReturned(source, microbatch, begun):
                 return self._take_back(source, microbatch, begun)
             case HaltAsked(source, at_once, call):
-                self._check_holder(source)
-                self._halts[source] = now_s + HALT_S
-                return [Answer(call, Halted(version=self.book.halt(at_once=at_once)))]
+                return self._halt(source, at_once, call, now_s)
             case Validated(microbatch, loss):
                 return self._validated(ValidationResult(step=microbatch.step, index=-1 - microbatch.index, loss=loss))
             case ValidationArrived(source, step, index, loss):
@@ -247,10 +271,11 @@ class Supply:
             case VersionReached(version):
                 return self._reach(version, now_s)
             case PlanFollowed(plan):
-                # Who is not in the plan any more has left: no halt is for it.
+                # Who is not in the plan any more has left: no halt is for it. Who is back may ask for another.
+                away = plan.dropped_since(self._plan) if self._plan is not None else []
                 self._plan = plan
                 self.book.ends_at = plan.ends_at
-                self._halts = {peer: until_s for peer, until_s in self._halts.items() if plan.has(peer)}
+                self._halts = {p: halt for p, halt in self._halts.items() if plan.has(p) and p not in away}
                 return self._end_halts(now_s)
             case SupplyStopped():
                 self._stopped = True
@@ -264,7 +289,7 @@ class Supply:
         for claim in self._claims.values():
             if claim.until_s < due_s:
                 due_s = claim.until_s
-        return min(due_s, *self._halts.values()) if self._halts else due_s
+        return min([due_s, *(halt.until_s for halt in self._halts.values() if halt.is_open)])
 
     def _timer(self, now_s: float) -> list[SupplyCommand]:
         commands = self._end_halts(now_s) if self._halts else []
@@ -297,6 +322,7 @@ class Supply:
         return ended
 
     def _reach(self, version: int, now_s: float) -> list[SupplyCommand]:
+        self._reached_s.append(now_s)
         self.book.reach(version)
         self._losses = {step: losses for step, losses in self._losses.items() if step >= version - _VALIDATIONS_KEPT}
         self._out = {m: granted for m, granted in self._out.items() if m.step >= version}
@@ -520,7 +546,30 @@ class Supply:
         asked = indices_from(bitmap, count=count)
         # What is not back at stage 0 yet is on its way, and will come by where it is missed.
         passed = [index for index in range(count) if asked >> index & 1 and not self.group.lacks(step, index)]
-        return self._run_again(step, sum(1 << index for index in passed), now_s)
+        may_run = self._count_repairs(source, len(passed), now_s)
+        return self._run_again(step, sum(1 << index for index in passed[:may_run]), now_s)
+
+    def _count_repairs(self, source: PeerID, asked: int, now_s: float) -> int:
+        """Count what is to run again by the word of `source`; nobody but its stage knows whether it is lost.
+
+        Returns: how many of `asked` microbatches may run again now; what is left the sender asks for again. All of them
+            now and then while the run stands still.
+        Raises: Refused: none.
+        """
+        seen = self._reached_s
+        step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else _STEP_S
+        each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE
+        at_once_s = (self.book.s_max + 2) * self.book.microbatches * each_s
+        self._repaired_until_s = {p: until_s for p, until_s in self._repaired_until_s.items() if until_s > now_s}
+        until_s = self._repaired_until_s.get(source, now_s)
+        may_run = min(asked, math.floor((now_s + at_once_s - until_s) / each_s + 1e-6))
+        if asked and may_run <= 0 and now_s >= max(seen[-1] if seen else 0.0, self._spared_s) + _STILL_STEPS * step_s:
+            self._spared_s = now_s  # once in that time, whoever asks
+            return asked
+        if asked and may_run <= 0:
+            raise Refused(self.group.me, "has had so much run again for the sender of late that nothing more does now")
+        self._repaired_until_s[source] = until_s + may_run * each_s
+        return may_run
 
     def _run_again(self, step: int, indices: Indices, now_s: float) -> list[SupplyCommand]:
         """Every open member runs its part at once. The leader alone would take as long as a dead replica has for its
@@ -566,10 +615,22 @@ class Supply:
         if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):
             raise Refused(self.group.me, "does not know the sender as a holder")
 
+    def _halt(self, source: PeerID, at_once: bool, call: int, now_s: float) -> list[SupplyCommand]:
+        """Raises: Refused: as `_check_holder`, or the sender has been waited for and is still here."""
+        self._check_holder(source)
+        halt = self._halts.setdefault(source, _Halt(ends_s=now_s + HALTED_S_MAX))
+        if now_s >= halt.ends_s:
+            why = f"has stood still for the sender for {HALTED_S_MAX:.0f} s, and does so again once it has been away"
+            raise Refused(self.group.me, why)
+        halt.until_s = min(now_s + HALT_S, halt.ends_s)
+        return [Answer(call, Halted(version=self.book.halt(at_once=at_once)))]
+
     def _end_halts(self, now_s: float) -> list[SupplyCommand]:
         """The peer that leaves asks again and again, so a halt ends soon after that peer has gone."""
-        self._halts = {peer: until_s for peer, until_s in self._halts.items() if until_s > now_s}
-        if self._halts or self.book.halts_at is None:
+        for halt in self._halts.values():
+            if halt.until_s <= now_s:
+                halt.until_s = -math.inf
+        if self.halts or self.book.halts_at is None:
             return []
         self.book.go_on()
         return self._look_again(now_s)

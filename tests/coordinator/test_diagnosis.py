@@ -108,6 +108,18 @@ def test_of_several_holders_each_is_named(swarm):
     assert status.waits_for == "stage 1: bob is paused, for 5 s and cleo is fetching its state"
 
 
+def test_who_sends_no_gradients_is_named_with_the_members_that_say_so(swarm):
+    bob, eve = PeerID("bob"), PeerID("eve")
+    says = {"bob": {"unsound": (eve,)}, "cleo": {"unsound": (eve, bob, PeerID("stranger"))}, "ana": {"unsound": (eve,)}}
+    status = told(swarm([["ana"], ["bob", "cleo", "eve"]], **says))
+    assert status.risks[1:] == (  # the first is of stage 0, which ana holds alone
+        "bob sends NaN or infinity into the sums of stage 1, says cleo: it counts for nothing (to put bob out, the "
+        "host runs `shoal exclude bob`)",
+        "eve sends NaN or infinity into the sums of stage 1, say bob and cleo: it counts for nothing (to put eve out, "
+        "the host runs `shoal exclude eve`)",
+    )
+
+
 def test_a_stage_without_holders_is_said(swarm):
     assert told(swarm([["ana"], []])).waits_for == "stage 1: nobody holds it"
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator.discovery import Discovery
+from shoal.coordinator.discovery import MOVE_S, MOVES_AT_ONCE, Discovery
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import RemoteError
+from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -65,3 +66,23 @@ def test_a_record_that_does_not_count_is_no_warning_at_a_volunteers(caplog: pyte
     with caplog.at_level(logging.INFO):
         assert asyncio.run(Discovery(endpoint, directory, clock).adverts()) == {}
     assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_a_peer_that_names_other_addresses_all_the_time_is_dialled_now_and_then() -> None:
+    async def main() -> None:
+        world = World(0, uniform(0.05))
+        here, liar = world.add_peer("a"), world.add_peer("b").peer_id
+        endpoint = Endpoint(here.identity, here.transport, run="run", gate=OpenGate())
+        discovery = Discovery(endpoint, here.directory, here.clock)
+        dialled: dict[PeerID, int] = {}
+        for number in range(600):
+            for peer in (liar, PeerID("honest")):
+                addresses = (f"/ip4/10.0.0.{number % 250}/tcp/{number if peer == liar else 1}",)
+                if (peer == liar or number % 100 == 0) and discovery.is_news(peer, addresses):
+                    dialled[peer] = dialled.get(peer, 0) + 1
+                    await discovery.introduce(peer, addresses)
+            await asyncio.sleep(1.0)
+        assert dialled[PeerID("honest")] == 6, "all that it has named"
+        assert dialled[liar] <= MOVES_AT_ONCE + 600 / MOVE_S
+
+    run(main())

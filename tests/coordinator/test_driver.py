@@ -1,6 +1,7 @@
 """What the driver adds to the core: verification, disk, directory, reports and replies."""
 
 import asyncio
+import contextlib
 from pathlib import PurePosixPath
 
 import msgspec
@@ -10,6 +11,7 @@ from shoal.coordinator.coordination_events import Unanswered
 from shoal.coordinator.store import PlanStore
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
+from shoal.protocol.identity import PeerID
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.messages import (
     CommitReport,
@@ -133,6 +135,31 @@ def test_a_head_that_somebody_else_wrote_leads_nobody_astray(run_swarm):
         await asyncio.sleep(30)
         new = await swarm.add("new")
         await swarm.until(lambda: new.order > (1, 1) and swarm.agreed(), within_s=10)
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_addresses_in_a_will_are_dialled_if_it_is_the_coordinators(run_swarm, make_advert):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        await swarm.until(swarm.agreed, within_s=10)
+        last = swarm.coordinator
+        liar, heir = [peer for peer in swarm.alive() if peer is not last][:2]
+        dialled, transport = [], heir.port.transport
+        introduce = transport.introduce
+
+        async def introducing(peer, addresses):
+            dialled.append(peer)
+            await introduce(peer, addresses)
+
+        transport.introduce = introducing
+        for source, ghost in ((liar, "ghost"), (last, "newcomer")):
+            roster = ((PeerID(ghost), make_advert(ghost)),)
+            will = HandOver(plan=source.coordination.plan.link, roster=roster)
+            with contextlib.suppress(Refused):
+                await source.port.spawn(source.coordination._endpoint.ask(heir.peer_id, will, Done))
+            await asyncio.sleep(1.0)
+            assert (ghost in dialled) == (source is last)
 
     run_swarm(scenario, min_peers=6)
 

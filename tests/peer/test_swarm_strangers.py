@@ -27,6 +27,7 @@ from shoal.protocol.messages import (
     Repair,
     RoundMember,
     RoundStart,
+    Save,
     StateOffer,
     StateRequest,
     ValidationResult,
@@ -266,6 +267,18 @@ def test_the_lead_of_stage_0_supplies_and_believes_holders_alone(make_swarm, tin
     async def scene(swarm):
         leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_lead]
         await is_refused(swarm, "stranger", leads[0], message)
+        assert swarm.drivers[leads[0]].replica.core.supply.halts == ()
+
+    play(make_swarm, tiny_spec, scene)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("message", [Halt(at_once=True), Save(version=2)], ids=lambda message: type(message).__name__)
+def test_nobody_stands_still_or_saves_for_a_neighbour_that_has_said_that_it_stays(make_swarm, tiny_spec, message):
+    async def scene(swarm):
+        leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_lead]
+        for source in {*STAGES[0], *STAGES[1]}.difference(leads):
+            await is_refused(swarm, source, leads[0], message)
         assert swarm.drivers[leads[0]].replica.core.supply.halts == ()
 
     play(make_swarm, tiny_spec, scene)

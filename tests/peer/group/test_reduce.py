@@ -115,7 +115,7 @@ class Round:
 def take_result(to: Reduction, source: PeerID, start: int, payload: bytearray) -> None:
     take = to.result_arrived(source, start, payload)
     if take is not None:
-        take()
+        assert take()
         to.taken(start)
 
 
@@ -402,6 +402,37 @@ def test_a_result_that_is_not_its_senders_to_give_is_refused(
         waiting.result_arrived(PeerID(source), start, payload)
     assert caught.value.peer_id == source
     assert waiting.missing_from() == {"0", "2"}
+
+
+NONE_OF_A_GRADIENT = [torch.nan, torch.inf, -torch.inf, 2.0**41, -(2.0**41)]
+
+
+@pytest.mark.parametrize("value", NONE_OF_A_GRADIENT)
+def test_a_contribution_that_is_no_gradient_is_left_out_of_its_chunk_and_named(
+    waiting: Reduction, value: float
+) -> None:
+    wrong = torch.full((CHUNK,), 3.0)
+    wrong[CHUNK - 1] = value
+    assert waiting.part_arrived(PeerID("0"), 16, bytearray(payload_of(wrong)))
+    assert waiting.adding([16])() == {"0"}
+    waiting.added([16])
+    assert torch.equal(waiting.mean_N[16 : 16 + CHUNK], torch.ones(CHUNK)), "the mean of our one microbatch"
+    assert waiting.part_arrived(PeerID("0"), 24, floats(CHUNK, 3.0))
+    assert waiting.adding([24])() == set()
+    waiting.added([24])
+    assert torch.equal(waiting.mean_N[24 : 24 + CHUNK], torch.full((CHUNK,), 2.0))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 2.0**45])
+def test_a_result_that_is_no_gradient_is_not_taken_and_may_come_again(waiting: Reduction, value: float) -> None:
+    take = waiting.result_arrived(PeerID("0"), 0, floats(CHUNK, value))
+    assert take is not None
+    assert not take()
+    waiting.refused(PeerID("0"), 0)
+    assert waiting.refused_from == {"0"}
+    assert "0" in waiting.missing_from()
+    take_result(waiting, PeerID("0"), 0, floats(CHUNK, 1.0))
+    assert torch.equal(waiting.mean_N[:CHUNK], torch.ones(CHUNK))
 
 
 def test_a_result_that_was_given_is_not_taken_back(waiting: Reduction) -> None:

@@ -23,7 +23,7 @@ from shoal.peer.replica.events import (
     StoodStill,
     TimerFired,
 )
-from shoal.protocol.errors import RemoteError
+from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundMember, RoundStart
 from shoal.protocol.plan import Member
@@ -54,6 +54,20 @@ def core(me: PeerID, *members: PeerID, sums: tuple[WireFormat, ...] = ("fp32",))
             made.handle(MemberState(mate, True, True, 1), now_s=0)
             made.handle(DigestArrived(mate, Digest(stage=1, version=1, digest="1")), now_s=0)
     return made
+
+
+def test_a_member_that_is_barred_is_no_mate_whatever_it_says() -> None:
+    ours = core(A, A, B, C)
+    assert ours.mates == (B, C)
+    ours.handle(MemberLost(C, is_barred=True), now_s=1)
+    for drains in (False, True):
+        ours.handle(MemberState(C, True, True, 9, drains, True), now_s=2)
+    ours.handle(GroupPlanned(tuple(Member(peer, 1, 1) for peer in (A, B, C)), 2), now_s=3)
+    assert ours.mates == ours.ready_mates == (B,)
+    assert ours.departing == ()
+    assert not ours.has_place(C)
+    with pytest.raises(Refused):
+        ours.handle(RoundArrived(C, a_round(1, 5000, a=BOTH, b=b"", c=b"")), now_s=4)
 
 
 def a_round(step: int, number: int, *, form: WireFormat = "fp32", **brings: bytes) -> RoundStart:

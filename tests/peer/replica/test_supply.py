@@ -43,6 +43,7 @@ from shoal.peer.replica.supply import HALT_S, PATIENCE_S, RETRY_S, Supply
 from shoal.peer.replica.work_queue import WorkQueue
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
+from shoal.protocol.limits import HALTED_S_MAX
 from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationResult
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.staleness import FREE
@@ -449,6 +450,24 @@ def test_a_member_takes_its_part_from_its_leader_alone():
         made.handle(RepairArrived(A, ((0, 3),)), now_s=0.0)
 
 
+def test_what_runs_again_by_one_members_word_has_a_share_and_more_if_the_run_stands_still():
+    made = supply(M=4, s_max=0)
+    after(made, PlanFollowed(a_plan()))
+    for version in range(1, 4):
+        after(made, VersionReached(version), now_s=10.0 * version)
+
+    def asked(at_s):
+        try:
+            commands = made.handle(RepairAsked(NEXT, 2, b"\x0f"), now_s=at_s)
+        except Refused:
+            return 0
+        makes = sum(isinstance(command, Make) for command in commands)
+        return makes + sum(len(command.microbatches) for command in commands if isinstance(command, HandOut))
+
+    assert [asked(30.0 + at_s) for at_s in range(8)] == [4, 4, 0, 0, 0, 0, 0, 0], "two steps at once"
+    assert [at_s for at_s in range(38, 100) if asked(float(at_s))] == [50, 70, 80, 90], "once in two steps' time"
+
+
 # --- halts ---
 
 
@@ -467,6 +486,26 @@ def test_a_halt_ends_when_a_plan_has_no_place_for_who_asked():
     after(made, PlanFollowed(a_plan()), HaltAsked(NEXT, True, call=1))
     after(made, PlanFollowed(a_plan(with_next=False)))
     assert made.halts == ()
+
+
+def test_a_member_that_asks_for_a_halt_and_does_not_go_is_waited_for_once():
+    made = supply(M=6, s_max=1)
+    after(made, PlanFollowed(a_plan()))
+    for at_s in range(int(HALTED_S_MAX)):
+        after(made, HaltAsked(NEXT, True, call=at_s), TimerFired(), now_s=float(at_s))
+        assert made.halts == (NEXT,)
+    assert made.next_timer_s() == HALTED_S_MAX
+    after(made, TimerFired(), now_s=HALTED_S_MAX)
+    assert made.halts == ()
+    for at_s in (HALTED_S_MAX, 600.0):
+        with pytest.raises(Refused, match="once it has been away"):
+            made.handle(HaltAsked(NEXT, True, call=99), now_s=at_s)
+    after(made, PlanFollowed(a_plan()), now_s=601.0)
+    with pytest.raises(Refused):
+        made.handle(HaltAsked(NEXT, True, call=99), now_s=602.0)
+    after(made, PlanFollowed(a_plan(with_next=False)), PlanFollowed(a_plan()), now_s=603.0)
+    after(made, HaltAsked(NEXT, True, call=99), now_s=604.0)
+    assert made.halts == (NEXT,)
 
 
 def test_no_stranger_halts_the_run():
