@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
+from shoal.peer.attesting import Attesting
 from shoal.peer.base_layers import BaseLayers
 from shoal.peer.carried import CarriedState
 from shoal.peer.copies import Copies
@@ -188,6 +189,13 @@ class PeerDriver:
         )
         self._carried = CarriedState()
         self._archive = Archive(disk, run=endpoint.run, spec=spec, clock=clock, run_blocking=run_blocking)
+        self._attesting = Attesting(
+            self._archive,
+            endpoint=endpoint,
+            compute=compute,
+            model=spec.model,
+            on_news=lambda: self._on_end() if self._on_end else None,
+        )
         vectors = arithmetic.vectors
         self._inbox = ChunkInbox(endpoint, compute=compute, vectors=vectors)
         self.server = StateServer(
@@ -239,6 +247,7 @@ class PeerDriver:
             tenures=lambda: self._tenures,
             plan=lambda: self._plan.plan if self._plan else None,
             drains=self._drains,
+            sign=lambda state: self._attesting.sign(state, era=self._endpoint.era),
             say=watcher.say,
         )
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock, vectors=vectors)
@@ -378,6 +387,10 @@ class PeerDriver:
         if before is None or before.plan.term != signed.plan.term:
             self._meter.tell_all()
         self._recent.obey(signed.plan, now_s=self._clock.now_s(), before=predecessor.plan if predecessor else None)
+        self._archive.follow(signed.plan)
+        self._attesting.follow(signed.plan)
+        if before is None:
+            self._tasks.spawn(self._attesting.sign_stored(signed.plan), "sign what is on the disk")
         self._carry(signed.plan)
         self._neighbours.forget_strangers()
         if before is not None and before.plan.era == signed.plan.era:
@@ -404,6 +417,8 @@ class PeerDriver:
         for tenure in self._tenures:
             if tenure.is_ready and (state := tenure.state) is not None:
                 self._carried.take(plan, state.version, state.layers)
+                if plan.ends_at == state.version:
+                    self._sign(tenure, state)
         if plan.ends_at:
             self._archive.want(plan.ends_at)
 
@@ -452,6 +467,7 @@ class PeerDriver:
             validations=tuple(self.reports.validations),
             links=self._meter.report(),
             holdings=self._archive.holdings,
+            attested=self._attesting.told,
             carried=self._carried.holding,
             unfetched_bytes=self._ahead.unfetched_bytes,
             held=tuple((place.group, place.version) for place in self.experts.places if place.ready),
@@ -747,8 +763,14 @@ class PeerDriver:
             self._carried.take(self._plan.plan, state.version, state.layers)
         if tenure is self.replica and self._archive.is_due(state.version):
             self._saved_s = self._clock.now_s()
+        if self._archive.is_attested(state.version):
+            self._sign(tenure, state)
         rank, num_ready = tenure.core.group.standing
         self._copies.preserve(tenure.group_id, state, rank=rank, num_ready=num_ready)
+
+    def _sign(self, tenure: Part, state: StageState) -> None:
+        if not tenure.core.group.is_light:
+            self._tasks.spawn(self._attesting.sign(state, era=self._endpoint.era), f"sign version {state.version}")
 
     def _run_short(self, tenure: Part) -> None:
         """There was no memory for a job, not even with all freed that can be made again. The next plan is to give us

@@ -14,6 +14,7 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator
+from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.driver import Callbacks, Coordination
 from shoal.coordinator.ledger import StepRecord
@@ -27,6 +28,14 @@ from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
+
+
+@pytest.fixture(autouse=True)
+def certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats that are made up attest nothing: what they say of disks counts here. `test_certificates.py` has the
+    real thing."""
+    monkeypatch.setattr(Certificates, "layers", lambda self, age: None)
+    monkeypatch.setattr("shoal.coordinator.core.certified_flaw", lambda *args, **named: "")
 
 
 def advert_of(name: str, **claims: Any) -> Advert:
