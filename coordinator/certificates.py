@@ -33,15 +33,17 @@ class Certificates:
         self._plan: Plan | None = None
         self._said: dict[tuple[str, ...], dict[PeerID, dict[tuple[int, int], Attested]]] = {}
         """Layers of a group -> member -> (era, version) -> its word, whose signature holds."""
+        self._known: frozenset[tuple[tuple[int, int], tuple[str, ...]]] = frozenset()
+        """((era, version), layers) of all that the live plan certifies."""
         self._new: tuple[Certified, ...] = ()
 
     def obey(self, plan: Plan) -> None:
         """A plan is live."""
         self._plan = plan
-        known = {(entry.age, entry.keys) for entry in plan.certified}
+        self._known = frozenset((entry.age, entry.keys) for entry in plan.certified)
         for keys, by_peer in list(self._said.items()):
             for peer, said in list(by_peer.items()):
-                by_peer[peer] = {age: word for age, word in said.items() if (age, keys) not in known}
+                by_peer[peer] = {age: word for age, word in said.items() if (age, keys) not in self._known}
                 if not by_peer[peer]:
                     del by_peer[peer]
             if not by_peer:
@@ -57,7 +59,7 @@ class Certificates:
         is_news = False
         for word in attested:
             age, keys = (word.era, word.version), word.keys
-            if keys not in groups or word.era > plan.era or word.version <= 0:
+            if keys not in groups or (age, keys) in self._known or word.era > plan.era or word.version <= 0:
                 continue
             said = self._said.setdefault(keys, {}).setdefault(peer, {})
             if said.get(age) == word or not holds(peer, word.signature, word.body):

@@ -412,6 +412,8 @@ class PeerDriver:
         self._get_base_ready(plan)
         if not plan.following:
             self.server.forget_ahead()
+        if plan.ends_at:
+            self._archive.want(plan.ends_at)
         if plan.era != self._endpoint.era:
             return
         for tenure in self._tenures:
@@ -419,8 +421,6 @@ class PeerDriver:
                 self._carried.take(plan, state.version, state.layers)
                 if plan.ends_at == state.version:
                     self._sign(tenure, state)
-        if plan.ends_at:
-            self._archive.want(plan.ends_at)
 
     def _get_base_ready(self, plan: Plan) -> None:
         """The base of what the following layout gives us comes while we train in the live one."""
@@ -769,7 +769,8 @@ class PeerDriver:
         self._copies.preserve(tenure.group_id, state, rank=rank, num_ready=num_ready)
 
     def _sign(self, tenure: Part, state: StageState) -> None:
-        if not tenure.core.group.is_light:
+        has_stepped = self._plan is not None and state.version > self._plan.plan.restore_version
+        if has_stepped and not tenure.core.group.is_light:
             self._tasks.spawn(self._attesting.sign(state, era=self._endpoint.era), f"sign version {state.version}")
 
     def _run_short(self, tenure: Part) -> None:
