@@ -19,6 +19,7 @@ from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.driver import Callbacks, Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PlanStore
+from shoal.protocol.certificate import Attested
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Holding, LinkReport
@@ -132,6 +133,7 @@ class FakePeer:
     """Whether it comes by the state that a fresh plan begins with."""
     version: int = 0
     holdings: tuple[Holding, ...] = ()
+    attested: tuple[Attested, ...] = ()
     commits: list[CommitReport] = field(default_factory=list)
     mates: Callable[[], Sequence["FakePeer"]] = list
     probed: list[LinkReport] = field(default_factory=list)
@@ -182,6 +184,7 @@ class FakePeer:
             version=self.version,
             synced=self.state is not None,
             holdings=self.holdings,
+            attested=self.attested,
             draining=self.draining,
             silent=self.silent,
             commits=commits,

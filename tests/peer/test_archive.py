@@ -194,6 +194,17 @@ def test_a_torn_note_of_an_eras_end_costs_a_longer_wait_and_no_snapshot(desk: De
         assert desk.held == [(1, 10), (0, 100)]
 
 
+def test_what_a_plan_certifies_stays_whatever_comes_after_it(desk: Desk) -> None:
+    """Of a group of two the other may lie, and has us keep what it claims to be newer."""
+    desk.write(50)
+    certify(desk, 0, 50)
+    for version in (4800, 4801, 4802):
+        desk.write(version)
+    assert desk.held == [(0, 4802), (0, 4801), (0, 50)]
+    thin(desk, 0, 4801)
+    assert desk.held[-1] == (0, 4801), "only a plan that certifies a newer one lets it go"
+
+
 def test_a_safe_snapshot_that_is_newer_than_all_we_have_is_not_believed(desk: Desk) -> None:
     desk.write(50)
     desk.write(100)
