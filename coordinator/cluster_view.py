@@ -91,6 +91,8 @@ class ClusterView:
         self._look_for_safe_s = -math.inf
         self._members: frozenset[PeerID] = frozenset()
         """The members of the live plan."""
+        self._placed: frozenset[PeerID] = frozenset()
+        """Those of them that hold a stage or experts."""
         self._changed_s = math.inf
         """When a plan has last had other members than the one before, as far as we have seen."""
         self._bounds: tuple[tuple[int, int], ...] = ()
@@ -139,6 +141,7 @@ class ClusterView:
         if self._members != frozenset(plan.members):
             self._changed_s = now_s
         self._members = frozenset(plan.members)
+        self._placed = self._members.difference(plan.spares)
         if (bounds := tuple(stage.layers for stage in plan.stages)) != self._bounds:
             self._num_divisions += bool(self._bounds)
             self._bounds, self._seen_from_s = bounds, min(self._seen_from_s, now_s)
@@ -268,6 +271,14 @@ class ClusterView:
     def ends(self) -> Ends:
         """The proof that the run is done; empty: it is not, or its last version is not validated."""
         return self.confirmations.ends if self.ledger.done else ()
+
+    @property
+    def claimed(self) -> tuple[int, int]:
+        """(era, version) of the newest snapshot that a holder of a place says it has, certified or not; (0, 0): none
+        has any."""
+        presences = self.roster.presences
+        beats = (presences[peer].heartbeat for peer in self._placed if peer in presences)
+        return max(((held.era, held.version) for beat in beats if beat for held in beat.holdings), default=(0, 0))
 
     @property
     def version_max(self) -> int:

@@ -199,9 +199,11 @@ class ReplanPolicy:
         if live.ends_at and not lost and is_whole:
             return self._end(live, disks, now_s)
         is_quiet = swarm == self._settled_for and not lost and not under_way
-        certifies_s = self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s
-        if is_quiet and not live.ends_at and view.certificates.is_due and now_s >= certifies_s:
-            return _certifies(live, view.certificates.newest)
+        if view.certificates.is_due and not (live.ends_at or lost or under_way):
+            # Whoever leaves may be the last that can vote for it.
+            leaves = any(map(view.roster.draining, live.members))
+            if leaves or (is_quiet and now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s):
+                return _certifies(live, view.certificates.newest)
         if is_quiet and live.following and not live.ends_at:
             return self._prepared(live, peers, disks, now_s)
         if is_quiet:
@@ -574,8 +576,16 @@ class ReplanPolicy:
         if beginning.version == 0 and self._has_lost_all():
             return NOTHING_TO_READ
         view, newest = self.view, disks.newest
-        if newest is None or newest <= (beginning.from_era, beginning.version):
-            return ""
+        begins_at = beginning.from_era, beginning.version
+        if newest is None or newest <= begins_at:
+            claimed = view.claimed
+            if claimed <= begins_at or (view.certificates.are_any and self._holders.is_hopeless(now_s)):
+                return ""
+            # Members that have just come back are signing it, or the run is of a time before certificates.
+            return (
+                f"waiting until most holders of each stage have signed what they saved at step {claimed[1]} "
+                "(`shoal recover --era` goes by the owner's word instead)"
+            )
         version = newest[1]
         steps = max(1, version - beginning.version)
         if self._holders.is_hopeless(now_s, relearn_s=steps * view.step_s_at_best(now_s)):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from shoal.peer.archive import Archive
+from shoal.peer.attesting import Attesting
 from shoal.peer.base_layers import BaseLayers
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
@@ -40,6 +41,7 @@ class Copies:
     def __init__(
         self,
         archive: Archive,
+        attesting: Attesting,
         *,
         endpoint: Endpoint,
         spec: RunSpec,
@@ -56,6 +58,7 @@ class Copies:
         self._vectors = vectors
         self._base = base
         self._archive = archive
+        self._attesting = attesting
         self._endpoint = endpoint
         self._spec = spec
         self._server = server
@@ -124,7 +127,8 @@ class Copies:
         self._is_closed = True
 
     async def save(self, group: int, state: StageState) -> bool:
-        """Write `state` to our disk, if it is not there. Returns: whether it is."""
+        """Sign `state`, and write it to our disk, if it is not there. Returns: whether it is."""
+        await self._attesting.sign(state, era=self._endpoint.era)
         async with self._saving.setdefault(group, asyncio.Lock()):
             era = self._endpoint.era
             if self._archive.has(state.layers, era=era, version=state.version):

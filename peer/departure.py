@@ -13,7 +13,7 @@ Work on a step that is not committed by then is done again. Each part is bounded
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from shoal.peer.archive import Archive
@@ -50,7 +50,6 @@ class Departure:
     tenures: ours.
     plan: the newest that we have.
     drains: whether a peer has said that it leaves, as a member of the tenure's group.
-    sign: signs what a state is, for the run's certificates.
     say: tells the person at this machine a sentence.
     """
 
@@ -65,13 +64,11 @@ class Departure:
         tenures: Callable[[], Sequence[Tenure]],
         plan: Callable[[], Plan | None],
         drains: Callable[[PeerID, Tenure], bool],
-        sign: Callable[[StageState], Awaitable[None]],
         say: Callable[[str], None],
     ) -> None:
         self._endpoint, self._clock, self._spec = endpoint, clock, spec
         self._archive, self._copies = archive, copies
         self._tenures, self._plan, self._drains, self._say = tenures, plan, drains, say
-        self._sign = sign
         self._halts_at: int | None = None
         self.unsaved = ""
         """The steps that go with us, and why, in a sentence; empty: our disk or another machine has them."""
@@ -180,7 +177,6 @@ class Departure:
         if state.version == 0:
             return True  # anybody can make that
         keepers: list[PeerID] = []
-        await self._sign(state)
         others = asyncio.create_task(self._ask_others_to_save(state.version, until_s), name="ask others to save")
         saved = False
         keys = list(state.layers)

@@ -226,6 +226,7 @@ class PeerDriver:
         self.server.initial = self._base
         self._copies = Copies(
             self._archive,
+            self._attesting,
             endpoint=endpoint,
             spec=spec,
             server=self.server,
@@ -247,7 +248,6 @@ class PeerDriver:
             tenures=lambda: self._tenures,
             plan=lambda: self._plan.plan if self._plan else None,
             drains=self._drains,
-            sign=lambda state: self._attesting.sign(state, era=self._endpoint.era),
             say=watcher.say,
         )
         self._link_probe = LinkProbe(endpoint=endpoint, clock=clock, vectors=vectors)
