@@ -39,7 +39,7 @@ class Attesting:
         model: ModelSpec,
         on_news: Callable[[], None],
     ) -> None:
-        self._archive = archive
+        self.archive = archive
         self._endpoint = endpoint
         self._compute = compute
         self._model = model
@@ -78,10 +78,10 @@ class Attesting:
         for group in plan.groups_of(self._endpoint.peer_id):
             keys = group_keys(self._model, plan, group)
             newest = max((age for age, of in self._certified if of == keys), default=(-1, 0))
-            for era, version in self._archive.since(newest, keys)[-_KEPT:]:
+            for era, version in self.archive.since(newest, keys)[-_KEPT:]:
                 if ((era, version), keys) in self._signed:
                     continue
-                layers = await self._archive.read(era, version, keys)
+                layers = await self.archive.read(era, version, keys)
                 if tuple(sorted(layers)) == tuple(sorted(keys)):
                     logger.info("signing version %d of %s, which was saved here", version, keys[0])
                     state = StageState(version=version, layers={key: layers[key] for key in keys})

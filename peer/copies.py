@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Callable
 
-from shoal.peer.archive import Archive
 from shoal.peer.attesting import Attesting
 from shoal.peer.base_layers import BaseLayers
 from shoal.peer.handoff.fetcher import StateFetcher
@@ -33,6 +32,7 @@ WRITERS = 2
 
 class Copies:
     """Args:
+    attesting: signs what is saved; its archive is where copies go.
     plan: the plan in force.
     is_leaving: this peer takes no copy any more.
     base: of a run with adapters: who keeps these keeps what they stand beside.
@@ -40,7 +40,6 @@ class Copies:
 
     def __init__(
         self,
-        archive: Archive,
         attesting: Attesting,
         *,
         endpoint: Endpoint,
@@ -57,7 +56,7 @@ class Copies:
     ) -> None:
         self._vectors = vectors
         self._base = base
-        self._archive = archive
+        self._archive = attesting.archive
         self._attesting = attesting
         self._endpoint = endpoint
         self._spec = spec

@@ -225,7 +225,6 @@ class PeerDriver:
         self._base = self._base_layers(disk, run_blocking) if spec.adapter is not None else None
         self.server.initial = self._base
         self._copies = Copies(
-            self._archive,
             self._attesting,
             endpoint=endpoint,
             spec=spec,

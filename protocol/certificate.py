@@ -17,7 +17,7 @@ from blake3 import blake3
 from shoal.protocol.identity import PeerID
 
 JURY = 15
-"""Of a larger group so many members, drawn by lot, sign for it: their signatures travel with a plan."""
+"""Members that sign for a larger group, drawn by lot: their signatures travel with a plan."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 Proofs = tuple[tuple[str, str], ...]
@@ -75,7 +75,7 @@ class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
     @cached_property
     def bare(self) -> "Certified":
-        """Without signatures."""
+        """The same without signatures."""
         return msgspec.structs.replace(self, signatures=()) if self.signatures else self
 
     @cached_property

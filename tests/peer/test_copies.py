@@ -90,7 +90,6 @@ class Peer:
             self.archive, endpoint=self.endpoint, compute=self.sim.compute, model=spec.model, on_news=lambda: None
         )
         self.copies = Copies(
-            self.archive,
             attesting,
             endpoint=self.endpoint,
             spec=spec,
