@@ -14,12 +14,14 @@ from shoal.coordinator import election
 from shoal.coordinator.allocate.interface import HORIZON_S, MeasuredPeer, Snapshot
 from shoal.coordinator.allocate.prospect import choose_formats, foresee
 from shoal.coordinator.calibration import Calibration
+from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.confirmations import Confirmations, Ends
 from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.era import Disks, disks_of, holders, is_last_holder
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.handover import adverts, fitting
 from shoal.coordinator.ledger import Ledger, StepRecord
+from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.plan_notes import PlanNotes
 from shoal.coordinator.reachability import Pair
 from shoal.coordinator.roster import Roster
@@ -63,6 +65,7 @@ class ClusterView:
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
         )
+        self.certificates = Certificates(spec.model, placed=self.places_experts)
         self.ledger = Ledger(
             num_stages=1,  # until a plan says how many
             num_experts=spec.model.num_experts if swarm.expert_slots else 0,
@@ -88,6 +91,8 @@ class ClusterView:
         self._look_for_safe_s = -math.inf
         self._members: frozenset[PeerID] = frozenset()
         """The members of the live plan."""
+        self._placed: frozenset[PeerID] = frozenset()
+        """Those of them that hold a stage or experts."""
         self._changed_s = math.inf
         """When a plan has last had other members than the one before, as far as we have seen."""
         self._bounds: tuple[tuple[int, int], ...] = ()
@@ -136,10 +141,12 @@ class ClusterView:
         if self._members != frozenset(plan.members):
             self._changed_s = now_s
         self._members = frozenset(plan.members)
+        self._placed = self._members.difference(plan.spares)
         if (bounds := tuple(stage.layers for stage in plan.stages)) != self._bounds:
             self._num_divisions += bool(self._bounds)
             self._bounds, self._seen_from_s = bounds, min(self._seen_from_s, now_s)
         self.confirmations.obey(plan)
+        self.certificates.obey(plan)
         self.experts.obey(plan)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
         self._notes.obey(plan, now_s)
@@ -251,6 +258,10 @@ class ClusterView:
 
     # --- what is known ---
 
+    def disks(self, now_s: float, *, among: Layout | None = None) -> Disks:
+        """The snapshots on disks that may be gone back to. Args: among: as of `disks_of`."""
+        return disks_of(self.roster, now_s, among=among).only(self.certificates.layers)
+
     @property
     def places_experts(self) -> bool:
         """Whether plans of this run say who holds which expert."""
@@ -262,11 +273,19 @@ class ClusterView:
         return self.confirmations.ends if self.ledger.done else ()
 
     @property
+    def claimed(self) -> tuple[int, int]:
+        """(era, version) of the newest snapshot that a holder of a place says it has, certified or not; (0, 0): none
+        has any."""
+        presences = self.roster.presences
+        beats = (presences[peer].heartbeat for peer in self._placed if peer in presences)
+        return max(((held.era, held.version) for beat in beats if beat for held in beat.holdings), default=(0, 0))
+
+    @property
     def version_max(self) -> int:
         """The highest version committed anywhere in this era, as far as we know."""
         era = self.ledger.era
-        beats = [seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat]
-        kept = max((held.version for beat in beats for held in beat.holdings if held.era == era), default=0)
+        newest_era, newest = self.certificates.newest
+        kept = newest if newest_era == era else 0
         inherited = self._inherited.version if self._inherited and self._inherited.era == era else 0
         return max(self.ledger.version_max, self.version_said, kept, inherited)
 
@@ -292,8 +311,7 @@ class ClusterView:
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
         """Whether the state of a group of `live` would be lost with `peer`."""
-        disks = disks_of(self.roster, now_s)
-        held = holders(live, self.roster, disks, self.spec.model, fresh=False, now_s=now_s)
+        held = holders(live, self.roster, self.disks(now_s), self.spec.model, fresh=False, now_s=now_s)
         return is_last_holder(peer, live, held)
 
     def successors(self, live: Plan, now_s: float) -> tuple[PeerID, ...]:
@@ -453,7 +471,8 @@ class ClusterView:
             beats = ((peer, self.roster.presences[peer].heartbeat) for peer in alive)
             holdings = ((peer, beat.holdings) for peer, beat in beats if beat is not None)
             layers = held_keys(self.spec.model, placed=self.places_experts)
-            self._safe = Disks.of(holdings).newest_safe(layers) or (0, 0)
+            disks = Disks.of(holdings).only(self.certificates.layers)
+            self._safe = disks.newest_safe(layers) or (0, 0)
         return self._safe
 
     def completed_steps(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
@@ -472,6 +491,7 @@ class ClusterView:
             self._notes.tell(now_s),
             self.calibration.comparison(),
             self.survey.reach.pairs(now_s, live.members),
+            self.disks(now_s),
             owner=owner,
             elapsed_s=self._elapsed_s(now_s),
             now_s=now_s,

@@ -44,6 +44,7 @@ from shoal.coordinator.acceptor import (
     answer_standing,
     no_grant,
 )
+from shoal.coordinator.certificates import certified_flaw
 from shoal.coordinator.chain import ChainRecord, Holds, PlanChain, is_quorum
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.confirmations import Ends, end_body, proves_end
@@ -93,6 +94,7 @@ from shoal.protocol.messages import (
     Ping,
     PlanLive,
     PlanOffer,
+    PlanVote,
     Refusal,
     Reset,
     StandingRequest,
@@ -130,7 +132,8 @@ class CoordinationCore:
         policy: says which layout should come next; its view is the swarm as this peer knows it.
         sign: signs a plan in our name; deterministic.
         vouch: signs the body of a vote in our name.
-        holds, holds_end: check another peer's signature under a vote, and under the run's end.
+        holds, holds_end, holds_state: check another peer's signature under a vote, under the run's end, and under what
+            its layers are at a version.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class CoordinationCore:
         vouch: Callable[[bytes], bytes],
         holds: Holds,
         holds_end: Holds,
+        holds_state: Holds,
         rng: random.Random,
         now_s: float,
     ) -> None:
@@ -154,6 +158,7 @@ class CoordinationCore:
         self.ends: Ends = ()
         """The proof that the run has come to its last step; empty: as far as we know it has not."""
         self._rng, self._vouch, self._holds_end = rng, vouch, holds_end
+        self._holds_state, self._model = holds_state, spec.model
         self._steps = spec.training.steps
         self.revision = self.newest_revision = spec.revision
         """The revision of our spec, and the highest of any spec that a peer has told us of."""
@@ -168,6 +173,7 @@ class CoordinationCore:
             holds=holds,
             is_fresh=lambda base: self.view.is_fresh(base.plan, self._own, leads=self.is_coordinator),
             experts=self.view.experts,
+            certificates=self.view.certificates,
             heartbeat_s=spec.swarm.heartbeat_s,
         )
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
@@ -365,6 +371,7 @@ class CoordinationCore:
                 return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
             flaws = self.view.hear(source, heartbeat, now_s)
             self._hear_end(source, heartbeat)
+            self.view.certificates.hear(source, heartbeat.attested, holds=self._holds_state)
         commands: list[Command] = [Reply(message=self._answer(source, heartbeat, now_s, leads=leads, ends=self.ends))]
         commands += self._rounds.reported(heartbeat.plan_sequence, now_s)
         commands += [Alarm(text=text) for text in flaws]
@@ -444,6 +451,13 @@ class CoordinationCore:
 
     def _vote(self, event: Received, offer: PlanOffer, plan: SignedPlan, now_s: float) -> list[Command]:
         commands = self._adopt(event.base, now_s, event.source) if event.base else []
+        live = self.chain.live
+        if live is not None and plan.plan.previous == live.digest:
+            flaw = certified_flaw(plan.plan, live.plan, self._model, holds=self._holds_state)
+            if flaw:
+                alarm = Alarm(text=f"{event.source[-8:]} proposes plan {plan.plan.sequence}, in which {flaw}")
+                refusal = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term)
+                return [*commands, alarm, Reply(message=refusal)]
         reply = answer_offer(self.chain, event.source, offer, plan, event.base, vouch=self._vouch)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 

@@ -176,6 +176,9 @@ class Coordination:
         def holds_end(signer: PeerID, signature: bytes, body: bytes) -> bool:
             return seals.statement_holds(signer, signature, "end", run=run, body=body)
 
+        def holds_state(signer: PeerID, signature: bytes, body: bytes) -> bool:
+            return seals.statement_holds(signer, signature, "state", run=run, body=body)
+
         def holds_order(signer: PeerID, signature: bytes, body: bytes) -> bool:
             return seals.statement_holds(signer, signature, "exclusion", run=run, body=body)
 
@@ -190,6 +193,7 @@ class Coordination:
             vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
             holds=holds,
             holds_end=holds_end,
+            holds_state=holds_state,
             rng=rng,
             now_s=clock.now_s(),
         )

@@ -13,7 +13,7 @@ switched off as a whole comes back by the same rule.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.coordinator.plan_layout import Beginning, Layout
@@ -52,6 +52,17 @@ class Disks:
                     by_peer = parts.setdefault((holding.era, holding.version), {})
                     by_peer[peer] = by_peer.get(peer, frozenset()) | frozenset(holding.layers)
         return cls(parts=parts)
+
+    def only(self, certified: Callable[[tuple[int, int]], frozenset[str] | None]) -> "Disks":
+        """Leave out what nobody has to believe. Args: certified: (era, version) -> the layers of it that are certified;
+        None: all that is there counts."""
+        parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
+        for age, by_peer in self.parts.items():
+            sound = certified(age)
+            kept = {peer: held if sound is None else held & sound for peer, held in by_peer.items()}
+            if kept := {peer: held for peer, held in kept.items() if held}:
+                parts[age] = kept
+        return Disks(parts=parts)
 
     @property
     def newest(self) -> tuple[int, int] | None:

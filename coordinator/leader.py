@@ -96,8 +96,8 @@ class Leader:
 
     def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> None:
         """A heartbeat has come, and the view has noted it. The peers that it calls silent are looked for at the next
-        tick, and the next layout is looked for if it tells of the end of the live one."""
-        if plan.ends_at and heartbeat.carried is not None:
+        tick, and the next plan is looked for if it tells of a state that is signed or of the end of the live layout."""
+        if heartbeat.attested or (plan.ends_at and heartbeat.carried is not None):
             self._plan_at_s = now_s
         self._detector.heard(peer)
         self._detector.report(peer, heartbeat.silent, plan, now_s)

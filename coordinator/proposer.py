@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.ballot import Ballot
+from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain import Holds, PlanChain, is_quorum
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
@@ -51,6 +52,7 @@ class Proposer:
         holds: checks the signature under another peer's vote.
         is_fresh: whether a plan on this base is made before anything was committed in its era.
         experts: says who is to hold which expert.
+        certificates: which versions the next plan certifies.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class Proposer:
         holds: Holds,
         is_fresh: Callable[[SignedPlan], bool],
         experts: ExpertPlaces,
+        certificates: Certificates,
         heartbeat_s: float,
     ) -> None:
         self._me, self._owner, self._chain = me, owner, chain
         self._vouch, self._holds = vouch, holds
         self._sign, self._is_fresh, self._experts = sign, is_fresh, experts
+        self._certificates = certificates
         self._patience_s = PROPOSAL_HEARTBEATS * heartbeat_s
         self._ballot: Ballot | None = None
         self._sequence_max = 0
@@ -165,6 +169,8 @@ class Proposer:
         goes_on = before if before and before.era == era else None
         ended = before if before and begins and _ends_with(before, begins) else None
         stages = _since(layout.stages, goes_on, sequence)
+        restored = (before.restore_era, before.restore_version) if before else (0, 0)
+        restored = (begins.from_era, begins.version) if begins else restored
         plan = Plan(
             run=self._chain.run,
             term=term,
@@ -175,8 +181,8 @@ class Proposer:
             spares=layout.spares,
             era=era,
             rollbacks=_rollbacks(before, begins),
-            restore_version=begins.version if begins else before.restore_version if before else 0,
-            restore_era=begins.from_era if begins else before.restore_era if before else 0,
+            restore_version=restored[1],
+            restore_era=restored[0],
             fresh=base is None or begins is not None or self._is_fresh(base),
             seed=sequence,
             reason=layout.reason,
@@ -188,6 +194,7 @@ class Proposer:
             experts=self._experts.place(stages, goes_on or ended, sequence=sequence, begins=goes_on is None),
             foreseen=layout.foreseen,
             formats=layout.formats,
+            certified=self._certificates.for_plan(restored),
         )
         return self._sign(plan)
 

@@ -14,7 +14,7 @@ from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayo
 from shoal.coordinator.cluster_view import RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.diagnosis import name_of
-from shoal.coordinator.era import Disks, HolderWatch, behind, disks_of, group_name, holders, next_beginning
+from shoal.coordinator.era import Disks, HolderWatch, behind, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.plan_layout import NO_MOVES, Beginning, Layout, Places, places_of
 from shoal.coordinator.reachability import Pair
@@ -48,6 +48,8 @@ FIGURES_HEARTBEATS = 15.0
 """A search waits so long at most for figures that are changing: three reports in a row make a new one."""
 FETCH_S_MAX = 600.0
 """No search begins while members fetch the state of new places, for so long at most."""
+CERTIFY_HEARTBEATS = 2.0
+"""A plan that only certifies a version comes so long after the one before it at the earliest."""
 TOLD_HEARTBEATS = 4.0
 """Within so many everybody has told what is on its disk, copies that it was asked for a moment ago included."""
 NETWORK_PEERS_MAX = 256
@@ -95,6 +97,8 @@ class ReplanPolicy:
         """The last sign of those with whom a stage was lost, where too few peers are left for so many stages."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members without whom the run would go back, and for whom it waits."""
+        self._live_s = -math.inf
+        """When the live plan was new to us."""
         self._places: Places | None = None
         self._placed_s = 0.0
         """When the live plan's places were new to us."""
@@ -108,6 +112,7 @@ class ReplanPolicy:
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """A plan is live, whichever peer coordinates it. Args: leads: as in `ClusterView.obey`."""
         self.view.obey(plan, now_s, leads=leads)
+        self._live_s = now_s
         if places_of(plan) != self._places:
             self._places, self._placed_s = places_of(plan), now_s
         if plan.following != self._following:
@@ -156,7 +161,7 @@ class ReplanPolicy:
         awaits_links = self._schedule.awaits_links(len(peers), now_s)
         if awaits_links and not view.survey.links.is_enough([peer.peer for peer in peers], now_s):
             return None, f"measuring the links between {len(peers)} peers"
-        disks = disks_of(view.roster, now_s)
+        disks = view.disks(now_s)
         swarm = self._swarm(peers, now_s)
         layout = self._schedule.found_for(None, swarm)
         if layout is None and len(peers) > 1 and self._schedule.awaits_first(swarm, now_s):
@@ -182,7 +187,7 @@ class ReplanPolicy:
         if view.roster.unheard(now_s):
             return None, ""  # they will be heard or suspected shortly; until then we know too little to move anybody
         view.compare(live, now_s)
-        disks = disks_of(view.roster, now_s)
+        disks = view.disks(now_s)
         fresh = live.fresh and view.version_max <= live.restore_version
         held = holders(live, view.roster, disks, view.spec.model, fresh=fresh, now_s=now_s)
         late = behind(live, view.roster, disks, view.spec.model, now_s)
@@ -193,9 +198,15 @@ class ReplanPolicy:
         is_whole = self._is_whole(live, peers)
         if live.ends_at and not lost and is_whole:
             return self._end(live, disks, now_s)
-        if live.following and not live.ends_at and swarm == self._settled_for and not lost and not under_way:
+        is_quiet = swarm == self._settled_for and not lost and not under_way
+        if view.certificates.is_due and not (live.ends_at or lost or under_way):
+            # Whoever leaves may be the last that can vote for it.
+            leaves = any(map(view.roster.draining, live.members))
+            if leaves or (is_quiet and now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s):
+                return _certifies(live, view.certificates.newest)
+        if is_quiet and live.following and not live.ends_at:
             return self._prepared(live, peers, disks, now_s)
-        if not lost and not under_way and swarm == self._settled_for:
+        if is_quiet:
             return self._better(live, peers, disks, now_s, sequence=sequence)
         self.awaited, waits_for = self._may_return(live, lost[0], disks, now_s) if lost else (frozenset(), "")
         if waits_for:
@@ -211,7 +222,7 @@ class ReplanPolicy:
             self._settled_for = swarm
             return None, reason
         if lost:
-            within = disks_of(view.roster, now_s, among=layout)  # from others nobody could fetch a snapshot
+            within = view.disks(now_s, among=layout)  # from others nobody could fetch a snapshot
             beginning = self._beginning(live, within)
             what = f"{group_name(live, lost[0])} has no holder left"
             if beginning.version == view.version_max == view.version_said > 0:  # noted by the last one that left
@@ -249,7 +260,7 @@ class ReplanPolicy:
         )
         if not peers:
             return None, "the reset names nobody who is in reach"
-        disks = disks_of(self.view.roster, now_s)
+        disks = self.view.disks(now_s)
         layout, reason = self._repaired(peers, live.plan, disks, now_s, sequence=sequence)
         if layout is None and mandate.era:
             layout = self._divided_anew(peers, disks, now_s, sequence=sequence)
@@ -565,8 +576,16 @@ class ReplanPolicy:
         if beginning.version == 0 and self._has_lost_all():
             return NOTHING_TO_READ
         view, newest = self.view, disks.newest
-        if newest is None or newest <= (beginning.from_era, beginning.version):
-            return ""
+        begins_at = beginning.from_era, beginning.version
+        if newest is None or newest <= begins_at:
+            claimed = view.claimed
+            if claimed <= begins_at or (view.certificates.are_any and self._holders.is_hopeless(now_s)):
+                return ""
+            # Members that have just come back are signing it, or the run is of a time before certificates.
+            return (
+                f"waiting until most holders of each stage have signed what they saved at step {claimed[1]} "
+                "(`shoal recover --era` goes by the owner's word instead)"
+            )
         version = newest[1]
         steps = max(1, version - beginning.version)
         if self._holders.is_hopeless(now_s, relearn_s=steps * view.step_s_at_best(now_s)):
@@ -580,6 +599,15 @@ class ReplanPolicy:
     def _beginning(self, live: Plan | None, disks: Disks) -> Beginning:
         view = self.view
         return next_beginning(live, view.roster, disks, view.spec.model, placed=view.places_experts)
+
+
+def _certifies(live: Plan, newest: tuple[int, int]) -> tuple[Layout, str]:
+    """The live layout again, in a plan that certifies what has been signed since."""
+    reason = f"step {newest[1]} is certified"
+    layout = Layout(
+        stages=live.stages, spares=live.spares, reason=reason, formats=live.formats, following=live.following
+    )
+    return layout, reason
 
 
 def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:

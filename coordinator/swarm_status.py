@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from shoal.coordinator.diagnosis import out_of_reach, risks, unsound, waits_for
-from shoal.coordinator.era import disks_of
+from shoal.coordinator.era import Disks
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.ledger import Ledger
 from shoal.coordinator.reachability import Pair
@@ -29,6 +29,7 @@ def swarm_status(
     plans: tuple[PlanNote, ...],
     comparison: Comparison | None,
     unreachable: Collection[Pair],
+    disks: Disks,
     *,
     owner: PeerID,
     elapsed_s: float,
@@ -40,6 +41,7 @@ def swarm_status(
         plans: notes on the last live plans.
         comparison: of the live layout.
         unreachable: the pairs of peers that cannot reach each other.
+        disks: the snapshots that may be gone back to.
         owner: of the run.
         elapsed_s: since the run began.
     """
@@ -74,7 +76,7 @@ def swarm_status(
         stands_s=stands_s,
         waits_for="" if tokens_left <= 0 else waits_for(live, roster, owner, now_s),
         risks=(
-            *risks(live, roster, disks_of(roster, now_s), spec.model, step=ledger.version_max, now_s=now_s),
+            *risks(live, roster, disks, spec.model, step=ledger.version_max, now_s=now_s),
             *out_of_reach(unreachable, roster),
             *unsound(live, roster),
         ),

@@ -20,6 +20,7 @@ from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.protocol.durable import replace_file
 from shoal.protocol.errors import LocalError
 from shoal.protocol.messages import Holding
+from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Clock, Disk
 from shoal.protocol.spec import RunSpec
 
@@ -80,6 +81,8 @@ class Archive:
         """The version of the last snapshot that was written here, in this life or an earlier one; 0: none was."""
         self.unsaved = ""
         """The steps that the disk did not take, and why, in a sentence; empty: it took the last snapshot."""
+        self._certified: frozenset[tuple[int, int]] = frozenset()
+        """The (era, version) that the live plan certifies, of whatever layers."""
 
     @property
     def keeps(self) -> bool:
@@ -98,7 +101,11 @@ class Archive:
 
     def is_due(self, version: int) -> bool:
         """Whether to write a snapshot of this version."""
-        if self._disk is None or version == 0:
+        return self._disk is not None and self.is_attested(version)
+
+    def is_attested(self, version: int) -> bool:
+        """Whether every member of a group signs what its layers are at this version, of which snapshots are written."""
+        if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
         by_steps = version == self._spec.training.steps or (interval > 0 and version % interval == 0)
@@ -114,6 +121,14 @@ class Archive:
     def has(self, keys: Iterable[str], *, era: int, version: int) -> bool:
         """Whether these layers are in one snapshot here."""
         return any(stored.age == (era, version) and set(keys) <= set(stored.keys) for stored in self._stored.values())
+
+    def follow(self, plan: Plan) -> None:
+        """What this plan certifies stays, whatever others have us write."""
+        self._certified = frozenset(entry.age for entry in plan.certified)
+
+    def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
+        """The (era, version) after `age` of snapshots here of just these layers."""
+        return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:
         """Look what an earlier life of this peer has left."""
@@ -180,6 +195,7 @@ class Archive:
                 layers=state.layers,
                 spec=self._spec,
                 keep=KEPT,
+                certified=self._certified,
             )
             self._damaged.discard(path)
             self._look()
@@ -206,10 +222,11 @@ class Archive:
     def may_thin(self, safe: tuple[int, int]) -> bool:
         """Whether there is something to remove before `safe` (era, version).
 
-        A coordinator that names a snapshot of which we have no part, nor any newer one, is not believed.
+        A coordinator that names a snapshot of which we have no part, nor any newer one, or that no plan certifies, is
+        not believed.
         """
         ages = self._ages
-        if not ages or safe > max(ages) or self._writing.locked():
+        if not ages or safe > max(ages) or safe not in self._certified or self._writing.locked():
             return False
         return any(map(self._is_old(safe), ages))
 

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from shoal.peer.archive import Archive
+from shoal.peer.attesting import Attesting
 from shoal.peer.base_layers import BaseLayers
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
@@ -33,6 +33,7 @@ WRITERS = 2
 
 class Copies:
     """Args:
+    attesting: signs what is saved; its archive is where copies go.
     plan: the plan in force.
     is_leaving: this peer takes no copy any more.
     base: of a run with adapters: who keeps these keeps what they stand beside.
@@ -40,7 +41,7 @@ class Copies:
 
     def __init__(
         self,
-        archive: Archive,
+        attesting: Attesting,
         *,
         endpoint: Endpoint,
         spec: RunSpec,
@@ -56,7 +57,8 @@ class Copies:
     ) -> None:
         self._vectors = vectors
         self._base = base
-        self._archive = archive
+        self._archive = attesting.archive
+        self._attesting = attesting
         self._endpoint = endpoint
         self._spec = spec
         self._server = server
@@ -127,7 +129,8 @@ class Copies:
         self._is_closed = True
 
     async def save(self, group: int, state: StageState) -> bool:
-        """Write `state` to our disk, if it is not there. Returns: whether it is."""
+        """Sign `state`, and write it to our disk, if it is not there. Returns: whether it is."""
+        await self._attesting.sign(state, era=self._endpoint.era)
         async with self._saving.setdefault(group, asyncio.Lock()):
             era = self._endpoint.era
             if self._archive.has(state.layers, era=era, version=state.version):

@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.peer.archive import Archive
 from shoal.peer.arithmetic import Arithmetic
+from shoal.peer.attesting import Attesting
 from shoal.peer.base_layers import BaseLayers
 from shoal.peer.carried import CarriedState
 from shoal.peer.copies import Copies
@@ -190,6 +191,13 @@ class PeerDriver:
         )
         self._carried = CarriedState()
         self._archive = Archive(disk, run=endpoint.run, spec=spec, clock=clock, run_blocking=run_blocking)
+        self._attesting = Attesting(
+            self._archive,
+            endpoint=endpoint,
+            compute=compute,
+            model=spec.model,
+            on_news=lambda: self._on_end() if self._on_end else None,
+        )
         vectors = arithmetic.vectors
         self._inbox = ChunkInbox(endpoint, compute=compute, vectors=vectors)
         self.server = StateServer(
@@ -219,7 +227,7 @@ class PeerDriver:
         self._base = self._base_layers(disk, run_blocking) if spec.adapter is not None else None
         self.server.initial = self._base
         self._copies = Copies(
-            self._archive,
+            self._attesting,
             endpoint=endpoint,
             spec=spec,
             server=self.server,
@@ -382,6 +390,10 @@ class PeerDriver:
         if before is None or before.plan.term != signed.plan.term:
             self._meter.tell_all()
         self._recent.obey(signed.plan, now_s=self._clock.now_s(), before=predecessor.plan if predecessor else None)
+        self._archive.follow(signed.plan)
+        self._attesting.follow(signed.plan)
+        if before is None:
+            self._tasks.spawn(self._attesting.sign_stored(signed.plan), "sign what is on the disk")
         self._carry(signed.plan)
         self._neighbours.forget_strangers()
         if before is not None and before.plan.era == signed.plan.era:
@@ -403,13 +415,15 @@ class PeerDriver:
         self._get_base_ready(plan)
         if not plan.following:
             self.server.forget_ahead()
+        if plan.ends_at:
+            self._archive.want(plan.ends_at)
         if plan.era != self._endpoint.era:
             return
         for tenure in self._tenures:
             if tenure.is_ready and (state := tenure.state) is not None:
                 self._carried.take(plan, state.version, state.layers)
-        if plan.ends_at:
-            self._archive.want(plan.ends_at)
+                if plan.ends_at == state.version:
+                    self._sign(tenure, state)
 
     def _get_base_ready(self, plan: Plan) -> None:
         """The base of what the following layout gives us comes while we train in the live one."""
@@ -456,6 +470,7 @@ class PeerDriver:
             validations=tuple(self.reports.validations),
             links=self._meter.report(),
             holdings=self._archive.holdings,
+            attested=self._attesting.told,
             carried=self._carried.holding,
             unfetched_bytes=self._ahead.unfetched_bytes,
             held=tuple((place.group, place.version) for place in self.experts.places if place.ready),
@@ -756,8 +771,15 @@ class PeerDriver:
             self._carried.take(self._plan.plan, state.version, state.layers)
         if tenure is self.replica and self._archive.is_due(state.version):
             self._saved_s = self._clock.now_s()
+        if self._archive.is_attested(state.version):
+            self._sign(tenure, state)
         rank, num_ready = tenure.core.group.standing
         self._copies.preserve(tenure.group_id, state, rank=rank, num_ready=num_ready)
+
+    def _sign(self, tenure: Part, state: StageState) -> None:
+        has_stepped = self._plan is not None and state.version > self._plan.plan.restore_version
+        if has_stepped and not tenure.core.group.is_light:
+            self._tasks.spawn(self._attesting.sign(state, era=self._endpoint.era), f"sign version {state.version}")
 
     def _run_short(self, tenure: Part) -> None:
         """There was no memory for a job, not even with all freed that can be made again. The next plan is to give us

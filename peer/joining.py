@@ -18,6 +18,7 @@ from shoal.peer.initial import begins_with_weights, first_state, foreign_layers,
 from shoal.peer.light import LightMember
 from shoal.peer.pipeline.state import LayerState, StageState
 from shoal.peer.replica.views import GroupView
+from shoal.protocol.certificate import layers_at
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
@@ -202,7 +203,13 @@ class Joining:
         self._pass_on(relay)
         try:
             state = await self._fetcher(missing).fetch(
-                holders, version=version, stored_era=era, known=known, relay=relay, carriers=holders[1:]
+                holders,
+                version=version,
+                stored_era=era,
+                known=known,
+                expected=layers_at(plan.certified, (era, version)),
+                relay=relay,
+                carriers=holders[1:],
             )
         except BaseException:
             relay.done(void=True)

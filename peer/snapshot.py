@@ -15,7 +15,7 @@ was one before, and none that has a part of its files. A peer's snapshot may hol
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -114,9 +114,10 @@ def write_snapshot(
     spec: RunSpec,
     era: int = 0,
     keep: int = 2,
+    certified: Collection[tuple[int, int]] = (),
 ) -> PurePosixPath:
     """Write a snapshot into `folder` (made if missing), then remove all but the `keep` newest versions of each of
-    the run's eras.
+    the run's eras and the `certified` ones, (era, version).
 
     Several processes may share `folder`; they take turns.
     Returns: the snapshot's own folder, durable.
@@ -133,7 +134,7 @@ def write_snapshot(
                     _remove_unfinished(disk, folder)  # a full disk needs the room
                 raise
             try:
-                prune(disk, folder, run, keep)
+                prune(disk, folder, run, keep, certified)
             except OSError as error:  # the next one tries again
                 logger.warning("cannot remove old snapshots in %s: %s", disk.where(folder), error.strerror or error)
     except OSError as error:
@@ -190,16 +191,16 @@ def _layer_files(spec: RunSpec, key: str, tensors: LayerState) -> Iterator[tuple
     yield f"{key}.moments.safetensors", safetensors.torch.save(moments, metadata={"format": "pt"})
 
 
-def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int) -> None:
-    """Remove all but the `keep` newest versions of each era of a run; several snapshots may share one, with other
-    layers. An older era's stay for who wants to go back to it (`past_eras`).
+def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Collection[tuple[int, int]] = ()) -> None:
+    """Remove all but the `keep` newest versions of each era of a run and the `certified` ones, (era, version); several
+    snapshots may share one, with other layers. An older era's stay for who wants to go back to it (`past_eras`).
 
     Raises: OSError.
     """
     ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
     for name, (era, version) in ages.items():
         newer = {other for of_era, other in ages.values() if of_era == era and other > version}
-        if len(newer) >= keep:
+        if len(newer) >= keep and (era, version) not in certified:
             disk.replace(folder / name, folder / f"{UNFINISHED_PREFIX}{name}")
     _remove_unfinished(disk, folder)
 

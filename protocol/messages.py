@@ -10,6 +10,7 @@ This file is long because the closed union of everything that may cross the wire
 
 import msgspec
 
+from shoal.protocol.certificate import Attested
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.names import is_name
@@ -162,6 +163,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     links: tuple[LinkReport, ...] = ()
     """Some of the sender's links: they take turns, `LINKS_PER_HEARTBEAT_MAX` at most."""
     holdings: tuple[Holding, ...] = ()
+    attested: tuple[Attested, ...] = ()
+    """What the sender has signed and the plan that it obeys does not certify yet."""
     carried: Holding | None = None
     """What the sender held when the last layout ended, and keeps in memory for whoever holds the layers now."""
     unfetched_bytes: int = 0

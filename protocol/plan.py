@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 from blake3 import blake3
 
+from shoal.protocol.certificate import Certified
 from shoal.protocol.envelope import seal, unseal
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
@@ -147,6 +148,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     formats: Formats | None = None
     """How tensors travel under it, by cut and by stage, each as `WireSpec.forward` and `WireSpec.sums` allow. None: all
     in the first of those."""
+    certified: tuple[Certified, ...] = ()
+    """The versions that may be gone back to, a group of layers at a time. Those that the plan before had not carry the
+    signatures of that plan's members."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:

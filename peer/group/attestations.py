@@ -5,25 +5,12 @@ version could give it any parameters. So those who held the layers before it sig
 somebody joins, and hand each other's signatures on with what they offer: those of the dead count, too.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-
-import msgspec
-from blake3 import blake3
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import ATTESTATIONS_OF_ONE_MAX
 from shoal.protocol.plan import Member
-
-
-def root_of(proofs: Iterable[tuple[str, str]]) -> str:
-    """One digest of the (layer, digest) of all layers of a group, in their order."""
-    return blake3(msgspec.msgpack.encode(tuple(proofs))).hexdigest(length=16)
-
-
-def statement_body(*, era: int, version: int, root: str) -> bytes:
-    """What a holder signs. The layers' names are in the root."""
-    return msgspec.msgpack.encode((era, version, root))
 
 
 def voters(

@@ -7,11 +7,12 @@ Nothing happens here while every member of the group holds the state: none is ha
 import logging
 from dataclasses import dataclass
 
-from shoal.peer.group.attestations import Attestations, is_majority, root_of, statement_body
+from shoal.peer.group.attestations import Attestations, is_majority
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.state import StageState
 from shoal.peer.replica.views import GroupView
 from shoal.peer.tasks import Tasks
+from shoal.protocol.certificate import root_of, state_body
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
@@ -104,7 +105,7 @@ class Witnesses:
         finally:
             self._signing.discard(state.version)
         core, endpoint, root = self._core, self._endpoint, root_of(proofs)
-        body = statement_body(era=endpoint.era, version=state.version, root=root)
+        body = state_body(era=endpoint.era, version=state.version, root=root)
         signature = endpoint.seals.sign_statement(endpoint.identity, "state", run=endpoint.run, body=body)
         self._kept[state.version] = Witnessed(state, proofs), root
         self._attestations.heard(core.me, state.version, root, signature)
@@ -149,5 +150,5 @@ def is_witnessed(endpoint: Endpoint, offer: StateOffer, keys: tuple[str, ...], a
 
 
 def _holds(endpoint: Endpoint, signer: PeerID, signature: bytes, said: Attestation) -> bool:
-    body = statement_body(era=endpoint.era, version=said.version, root=said.root)
+    body = state_body(era=endpoint.era, version=said.version, root=said.root)
     return endpoint.seals.statement_holds(signer, signature, "state", run=endpoint.run, body=body)

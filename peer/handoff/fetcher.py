@@ -106,6 +106,7 @@ class StateFetcher:
         self._tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._sources: dict[str, list[PeerID]] = {}
         self._digests: dict[str, str] = {}
+        self._expected: Mapping[str, str] = {}
         self._version = -1
         self._stored_era = TRAINED
         self._is_witnessed: Callable[[StateOffer], bool] | None = None
@@ -152,6 +153,7 @@ class StateFetcher:
         at_least: int = 0,
         base: RoundedWeights | None = None,
         known: Mapping[str, LayerState] | None = None,
+        expected: Mapping[str, str] | None = None,
         begins: Mapping[str, Tensor] | None = None,
         begun: Mapping[str, Unfinished] | None = None,
         relay: Relay | None = None,
@@ -167,6 +169,7 @@ class StateFetcher:
             at_least: of that, no version before this one.
             base: of parameters alone: what we have, to which holders that have it, too, send the difference.
             known: layers that the caller believes it has at that version: what most holders name otherwise is fetched.
+            expected: the digests of layers of which the plan certifies them: no other is taken.
             begins: what the caller believes that a layer's parameters begin with, float32; only the rest is fetched,
                 unless the layer's digest says otherwise.
             begun: of `version`, what an earlier fetch has got of layers; they come under the digests that it went by,
@@ -178,6 +181,7 @@ class StateFetcher:
         """
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
         self._voters, self._at_least, self._base = voters, at_least, base
+        self._expected = expected or {}
         self._relay, self._mates = relay, set(relay.mates) if relay is not None else set()
         self._begun = dict(begun or {})
         self._carriers = [peer for peer in carriers if peer not in self._mates][:_CARRIERS_MAX]
@@ -285,6 +289,8 @@ class StateFetcher:
             if key in self._begun:
                 before = self._begun[key].digest
                 named = {peer: digest if digest == before else None for peer, digest in named.items()}
+            if key in self._expected:
+                named = {peer: digest if digest == self._expected[key] else None for peer, digest in named.items()}
             votes = Counter(digest for digest in named.values() if digest is not None)
             if not votes:
                 raise Unreachable(self._endpoint.peer_id, f"nobody offers the state of {key}")

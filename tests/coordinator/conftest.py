@@ -14,10 +14,12 @@ import pytest
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator
+from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.driver import Callbacks, Coordination
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PlanStore
+from shoal.protocol.certificate import Attested
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Holding, LinkReport
@@ -27,6 +29,14 @@ from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
+
+
+@pytest.fixture(autouse=True)
+def certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats that are made up attest nothing: what they say of disks counts here. `test_certificates.py` has the
+    real thing."""
+    monkeypatch.setattr(Certificates, "layers", lambda self, age: None)
+    monkeypatch.setattr("shoal.coordinator.core.certified_flaw", lambda *args, **named: "")
 
 
 def advert_of(name: str, **claims: Any) -> Advert:
@@ -123,6 +133,7 @@ class FakePeer:
     """Whether it comes by the state that a fresh plan begins with."""
     version: int = 0
     holdings: tuple[Holding, ...] = ()
+    attested: tuple[Attested, ...] = ()
     commits: list[CommitReport] = field(default_factory=list)
     mates: Callable[[], Sequence["FakePeer"]] = list
     probed: list[LinkReport] = field(default_factory=list)
@@ -173,6 +184,7 @@ class FakePeer:
             version=self.version,
             synced=self.state is not None,
             holdings=self.holdings,
+            attested=self.attested,
             draining=self.draining,
             silent=self.silent,
             commits=commits,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.coordinator.acceptor import answer_offer, answer_request
 from shoal.coordinator.ballot import Ballot
+from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.coordination_events import Answered, Ask
@@ -23,6 +24,7 @@ from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.proposer import Carried, Proposer
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
 from shoal.protocol.plan import Member, SignedPlan, Stage, open_link
+from shoal.protocol.spec import ModelSpec
 
 PEERS = tuple("abcdefg")
 OWNER = "a"
@@ -78,6 +80,7 @@ class Bag:
             holds=believe,
             is_fresh=lambda _: False,
             experts=ExpertPlaces(num_experts=0, slots=0),
+            certificates=Certificates(ModelSpec(dim=32, num_layers=2), placed=False),
             heartbeat_s=1.0,
         )
 

@@ -79,6 +79,7 @@ def make_core(make_unsigned, make_heartbeat, make_chain):
             vouch=lambda body: b"yes",
             holds=lambda signer, signature, body: signature == b"yes",
             holds_end=lambda signer, signature, body: signature == b"yes",
+            holds_state=lambda signer, signature, body: signature == b"yes",
             rng=random.Random(7),
             now_s=now_s,
         )

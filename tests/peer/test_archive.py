@@ -15,6 +15,9 @@ from shoal.peer.archive import ABANDONED_SNAPSHOTS, Archive
 from shoal.peer.model.layout import all_layer_keys
 from shoal.peer.past_eras import ERAS_KEPT
 from shoal.peer.pipeline.state import LayerState, StageState, initial_state
+from shoal.protocol.certificate import Certified
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Plan
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec
 
@@ -118,7 +121,14 @@ def test_a_new_snapshot_by_the_clock_removes_no_other_layers(desk: Desk) -> None
     assert desk.read(0, 10).keys() == set(KEYS)
 
 
+def certify(desk: Desk, era: int, version: int) -> None:
+    """A plan is live that certifies this version."""
+    plan = Plan(run="run", term=1, sequence=1, previous="", coordinator=PeerID("ana"), stages=())
+    desk.archive.follow(msgspec.structs.replace(plan, certified=(Certified(era, version, ()),)))
+
+
 def thin(desk: Desk, era: int, version: int) -> None:
+    certify(desk, era, version)
     if desk.archive.may_thin((era, version)):
         asyncio.run(desk.archive.thin((era, version)))
 
@@ -154,6 +164,7 @@ def test_an_older_eras_last_snapshots_stay_for_a_week_and_until_the_new_one_has_
     assert desk.held == [last, *old]
     desk.time.now = WEEK_S - 1.0
     desk.reopen()
+    certify(desk, *last)
     assert not desk.archive.may_thin(last), "it costs no look at the disk meanwhile"
     assert desk.held == [last, *old]
     desk.time.now = WEEK_S + 1.0
@@ -183,11 +194,25 @@ def test_a_torn_note_of_an_eras_end_costs_a_longer_wait_and_no_snapshot(desk: De
         assert desk.held == [(1, 10), (0, 100)]
 
 
+def test_what_a_plan_certifies_stays_whatever_comes_after_it(desk: Desk) -> None:
+    """Of a group of two the other may lie, and has us keep what it claims to be newer."""
+    desk.write(50)
+    certify(desk, 0, 50)
+    for version in (4800, 4801, 4802):
+        desk.write(version)
+    assert desk.held == [(0, 4802), (0, 4801), (0, 50)]
+    thin(desk, 0, 4801)
+    assert desk.held[-1] == (0, 4801), "only a plan that certifies a newer one lets it go"
+
+
 def test_a_safe_snapshot_that_is_newer_than_all_we_have_is_not_believed(desk: Desk) -> None:
     desk.write(50)
     desk.write(100)
     for safe in ((0, 101), (1, 1), (1 << 40, 1 << 40)):
+        certify(desk, *safe)
         assert not desk.archive.may_thin(safe)
+    assert not desk.archive.may_thin((0, 100)), "no plan certifies it"
+    certify(desk, 0, 100)
     assert desk.archive.may_thin((0, 100))
     thin(desk, 0, 100)
     assert not desk.archive.may_thin((0, 100)), "there is nothing to do"

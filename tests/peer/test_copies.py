@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal.peer.archive import Archive
+from shoal.peer.attesting import Attesting
 from shoal.peer.copies import Copies, keepers
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.server import StateServer
@@ -85,8 +86,11 @@ class Peer:
         )
         self.errors: list[BaseException] = []
         self.tasks = Tasks(self.errors.append)
+        attesting = Attesting(
+            self.archive, endpoint=self.endpoint, compute=self.sim.compute, model=spec.model, on_news=lambda: None
+        )
         self.copies = Copies(
-            self.archive,
+            attesting,
             endpoint=self.endpoint,
             spec=spec,
             server=server,

@@ -75,6 +75,7 @@ class Scene:
             stored_era: int = -1,
             is_witnessed: Callable[[StateOffer], bool] | None = None,
             known: Mapping[str, LayerState] | None = None,
+            expected: Mapping[str, str] | None = None,
             relay: Relay | None = None,
             carriers: Sequence[PeerID] = (),
         ) -> StageState:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shoal.peer.group.attestations import root_of, statement_body
+from shoal.protocol.certificate import root_of, state_body
 from shoal.protocol.errors import Refused
 from shoal.protocol.messages import Attestation, Done, StateOffer, StateRequest
 from shoal.protocol.sim.loop import run
@@ -52,7 +52,7 @@ def lie(swarm, name, *, ahead, sign=True):
         state = forged(driver.replica.state, ahead=ahead)
         asked.append(state.version)
         made = server._offer(source, (-1, state.version), state.layers.items(), set(message.layers))
-        body = statement_body(era=0, version=state.version, root=root_of(made.digests))
+        body = state_body(era=0, version=state.version, root=root_of(made.digests))
         signature = endpoint.seals.sign_statement(endpoint.identity, "state", run=endpoint.run, body=body)
         stolen = [(swarm.peer(other).peer_id, signature) for other in HOLDERS]  # nobody else has signed it
         return msgspec.structs.replace(made, signatures=tuple(stolen) if sign else ())

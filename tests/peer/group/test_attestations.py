@@ -1,6 +1,7 @@
 """Who must have signed a state before a newcomer fetches it."""
 
-from shoal.peer.group.attestations import Attestations, is_majority, root_of, statement_body, voters
+from shoal.peer.group.attestations import Attestations, is_majority, voters
+from shoal.protocol.certificate import root_of, state_body
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import ATTESTATIONS_OF_ONE_MAX
 from shoal.protocol.plan import Member
@@ -52,7 +53,7 @@ def test_a_root_depends_on_each_layer_its_name_and_their_order() -> None:
 
 
 def test_a_statement_is_of_one_era_and_version() -> None:
-    bodies = {statement_body(era=era, version=version, root="r") for era in (0, 1) for version in (0, 1)}
+    bodies = {state_body(era=era, version=version, root="r") for era in (0, 1) for version in (0, 1)}
     assert len(bodies) == 4
 
 

@@ -1,0 +1,161 @@
+"""Which versions the run may go back to: those that a majority of the places of every group has signed. Pure.
+
+A coordinator collects what members attest in their heartbeats and puts what a majority of a group has signed into its
+next plan; voters check the signatures before they vote. `protocol/certificate.py` says what is signed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from shoal.protocol.certificate import Attested, Certified, Proofs, jury, layers_at
+from shoal.protocol.identity import PeerID
+from shoal.protocol.layers import group_keys, held_keys
+from shoal.protocol.plan import Plan
+from shoal.protocol.spec import ModelSpec
+
+Holds = Callable[[PeerID, bytes, bytes], bool]
+"""(signer, signature, body of a `state` statement) -> whether the signer has said so."""
+
+KEPT = 2
+"""Plans certify so many whole versions, as many as each peer keeps of each group of layers."""
+ATTESTED_MAX = 4
+"""Versions of one group of layers that one member may attest before any of them is certified."""
+
+
+class Certificates:
+    """What is certified by the live plan, or could be by the next one.
+
+    Args:
+        placed: plans of the run say who holds which expert.
+    """
+
+    def __init__(self, model: ModelSpec, *, placed: bool) -> None:
+        self._model, self._wanted = model, frozenset(held_keys(model, placed=placed))
+        self._plan: Plan | None = None
+        self._said: dict[tuple[str, ...], dict[PeerID, dict[tuple[int, int], Attested]]] = {}
+        """Layers of a group -> member -> (era, version) -> its word, whose signature holds."""
+        self._known: frozenset[tuple[tuple[int, int], tuple[str, ...]]] = frozenset()
+        """((era, version), layers) of all that the live plan certifies."""
+        self._new: tuple[Certified, ...] = ()
+
+    def obey(self, plan: Plan) -> None:
+        """A plan is live."""
+        self._plan = plan
+        self._known = frozenset((entry.age, entry.keys) for entry in plan.certified)
+        for keys, by_peer in list(self._said.items()):
+            for peer, said in list(by_peer.items()):
+                by_peer[peer] = {age: word for age, word in said.items() if (age, keys) not in self._known}
+                if not by_peer[peer]:
+                    del by_peer[peer]
+            if not by_peer:
+                del self._said[keys]
+        self._new = tuple(self._proven(plan))
+
+    def hear(self, peer: PeerID, attested: Iterable[Attested], *, holds: Holds) -> None:
+        """A member's heartbeat attests versions. Whatever has no place, or signs something else, is ignored."""
+        plan = self._plan
+        if plan is None:
+            return
+        groups = {group_keys(self._model, plan, group) for group in plan.groups_of(peer)}
+        is_news = False
+        for word in attested:
+            age, keys = (word.era, word.version), word.keys
+            if keys not in groups or (age, keys) in self._known or word.era > plan.era or word.version <= 0:
+                continue
+            said = self._said.setdefault(keys, {}).setdefault(peer, {})
+            if said.get(age) == word or not holds(peer, word.signature, word.body):
+                continue
+            said[age] = word
+            if len(said) > ATTESTED_MAX:
+                del said[min(said)]
+            is_news = True
+        if is_news:
+            self._new = tuple(self._proven(plan))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a plan could certify a whole version that is newer than those of the live one."""
+        plan = self._plan
+        return plan is not None and max(self._whole(self._all), default=()) > max(
+            self._whole(plan.certified), default=()
+        )
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """(era, version) of the newest version that is certified whole; (0, 0): none is."""
+        return max(self._whole(self._all), default=(0, 0))
+
+    @property
+    def are_any(self) -> bool:
+        """Whether anything has been certified in this run."""
+        return bool(self._all)
+
+    def layers(self, age: tuple[int, int]) -> frozenset[str] | None:
+        """The layers that are certified at (era, version). None: there is no plan yet, and nobody has certified
+        anything: the owner, who makes the first one, goes by what is there."""
+        return None if self._plan is None else frozenset(layers_at(self._all, age))
+
+    def for_plan(self, restored: tuple[int, int]) -> tuple[Certified, ...]:
+        """What the next plan certifies: the newest whole versions, what is newer than these, and the version at which
+        its era began.
+
+        Args: restored: (restore_era, restore_version) of that plan.
+        """
+        whole = sorted(self._whole(self._all))[-KEPT:]
+        oldest = min(whole, default=(-1, 0))
+        kept = (entry for entry in self._all if entry.age >= oldest or entry.age == restored)
+        return tuple(sorted(kept, key=lambda entry: (entry.age, entry.keys)))
+
+    @property
+    def _all(self) -> tuple[Certified, ...]:
+        known = tuple(entry.bare for entry in self._plan.certified) if self._plan is not None else ()
+        return known + self._new
+
+    def _whole(self, entries: Iterable[Certified]) -> list[tuple[int, int]]:
+        """The (era, version) at which every layer of the model is certified."""
+        found: dict[tuple[int, int], set[str]] = {}
+        for entry in entries:
+            found.setdefault(entry.age, set()).update(entry.keys)
+        return [age for age, keys in found.items() if keys >= self._wanted]
+
+    def _proven(self, plan: Plan) -> Iterator[Certified]:
+        """What a majority of a group's jury has said."""
+        for group in range(len(plan.stages) + len(plan.experts)):
+            by_peer = self._said.get(group_keys(self._model, plan, group))
+            if not by_peer:
+                continue
+            signers = jury([member.peer for member in plan.group_members(group)], plan.previous)
+            votes: dict[tuple[tuple[int, int], Proofs], list[tuple[int, bytes]]] = {}
+            for at, peer in enumerate(signers):
+                for age, word in by_peer.get(peer, {}).items():
+                    votes.setdefault((age, word.proofs), []).append((at, word.signature))
+            for ((era, version), proofs), signatures in votes.items():
+                if 2 * len(signatures) > len(signers):
+                    yield Certified(era, version, proofs, tuple(signatures))
+
+
+def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) -> str:
+    """Say what `plan`, the successor of `base`, certifies without proof, or begins at without a certificate; empty:
+    nothing."""
+    known = {entry.bare for entry in base.certified}
+    for entry in plan.certified:
+        if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds)):
+            return flaw
+    at = plan.restore_era, plan.restore_version
+    begins = plan.era != base.era and plan.restore_version > 0 and not plan.mandate
+    wanted = held_keys(model, placed=bool(plan.experts))
+    if begins and not layers_at(plan.certified, at).keys() >= set(wanted):
+        return f"era {plan.era} begins at version {at[1]} of era {at[0]}, which its makers have not certified"
+    return ""
+
+
+def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, holds: Holds) -> str:
+    groups = range(len(base.stages) + len(base.experts))
+    group = next((group for group in groups if group_keys(model, base, group) == entry.keys), None)
+    what = f"version {entry.version} of {entry.keys[0] if entry.keys else 'nothing'}"
+    if group is None:
+        return f"{what} is certified, and no group holds these layers"
+    signers = jury([member.peer for member in base.group_members(group)], base.previous)
+    signed = {at for at, sign in entry.signatures if 0 <= at < len(signers) and holds(signers[at], sign, entry.body)}
+    if 2 * len(signed) <= len(signers):
+        return f"{len(signed)} of {len(signers)} members have signed {what}, which is no majority"
+    return ""
