@@ -60,6 +60,7 @@ from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PER_REPLY_MAX, TOGETHER_MAX
+from shoal.protocol.membership import Excluded
 from shoal.protocol.messages import (
     Advert,
     ChainLinks,
@@ -306,9 +307,9 @@ class Coordination:
 
     async def _put_out(self, order: Exclusion) -> None:
         """Exclude members. They hear of it first, since in a moment nobody talks to them any more."""
-        members, keys = self._endpoint.members, frozenset(order.keys)
+        members, excluded = self._endpoint.members, Excluded(self._core.excluded_keys)
         plan = self._core.plan
-        leaving = [peer for peer in (plan.members if plan else ()) if members.is_among(peer, keys)]
+        leaving = [peer for peer in (plan.members if plan else ()) if members.is_out_by(peer, excluded)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_HEARTBEATS * self._spec.swarm.heartbeat_s):
                 await asyncio.gather(*(self._tell(peer, Exclude(order=order.encode())) for peer in leaving))
@@ -318,7 +319,7 @@ class Coordination:
     def _expel(self) -> None:
         """Treat excluded peers as strangers from now on."""
         members = self._endpoint.members
-        members.exclude(self._core.excluded_keys)
+        members.exclude(Excluded(self._core.excluded_keys))
         out = tuple(sorted(filter(members.is_excluded, self._core.known_peers())))
         if out:
             self._feed(Expelled(peers=out))

@@ -14,9 +14,10 @@ the invite's expiry and its number of seats bound who is let in: a coordinator a
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping, Set
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -127,6 +128,23 @@ def _delegated(delegation: Delegation) -> bytes:
     return _ENCODER.encode((delegation.key, delegation.expires_s, delegation.seats, delegation.may_train))
 
 
+class Excluded(NamedTuple):
+    """Says who is out of the run. All keys are public Ed25519 keys of 32 bytes."""
+
+    keys: Set[bytes] = frozenset()
+    """Of members and of invites."""
+    readmitted: Set[bytes] = frozenset()
+    """Members that are in although the invite by which they came is out."""
+    came_by: Mapping[bytes, bytes] = {}
+    """Excluded member -> the invite by which it came, where that is known: it has a seat for good."""
+
+
+class _Shown(NamedTuple):
+    delegation: Delegation
+    ends_s: int
+    """Seconds since 1970; 0: no end."""
+
+
 class Members:
     """Knows who belongs to one run, as far as this peer has been shown, and who is excluded from it.
 
@@ -147,9 +165,10 @@ class Members:
     ) -> None:
         self.run, self.owner, self.certificate, self.is_open = run, owner, certificate, is_open
         self._wall_s = wall_s
-        self._shown: OrderedDict[PeerID, Delegation] = OrderedDict()
+        self._shown: OrderedDict[PeerID, dict[bytes, _Shown]] = OrderedDict()
+        """For each peer all invites that it has shown. The owner gives out few, so this has a bound."""
         self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""
-        self._excluded: frozenset[bytes] = frozenset()
+        self.excluded = Excluded()
         self.on_exclusion: list[Callable[[], None]] = []
         """Called when more keys are excluded than before."""
 
@@ -157,71 +176,78 @@ class Members:
         """`peer` proves who let it in; remembered until others push it out. Raises: RemoteError: it proves nothing."""
         if peer == self.owner or not certificate:
             return
-        delegation = _opened(certificate, self.run, self.owner, peer)
-        held = self._shown.pop(peer, delegation)
-        # Whoever looked on first may come to train; whoever trains does not lose that by looking on.
-        self._shown[peer] = held if held.access_level > delegation.access_level else delegation
+        shown = _opened(certificate, self.run, self.owner, peer)
+        held = self._shown.pop(peer, {})
+        held.pop(shown.delegation.key, None)
+        held[shown.delegation.key] = shown  # the newest is the last
+        self._shown[peer] = held
         if len(self._shown) > PEERS_MAX:
             self._shown.popitem(last=False)
 
     def access_level(self, peer: PeerID) -> AccessLevel:
-        if self._excluded and self.is_excluded(peer):
+        if self.is_excluded(peer):
             return AccessLevel.STRANGER
         if peer == self.owner or self.is_open:
             return AccessLevel.MEMBER
-        delegation = self._shown.get(peer)
-        return delegation.access_level if delegation is not None else AccessLevel.STRANGER
+        shown = self._in_use(peer)
+        return shown.delegation.access_level if shown is not None else AccessLevel.STRANGER
+
+    def invite_of(self, peer: PeerID) -> bytes:
+        """The key of the invite by which `peer` is a member; empty: it is the owner, or unknown, or it needs none."""
+        shown = self._in_use(peer)
+        return shown.delegation.key if shown is not None else b""
 
     def why_not_enter(self, newcomer: PeerID, others: Collection[PeerID]) -> str:
         """Say why a coordinator must not let `newcomer` into the swarm beside `others`; empty: it may."""
-        delegation = self._shown.get(newcomer)
-        if newcomer == self.owner or delegation is None:
+        shown = self._in_use(newcomer)
+        if newcomer == self.owner or shown is None:
             return ""  # an open run: those who are no members do not get here
+        delegation = shown.delegation
         if delegation.expires_s and self._wall_s() > delegation.expires_s:
             return f"the invite {delegation.name} has expired: ask the host for a fresh one"
         if delegation.seats:
-            taken = sum(1 for peer in others if peer != newcomer and self._came_by(peer, delegation.key))
+            taken = sum(1 for peer in others if peer != newcomer and self.invite_of(peer) == delegation.key)
             if taken >= delegation.seats:
                 return f"all {delegation.seats} seats of the invite {delegation.name} are taken: ask the host for one"
         return ""
 
-    def _came_by(self, peer: PeerID, key: bytes) -> bool:
-        delegation = self._shown.get(peer)
-        return delegation is not None and delegation.key == key
+    def _in_use(self, peer: PeerID) -> _Shown | None:
+        """What gives `peer` the most: a peer that looked on first may come to train, and does not lose that by looking
+        on. Of equal ones the one shown last."""
+        held = reversed(self._shown.get(peer, {}).values())
+        return max(held, key=lambda shown: shown.delegation.access_level, default=None)
 
     # --- exclusion ---
 
     def excludes_us(self, me: PeerID) -> bool:
         """Whether we, or all who came by our invite, have been put out of the run."""
-        return me != self.owner and (self._own_invite in self._excluded or _key_of(me) in self._excluded)
+        return me != self.owner and self._is_out(me, self.excluded, (self._own_invite,))
 
-    @property
-    def excluded(self) -> frozenset[bytes]:
-        """Public keys of members and of invites."""
-        return self._excluded
-
-    def exclude(self, keys: Iterable[bytes]) -> None:
-        """Take these keys, and all members that they certified, for strangers from now on."""
-        more = self._excluded.union(keys)
-        if more != self._excluded:
-            self._excluded = more
+    def exclude(self, excluded: Excluded) -> None:
+        """Take these keys, and all members that they certified, for strangers from now on, and no others."""
+        before, self.excluded = self.excluded, excluded
+        if not before.keys >= excluded.keys:
             for callback in self.on_exclusion:
                 callback()
 
     def is_excluded(self, peer: PeerID) -> bool:
-        return bool(self._excluded) and self.is_among(peer, self._excluded)
+        return bool(self.excluded.keys) and self.is_out_by(peer, self.excluded)
 
-    def is_among(self, peer: PeerID, keys: Collection[bytes]) -> bool:
-        """Whether `keys` has the peer's own key, or that of the invite by which it came. The owner is beyond that."""
-        if peer == self.owner:
-            return False
-        delegation = self._shown.get(peer)
-        return _key_of(peer) in keys or (delegation is not None and delegation.key in keys)
+    def is_out_by(self, peer: PeerID, excluded: Excluded) -> bool:
+        """Whether `excluded` has the peer's own key, or that of any invite that it has ever shown here. The owner is
+        beyond that."""
+        return peer != self.owner and self._is_out(peer, excluded, self._shown.get(peer, ()))
+
+    @staticmethod
+    def _is_out(peer: PeerID, excluded: Excluded, invites: Collection[bytes]) -> bool:
+        key = _key_of(peer)
+        return key in excluded.keys or (key not in excluded.readmitted and not excluded.keys.isdisjoint(invites))
 
 
 @lru_cache(maxsize=4096)
-def _opened(certificate: bytes, run: str, owner: PeerID, member: PeerID) -> Delegation:
-    return open_certificate(certificate, run=run, owner=owner, member=member)
+def _opened(certificate: bytes, run: str, owner: PeerID, member: PeerID) -> _Shown:
+    delegation = open_certificate(certificate, run=run, owner=owner, member=member)
+    return _Shown(delegation, delegation.expires_s)
 
 
 @lru_cache(maxsize=PEERS_MAX)

@@ -11,7 +11,7 @@ from shoal.protocol.errors import Refused, Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey
 from shoal.protocol.limits import PLAN_WAIT_S, PLANS_SERVED, PROTOCOL_VERSION, WAITING_FOR_PLAN_MAX
-from shoal.protocol.membership import Members
+from shoal.protocol.membership import Excluded, Members
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -100,7 +100,7 @@ def test_an_excluded_mate_is_refused_at_once() -> None:
     )
     gate = gate_of(ana.peer_id, plan)
     assert gate.verdict(ben.peer_id, m.Progress) is Verdict.ALLOWED
-    gate.members.exclude([ben.public_key])
+    gate.members.exclude(Excluded({ben.public_key}))
     assert gate.verdict(ben.peer_id, m.Progress) is Verdict.REFUSED
 
 
@@ -138,7 +138,7 @@ def test_a_stranger_is_not_heard_and_a_member_is() -> None:
         peers["mallory"].members.certificate = b""
         with pytest.raises(Refused, match="show your certificate"):
             await peers["mallory"].ask(owner, m.Ping(), m.Ping)
-        peers["owner"].members.exclude([peers["ana"].identity.public_key])
+        peers["owner"].members.exclude(Excluded({peers["ana"].identity.public_key}))
         with pytest.raises(Refused, match="you are excluded from this run"):
             await peers["ana"].ask(owner, m.Ping(), m.Ping)
 

@@ -7,7 +7,7 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity
 from shoal.protocol.invite import InviteKey
 from shoal.protocol.limits import CERTIFICATE_BYTES_MAX
-from shoal.protocol.membership import AccessLevel, Certificate, Members, certify, delegate
+from shoal.protocol.membership import AccessLevel, Certificate, Excluded, Members, certify, delegate
 
 OWNER, ANA, BEN, MALLORY = (Identity(bytes([number]) * 32) for number in range(1, 5))
 RUN = "0123456789abcdef"
@@ -95,19 +95,34 @@ def test_an_invite_has_so_many_seats_at_a_time() -> None:
 
 def test_a_member_or_a_whole_invite_is_excluded() -> None:
     run, key, other, called = members(), key_of(), key_of(), []
-    run.on_exclusion.append(lambda: called.append(run.excluded))
+    run.on_exclusion.append(lambda: called.append(run.excluded.keys))
     run.show(ANA.peer_id, certificate(key, ANA))
     run.show(BEN.peer_id, certificate(other, BEN))
-    run.exclude([ANA.public_key])
+    run.exclude(Excluded({ANA.public_key}))
     assert run.access_level(ANA.peer_id) is AccessLevel.STRANGER
-    run.exclude([other.delegation.key])
-    run.exclude([other.delegation.key])
+    for _ in range(2):
+        run.exclude(Excluded({ANA.public_key, other.delegation.key}))
     assert run.access_level(BEN.peer_id) is AccessLevel.STRANGER
     run.show(MALLORY.peer_id, certificate(other, MALLORY))
     assert run.access_level(MALLORY.peer_id) is AccessLevel.STRANGER
-    run.exclude([OWNER.public_key])
+    run.exclude(Excluded({OWNER.public_key}))
     assert run.access_level(OWNER.peer_id) is AccessLevel.MEMBER, "nobody can take a run from its owner"
+    assert run.access_level(ANA.peer_id) is AccessLevel.MEMBER, "what is excluded no more is in again"
     assert len(called) == 3
+
+
+def test_a_member_of_a_revoked_invite_is_out_by_whatever_invite_it_comes_then() -> None:
+    run, revoked, anothers = members(), key_of(), key_of()
+    run.show(ANA.peer_id, certificate(revoked, ANA))
+    assert run.invite_of(ANA.peer_id) == revoked.delegation.key
+    run.show(ANA.peer_id, certificate(anothers, ANA))
+    assert run.invite_of(ANA.peer_id) == anothers.delegation.key
+    run.exclude(Excluded({revoked.delegation.key}))
+    run.show(ANA.peer_id, certificate(anothers, ANA))
+    assert run.access_level(ANA.peer_id) is AccessLevel.STRANGER
+    run.exclude(Excluded({revoked.delegation.key}, readmitted={ANA.public_key}))
+    assert run.access_level(ANA.peer_id) is AccessLevel.MEMBER, "the owner lets in this one of them"
+    assert run.invite_of(OWNER.peer_id) == run.invite_of(BEN.peer_id) == b""
 
 
 def test_whoever_has_an_invite_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
