@@ -7,9 +7,12 @@ An invite carries its delegation and the seed of its key, so whoever has the inv
 every coordinator may be dead; and whoever is shown a certificate checks two signatures and asks nobody. The same chain
 is known from SPKI certificates (RFC 2693, section 3) and from capability tokens.
 
-What a certificate cannot prove offline is *when* it was made, and how many others were made with the same invite. So
-the invite's expiry and its number of seats bound who is let in: a coordinator applies both to newcomers
-(`Members.why_not_enter`).
+A certificate ends with its invite, and a peer whose certificate has ended is a stranger. There is one exception: a
+peer that is in stays in, as long as a plan that we obey or obeyed of late has it as a member. For the time after that
+the owner renews: it signs a certificate of its own for each member that is in a plan and asks (`Members.renew`).
+
+What a certificate cannot prove offline is how many others were made with the same invite. So a coordinator applies the
+number of seats to newcomers (`Members.why_not_enter`).
 """
 
 import time
@@ -28,6 +31,8 @@ from shoal.protocol.limits import CERTIFICATE_BYTES_MAX, PEERS_MAX
 from shoal.protocol.statement import sign_statement, statement_holds
 
 INVITE_NAME_BYTES = 4
+RENEWED_FOR_S = 30 * 24 * 3600
+"""How long a renewed certificate holds: a member may be away for about so long, and needs no other invite then."""
 
 
 class AccessLevel(IntEnum):
@@ -46,7 +51,7 @@ class Delegation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     key: bytes
     """Public Ed25519 key of the invite, 32 bytes."""
     expires_s: int
-    """Seconds since 1970 until which newcomers are let in; 0: no end."""
+    """Seconds since 1970 until which certificates made with it hold; 0: no end."""
     seats: int
     """How many members may be in the run by this invite at a time; 0: any number."""
     may_train: bool
@@ -69,7 +74,14 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
     delegation: Delegation
     signature: bytes
-    """The signature by the delegation's key."""
+    """The signature by the delegation's key; under a renewed certificate by the owner's."""
+    renewed_to_s: int = 0
+    """Seconds since 1970 until which a renewed certificate holds; 0: it is none, and ends with its invite."""
+
+    @property
+    def ends_s(self) -> int:
+        """Seconds since 1970; 0: no end."""
+        return self.renewed_to_s or self.delegation.expires_s
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -96,6 +108,13 @@ def certify(invite: Identity, delegation: Delegation, member: PeerID, *, run: st
     return _ENCODER.encode(Certificate(delegation, signature))
 
 
+def renew(owner: Identity, delegation: Delegation, member: PeerID, *, run: str, ends_s: int) -> bytes:
+    """Say that `member`, which came by this invite, belongs to the run until `ends_s`, as the run's owner. Returns: the
+    certificate's bytes."""
+    signature = sign_statement(owner, "member", run=run, body=_renewed(member, delegation, ends_s))
+    return _ENCODER.encode(Certificate(delegation, signature, ends_s))
+
+
 @lru_cache(maxsize=256)
 def delegation_holds(delegation: Delegation, *, run: str, owner: PeerID) -> bool:
     """Whether the owner signed it. There are few invites, and many who show them."""
@@ -104,8 +123,8 @@ def delegation_holds(delegation: Delegation, *, run: str, owner: PeerID) -> bool
     return statement_holds(owner, delegation.signature, "invite", run=run, body=_delegated(delegation))
 
 
-def open_certificate(data: bytes, *, run: str, owner: PeerID, member: PeerID) -> Delegation:
-    """Check that the holder of an invite of this run certified `member`. Returns: by which invite.
+def open_certificate(data: bytes, *, run: str, owner: PeerID, member: PeerID) -> Certificate:
+    """Check that the holder of an invite of this run, or its owner, certified `member`.
 
     Raises: RemoteError: one sentence that says why not; names `member`.
     """
@@ -118,10 +137,16 @@ def open_certificate(data: bytes, *, run: str, owner: PeerID, member: PeerID) ->
     delegation = certificate.delegation
     if not delegation_holds(delegation, run=run, owner=owner):
         raise RemoteError(member, "showed an invite that the run's owner did not sign")
-    signer = peer_id_of(delegation.key)
-    if not statement_holds(signer, certificate.signature, "member", run=run, body=public_key_of(member)):
+    signer, body = peer_id_of(delegation.key), public_key_of(member)
+    if certificate.renewed_to_s:
+        signer, body = owner, _renewed(member, delegation, certificate.renewed_to_s)
+    if not statement_holds(signer, certificate.signature, "member", run=run, body=body):
         raise RemoteError(member, "showed somebody else's certificate")
-    return delegation
+    return certificate
+
+
+def _renewed(member: PeerID, delegation: Delegation, ends_s: int) -> bytes:
+    return _ENCODER.encode((public_key_of(member), delegation.key, ends_s))
 
 
 def _delegated(delegation: Delegation) -> bytes:
@@ -132,17 +157,11 @@ class Excluded(NamedTuple):
     """Says who is out of the run. All keys are public Ed25519 keys of 32 bytes."""
 
     keys: Set[bytes] = frozenset()
-    """Of members and of invites."""
+    """The keys of members and of invites."""
     readmitted: Set[bytes] = frozenset()
     """Members that are in although the invite by which they came is out."""
     came_by: Mapping[bytes, bytes] = {}
     """Excluded member -> the invite by which it came, where that is known: it has a seat for good."""
-
-
-class _Shown(NamedTuple):
-    delegation: Delegation
-    ends_s: int
-    """Seconds since 1970; 0: no end."""
 
 
 class Members:
@@ -165,8 +184,11 @@ class Members:
     ) -> None:
         self.run, self.owner, self.certificate, self.is_open = run, owner, certificate, is_open
         self._wall_s = wall_s
-        self._shown: OrderedDict[PeerID, dict[bytes, _Shown]] = OrderedDict()
-        """For each peer all invites that it has shown. The owner gives out few, so this has a bound."""
+        self._shown: OrderedDict[PeerID, dict[bytes, Certificate]] = OrderedDict()
+        """Peer -> invite's key -> certificate, for all invites that the peer has shown. The owner gives out few, so this has a bound."""
+        self.planned: Set[PeerID] | None = None
+        """The members of the plans obeyed of late, whose certificates may have ended. None: this peer knows no plan, so
+        it cannot tell, and refuses nobody for that."""
         self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""
         self.excluded = Excluded()
         self.on_exclusion: list[Callable[[], None]] = []
@@ -178,8 +200,9 @@ class Members:
             return
         shown = _opened(certificate, self.run, self.owner, peer)
         held = self._shown.pop(peer, {})
-        held.pop(shown.delegation.key, None)
-        held[shown.delegation.key] = shown  # the newest is the last
+        known = held.pop(shown.delegation.key, shown)
+        # An old certificate of an invite takes nothing away from a renewed one; the newest invite is the last.
+        held[shown.delegation.key] = max(known, shown, key=lambda made: made.ends_s)
         self._shown[peer] = held
         if len(self._shown) > PEERS_MAX:
             self._shown.popitem(last=False)
@@ -190,7 +213,14 @@ class Members:
         if peer == self.owner or self.is_open:
             return AccessLevel.MEMBER
         shown = self._in_use(peer)
-        return shown.delegation.access_level if shown is not None else AccessLevel.STRANGER
+        return self._gives(peer, shown) if shown is not None else AccessLevel.STRANGER
+
+    def why_stranger(self, peer: PeerID) -> str:
+        """Say why `peer` is a stranger; empty: it has shown nothing."""
+        if self.is_excluded(peer):
+            return "you are excluded from this run"
+        shown = self._in_use(peer)
+        return _ended(shown) if shown is not None else ""
 
     def invite_of(self, peer: PeerID) -> bytes:
         """The key of the invite by which `peer` is a member; empty: it is the owner, or unknown, or it needs none."""
@@ -202,20 +232,47 @@ class Members:
         shown = self._in_use(newcomer)
         if newcomer == self.owner or shown is None:
             return ""  # an open run: those who are no members do not get here
+        if self._is_over(shown):
+            return _ended(shown)
         delegation = shown.delegation
-        if delegation.expires_s and self._wall_s() > delegation.expires_s:
-            return f"the invite {delegation.name} has expired: ask the host for a fresh one"
         if delegation.seats:
             taken = sum(1 for peer in others if peer != newcomer and self.invite_of(peer) == delegation.key)
             if taken >= delegation.seats:
                 return f"all {delegation.seats} seats of the invite {delegation.name} are taken: ask the host for one"
         return ""
 
-    def _in_use(self, peer: PeerID) -> _Shown | None:
+    def renew(self, owner: Identity, member: PeerID) -> bytes:
+        """Sign a certificate that lasts longer for `member`, as the run's owner. Returns: it; empty: `member` has shown
+        none."""
+        shown, ends_s = self._in_use(member), int(self._wall_s()) + RENEWED_FOR_S
+        return renew(owner, shown.delegation, member, run=self.run, ends_s=ends_s) if shown is not None else b""
+
+    def take_renewed(self, certificate: bytes, me: PeerID) -> None:
+        """Show `certificate` from now on. Raises: RemoteError: it is not ours, or of another invite than ours."""
+        renewed = open_certificate(certificate, run=self.run, owner=self.owner, member=me)
+        if renewed.delegation.key != self._own_invite:
+            raise RemoteError(me, "showed a certificate of another invite")
+        self.certificate = certificate
+
+    @property
+    def should_renew(self) -> bool:
+        """Whether our certificate is to be renewed: a quarter of what a fresh one would hold is gone."""
+        ends_s = _CERTIFICATES.decode(self.certificate).ends_s if self.certificate else 0
+        return 0 < ends_s < self._wall_s() + 0.75 * RENEWED_FOR_S
+
+    def _is_over(self, shown: Certificate) -> bool:
+        return 0 < shown.ends_s < self._wall_s()
+
+    def _gives(self, peer: PeerID, shown: Certificate) -> AccessLevel:
+        if self._is_over(shown) and self.planned is not None and peer not in self.planned:
+            return AccessLevel.STRANGER
+        return shown.delegation.access_level
+
+    def _in_use(self, peer: PeerID) -> Certificate | None:
         """What gives `peer` the most: a peer that looked on first may come to train, and does not lose that by looking
         on. Of equal ones the one shown last."""
         held = reversed(self._shown.get(peer, {}).values())
-        return max(held, key=lambda shown: shown.delegation.access_level, default=None)
+        return max(held, key=lambda shown: self._gives(peer, shown), default=None)
 
     # --- exclusion ---
 
@@ -245,9 +302,12 @@ class Members:
 
 
 @lru_cache(maxsize=4096)
-def _opened(certificate: bytes, run: str, owner: PeerID, member: PeerID) -> _Shown:
-    delegation = open_certificate(certificate, run=run, owner=owner, member=member)
-    return _Shown(delegation, delegation.expires_s)
+def _opened(certificate: bytes, run: str, owner: PeerID, member: PeerID) -> Certificate:
+    return open_certificate(certificate, run=run, owner=owner, member=member)
+
+
+def _ended(certificate: Certificate) -> str:
+    return f"the invite {certificate.delegation.name} has expired: ask the host for a fresh one"
 
 
 @lru_cache(maxsize=PEERS_MAX)

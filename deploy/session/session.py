@@ -46,6 +46,7 @@ from shoal.deploy.report import (
     Summary,
     Validated,
 )
+from shoal.deploy.run.renewal import take_kept
 from shoal.deploy.run.run_text import find_corpus
 from shoal.deploy.run.spec_record import Found, fetch_spec, seal_spec
 from shoal.deploy.session.background import in_background
@@ -282,9 +283,11 @@ async def _go_over(
 
 
 def _network(identity: Identity, invite: Invite, options: Options) -> contextlib.AbstractAsyncContextManager[Network]:
+    members = invite.members_for(identity.peer_id)
+    take_kept(members, LiveDisk(options.folder), identity.peer_id)
     return open_network(
         identity,
-        invite.members_for(identity.peer_id),
+        members,
         folder=options.folder,
         listen=options.ways.listen,
         announce=options.ways.announce,

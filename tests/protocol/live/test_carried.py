@@ -11,10 +11,10 @@ import pytest
 
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
-from shoal.protocol.membership import Excluded
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Excluded
 from shoal.protocol.ports import Priority
 from shoal.protocol.token_bucket import RateLimits
 

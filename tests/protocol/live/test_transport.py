@@ -14,12 +14,12 @@ import pytest
 from shoal.protocol.errors import TransportError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import STREAM_CREDIT_BYTES
-from shoal.protocol.membership import Excluded
 from shoal.protocol.live import transport as transport_module
 from shoal.protocol.live.daemon import _DetachedP2P
 from shoal.protocol.live.lane_count import LANES_FIRST
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Excluded
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.trust import everybody
 
