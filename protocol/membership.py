@@ -17,7 +17,7 @@ number of seats to newcomers (`Members.why_not_enter`).
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -185,7 +185,7 @@ class Members:
         self.run, self.owner, self.certificate, self.is_open = run, owner, certificate, is_open
         self._wall_s = wall_s
         self._shown: OrderedDict[PeerID, dict[bytes, Certificate]] = OrderedDict()
-        """Peer -> invite's key -> certificate, for all invites that the peer has shown. The owner gives out few, so this has a bound."""
+        """Peer -> invite's key -> certificate, for all that the peer has shown. The owner gives out few invites."""
         self.planned: Set[PeerID] | None = None
         """The members of the plans obeyed of late, whose certificates may have ended. None: this peer knows no plan, so
         it cannot tell, and refuses nobody for that."""
@@ -234,12 +234,14 @@ class Members:
             return ""  # an open run: those who are no members do not get here
         if self._is_over(shown):
             return _ended(shown)
-        delegation = shown.delegation
-        if delegation.seats:
-            taken = sum(1 for peer in others if peer != newcomer and self.invite_of(peer) == delegation.key)
-            if taken >= delegation.seats:
-                return f"all {delegation.seats} seats of the invite {delegation.name} are taken: ask the host for one"
+        delegation, present = shown.delegation, (peer for peer in others if peer != newcomer)
+        if delegation.seats and self.seats_taken(delegation.key, present) >= delegation.seats:
+            return f"all {delegation.seats} seats of the invite {delegation.name} are taken: ask the host for one"
         return ""
+
+    def seats_taken(self, invite: bytes, present: Iterable[PeerID]) -> int:
+        """How many of the peers that are `present` came by the invite with this key."""
+        return sum(1 for peer in present if self.invite_of(peer) == invite)
 
     def renew(self, owner: Identity, member: PeerID) -> bytes:
         """Sign a certificate that lasts longer for `member`, as the run's owner. Returns: it; empty: `member` has shown

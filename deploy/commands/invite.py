@@ -32,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
     "shoal invite  # to paste in a chat; any member's is as good as the host's",
     "shoal invite --qr  # to hold in front of a camera",
     "shoal invite --peers 1  # the shortest: only this machine's addresses",
-    "shoal invite new --uses 5 --expires 7d  # on the host: for five machines, within a week",
+    "shoal invite new --uses 20 --expires 4w  # on the host: another, for twenty machines, within four weeks",
     "shoal invite revoke 3f9a1c22  # on the host: whoever came by it is out",
 )
 def invite(
@@ -47,17 +47,17 @@ def invite(
 
 
 @examples(
-    "shoal invite new  # for as many as like, for ever",
-    "shoal invite new --uses 5 --expires 7d  # for five machines at a time, to come within a week",
+    "shoal invite new  # for five machines at a time, to come within a week",
+    "shoal invite new --uses 0 --expires 0  # for as many as like, for ever: for people that you trust",
     "shoal invite new --observe  # to look on: `shoal status INVITE`",
 )
 def new(
     uses: Annotated[
         int, typer.Option(min=0, max=65535, help="Number of machines that may use it at a time; 0: any number.")
-    ] = 0,
+    ] = 5,
     expires: Annotated[
-        str, typer.Option(help="Let newcomers in for this long, as in 90m, 12h, 7d or 4w. Default: for ever.")
-    ] = "",
+        str, typer.Option(help="Let newcomers in for this long, as in 90m, 12h, 7d or 4w; 0: for ever.")
+    ] = "7d",
     observe: Annotated[bool, typer.Option("--observe", help="Let those that join with it watch only.")] = False,
     peers: Peers = PEERS_NAMED,
     qr: Qr = False,
@@ -123,11 +123,11 @@ def exclude(
 
 
 def _seconds(text: str) -> float:
-    if not text:
+    if text == "0":
         return 0.0
     match = _SPAN.match(text.strip().lower())
     if match is None or not int(match[1]):
-        raise LocalError(f"{text!r} is no span of time: write 90m, 12h, 7d or 4w")
+        raise LocalError(f"{text!r} is no span of time: write 90m, 12h, 7d or 4w, or 0 for ever")
     return float(int(match[1]) * _SECONDS[match[2]])
 
 

@@ -19,11 +19,12 @@ class InviteVerb:
     """Answers `shoal invite`: an invite by those who are there now.
 
     Args:
-        invite: what lets others in; its addresses are made anew each time.
+        invite: of this run; its addresses are made anew each time.
+        key: finds the key that lets others in: on the run's host one with a free seat, on other peers their own.
     """
 
-    def __init__(self, transport: LiveTransport, invite: Invite) -> None:
-        self._transport, self._invite = transport, invite
+    def __init__(self, transport: LiveTransport, invite: Invite, key: Callable[[], InviteKey | None]) -> None:
+        self._transport, self._invite, self._key = transport, invite, key
 
     async def answer(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """`peers`: how many to name, us included. In return: the invite, the run, and how many it names."""
@@ -34,7 +35,7 @@ class InviteVerb:
         """Returns: the invite, and whom it names. Args: num_peers: how many to name at most, us included."""
         addresses = await self._addresses(num_peers)
         named = frozenset(PeerID(split_address(address)[1]) for address in addresses)
-        return msgspec.structs.replace(self._invite, addresses=addresses).encode(), named
+        return msgspec.structs.replace(self._invite, addresses=addresses, key=self._key()).encode(), named
 
     async def _addresses(self, num_peers: int) -> tuple[str, ...]:
         return whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)

@@ -21,8 +21,12 @@ from shoal.protocol.ports import Disk
 FILE_NAME = "invites.json"
 INVITES_MAX = EXCLUDED_KEYS_MAX // 2
 """The most invites of one run, revoked ones included: one order names all of them, and as many members."""
-DEFAULT_LASTS_S = 90 * 24 * 3600
+DEFAULT_LASTS_S = 7 * 24 * 3600
 """How long the invite that `shoal host` prints lets newcomers in; whoever is in stays."""
+DEFAULT_SEATS = 5
+"""How many machines may be in the run by that invite at a time."""
+_USEFUL_S = 24 * 3600
+"""An invite with less time left is not handed out any more."""
 
 
 class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +36,8 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
     made_s: float
     """Seconds since 1970."""
     revoked: bool = False
+    is_default: bool = False
+    """Whether `shoal invite` hands it out while it has a free seat."""
 
     @property
     def name(self) -> str:
@@ -75,16 +81,24 @@ class InviteBook:
             raise LocalError(f"{len(found) or 'no'} invites of this run begin with {name!r}: see `shoal invite list`")
         return found[0]
 
-    def default(self) -> InviteKey:
-        """The invite that `shoal host` and `shoal invite` print: the first that lets people train, or a new one."""
-        now_s = self._wall_s()
+    def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
+        """The invite that `shoal host` and `shoal invite` print: one with a free seat, or a new one.
+
+        Args:
+            seats: how many a new one has.
+            taken: how many seats of the invite with this key are taken.
+        """
+        until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:
             terms = invite.key.delegation
-            if not invite.revoked and terms.may_train and not terms.seats and terms.expires_s > now_s:
+            is_good = invite.is_default and not invite.revoked and terms.expires_s > until_s
+            if is_good and terms.seats >= seats and taken(terms.key) < terms.seats:
                 return invite.key
-        return self.make(lasts_s=DEFAULT_LASTS_S).key
+        return self.make(lasts_s=DEFAULT_LASTS_S, seats=seats, is_default=True).key
 
-    def make(self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True) -> GivenOut:
+    def make(
+        self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True, is_default: bool = False
+    ) -> GivenOut:
         """A new one. `lasts_s`: 0: for ever. Raises: LocalError: a term is out of bounds, or the disk is full."""
         if len(self.all) >= INVITES_MAX:
             raise LocalError(f"this run has given out {INVITES_MAX} invites already")
@@ -93,7 +107,7 @@ class InviteBook:
             key = InviteKey.make(self._owner, run=self._run, expires_s=expires_s, seats=seats, may_train=may_train)
         except ValueError as error:
             raise LocalError(str(error)) from error
-        made = GivenOut(key=key, made_s=self._wall_s())
+        made = GivenOut(key=key, made_s=self._wall_s(), is_default=is_default)
         self._write(msgspec.structs.replace(self._file, invites=(*self.all, made)))
         return made
 

@@ -21,7 +21,7 @@ from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.control.fresh_invite import PEERS_NAMED, FreshInvite
 from shoal.deploy.control.host_verbs import HostVerbs, InviteVerb
-from shoal.deploy.control.invite_book import InviteBook
+from shoal.deploy.control.invite_book import DEFAULT_SEATS, InviteBook
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.beside import Showing, serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
@@ -76,6 +76,7 @@ from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Members
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec, run_id
@@ -179,8 +180,20 @@ class _Run:
     def id(self) -> str:
         return run_id(self.spec, self.owner)
 
+    def key_to_give(self, members: Members) -> InviteKey | None:
+        """The key by which others may come now."""
+        if self.invites is None:
+            return self.key
+        present = members.planned or frozenset()
+        return self.invites.default(seats=_seats(self.spec), taken=lambda key: members.seats_taken(key, present))
+
     def invite(self, addresses: Sequence[str]) -> Invite:
         return Invite(PROTOCOL_VERSION, self.id, self.owner, tuple(addresses[:ADDRESSES_MAX]), self.key)
+
+
+def _seats(spec: RunSpec) -> int:
+    """How many machines may come by the invite that the host prints: enough for the run to begin."""
+    return max(DEFAULT_SEATS, spec.swarm.min_peers)
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
@@ -199,7 +212,7 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
         owner=identity.peer_id,
         record=seal_spec(identity, spec),
         corpus=corpus,
-        key=invites.default() if invites is not None else None,
+        key=invites.default(seats=_seats(spec)) if invites is not None else None,
         invites=invites,
     )
     async with _network(identity, run.invite(()), options) as network:
@@ -416,7 +429,7 @@ async def _train(
     keeper.install(control)
     showing.steer(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
-    inviting = InviteVerb(network.transport, run.invite(()))
+    inviting = InviteVerb(network.transport, run.invite(()), lambda: run.key_to_give(network.gate.members))
     control.on("invite", inviting.answer)
 
     async def members() -> list[tuple[PeerID, str]]:
