@@ -240,8 +240,9 @@ class Members:
         return ""
 
     def seats_taken(self, invite: bytes, present: Iterable[PeerID]) -> int:
-        """How many of the peers that are `present` came by the invite with this key."""
-        return sum(1 for peer in present if self.invite_of(peer) == invite)
+        """How many of the peers that are `present`, and of excluded ones, came by the invite with this key."""
+        here = sum(1 for peer in present if self.invite_of(peer) == invite and not self.is_excluded(peer))
+        return here + sum(1 for came_by in self.excluded.came_by.values() if came_by == invite)
 
     def renew(self, owner: Identity, member: PeerID) -> bytes:
         """Sign a certificate that lasts longer for `member`, as the run's owner. Returns: it; empty: `member` has shown

@@ -120,6 +120,34 @@ def exclude(
         typer.echo(msgspec.json.encode(answer).decode())
     else:
         say(f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run")
+        if answer["invite"]:
+            say(
+                f"it is the second that came by the invite {answer['invite']}, so all that came by it are out; "
+                f"`shoal readmit {answer['invite']}` lets the others in again"
+            )
+
+
+@examples(
+    "shoal readmit kXo5rW2t  # the end of a peer's ID; `shoal status` says who is excluded, and by whom",
+    "shoal readmit 3f9a1c22  # an invite, with those that came by it",
+)
+def readmit(
+    who: Annotated[str, typer.Argument(help="The end of the peer's ID, or the invite's name.")],
+    state_dir: Running = None,
+    json: Json = False,
+) -> None:
+    """Let an excluded member, or a revoked invite, in again, whoever excluded it.
+
+    It works on the run's host. The member itself must be started again."""
+    from shoal.deploy.control.control_socket import ask
+
+    answer = ask(running_here(state_dir), "readmit", who=who)
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(answer).decode())
+    else:
+        say(f"{answer['name']} may come back: `shoal join` there")
 
 
 def _seconds(text: str) -> float:

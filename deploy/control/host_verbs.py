@@ -1,4 +1,5 @@
-"""Answers commands about who may enter a run: every peer makes an invite, its host gives out, revokes and excludes."""
+"""Answers commands about who may enter a run: every peer makes an invite, its host gives out, revokes, excludes and
+readmits."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -10,9 +11,10 @@ from shoal.deploy.control.invite_book import GivenOut, InviteBook
 from shoal.deploy.state.known_peers import whom_to_name
 from shoal.protocol.errors import LocalError
 from shoal.protocol.exclusion import Exclusion
-from shoal.protocol.identity import PeerID
+from shoal.protocol.identity import PeerID, peer_id_of, public_key_of
 from shoal.protocol.invite import Invite, InviteKey, split_address
 from shoal.protocol.live.transport import LiveTransport, dialable
+from shoal.protocol.membership import Excluded, invite_name
 
 
 class InviteVerb:
@@ -56,6 +58,8 @@ class HostVerbs:
 
     Args:
         exclude: brings an order to everybody.
+        excluded: says who is out by all orders.
+        invite_of: finds the key of the invite by which a member came.
         members: (peer, its name) of those who are in the run now.
     """
 
@@ -65,15 +69,19 @@ class HostVerbs:
         verb: InviteVerb,
         *,
         exclude: Callable[[Exclusion], None],
+        excluded: Callable[[], Excluded],
+        invite_of: Callable[[PeerID], bytes],
         members: Callable[[], Awaitable[Sequence[tuple[PeerID, str]]]],
     ) -> None:
         self._book, self._verb, self._exclude, self._members = book, verb, exclude, members
+        self._excluded, self._invite_of = excluded, invite_of
 
     def install(self, control: ControlServer) -> None:
         control.on("invite-new", self._new)
         control.on("invite-list", self._list)
         control.on("invite-revoke", self._revoke)
         control.on("exclude", self._exclude_member)
+        control.on("readmit", self._readmit)
 
     def apply(self) -> None:
         """Bring what is revoked and excluded to everybody again: some may have been away."""
@@ -104,9 +112,26 @@ class HostVerbs:
         if len(found) != 1:
             raise LocalError(f"{len(found) or 'no'} members are called {wanted!r}: see `shoal status`")
         peer, name = found[0]
-        self._needed().exclude(peer)
+        invite, before = self._invite_of(peer), self._excluded().keys
+        self._needed().exclude(peer, invite)
         self.apply()
-        return {"peer": peer, "name": name}
+        is_second = invite in self._excluded().keys - before
+        return {"peer": peer, "name": name, "invite": invite_name(invite) if is_second else ""}
+
+    async def _readmit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`who`: a member by the end of its ID, or all of it, or an invite by its name."""
+        wanted, book, excluded = str(arguments.get("who", "")), self._needed(), self._excluded()
+        found = {key for key in excluded.keys if wanted and _is_called(key, wanted)}
+        if len(wanted) > 40:
+            found.add(_key_of(wanted))  # its invite may be out, and not the member itself
+        if len(found) != 1:
+            raise LocalError(
+                f"{len(found) or 'no'} excluded members or invites are called {wanted!r}: see `shoal status`"
+            )
+        (key,) = found
+        book.readmit(key, excluded.came_by.get(key, b""))
+        self.apply()
+        return {"name": wanted}
 
     def _needed(self) -> InviteBook:
         if self._book is None:
@@ -114,6 +139,17 @@ class HostVerbs:
                 "this peer is not the run's host, or the run is open to anyone: the host gives out and revokes invites"
             )
         return self._book
+
+
+def _is_called(key: bytes, wanted: str) -> bool:
+    return peer_id_of(key).endswith(wanted) or invite_name(key).startswith(wanted.lower())
+
+
+def _key_of(peer: str) -> bytes:
+    try:
+        return public_key_of(PeerID(peer))
+    except ValueError as error:
+        raise LocalError(f"{peer!r} is no ID of a peer") from error
 
 
 def _described(invite: GivenOut) -> dict[str, Any]:

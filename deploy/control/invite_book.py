@@ -44,10 +44,22 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
         return self.key.delegation.name
 
 
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """A member that the owner has excluded, or a key of either kind that the owner has let in again."""
+
+    key: bytes
+    invite: bytes = b""
+    """The key of the invite by which the member came, or an invite's own; empty: unknown."""
+    readmitted: bool = False
+
+
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     invites: tuple[GivenOut, ...] = ()
     excluded: tuple[PeerID, ...] = ()
-    """Members whose own keys are excluded, whatever invite they came by."""
+    """The members that an earlier version has excluded."""
+    named: tuple[Named, ...] = ()
+    number: int = 0
+    """The number of the newest order."""
 
 
 class InviteBook:
@@ -69,10 +81,14 @@ class InviteBook:
 
     @property
     def order(self) -> Exclusion | None:
-        """The order that keeps out whoever came by a revoked invite, and excluded members. None: there are neither."""
-        keys = {invite.key.delegation.key for invite in self.all if invite.revoked}
-        keys.update(map(public_key_of, self._file.excluded))
-        return order_exclusion(self._owner, keys, run=self._run) if keys else None
+        """The order that keeps out excluded members and those that came by a revoked invite. None: nobody ever was
+        excluded."""
+        revoked = {invite.key.delegation.key for invite in self.all if invite.revoked}
+        came_by = {key: key for key in revoked} | {named.key: named.invite for named in self._file.named}
+        readmitted = [named.key for named in self._file.named if named.readmitted]
+        if not came_by:
+            return None
+        return order_exclusion(self._owner, came_by, run=self._run, readmitted=readmitted, number=self._file.number)
 
     def find(self, name: str) -> GivenOut:
         """Find an invite by its name or the beginning of it. Raises: LocalError: none has it, or several have."""
@@ -113,23 +129,48 @@ class InviteBook:
 
     def revoke(self, name: str) -> GivenOut:
         """Mark it; the caller excludes its key from the run. Raises: LocalError: as `find`, or the disk is full."""
-        revoked = msgspec.structs.replace(self.find(name), revoked=True)
-        invites = tuple(revoked if invite.name == revoked.name else invite for invite in self.all)
-        self._write(msgspec.structs.replace(self._file, invites=invites))
-        return revoked
+        return self._mark(self.find(name), revoked=True)
 
-    def exclude(self, peer: PeerID) -> None:
-        """Note that `peer` is out for good. Raises: LocalError: it is the owner, or the disk is full."""
+    def exclude(self, peer: PeerID, invite: bytes = b"") -> None:
+        """Note that `peer` is out, which came by the invite with this key. Raises: LocalError: it is the owner, or the
+        disk is full."""
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")
-        if len(self._file.excluded) >= INVITES_MAX:
+        self._name(Named(key=public_key_of(peer), invite=invite))
+
+    def readmit(self, key: bytes, invite: bytes = b"") -> None:
+        """Note that the member or the invite with this key is in again, whoever excluded it. Raises: LocalError: the
+        disk is full."""
+        self._name(Named(key=key, invite=invite, readmitted=True))
+        for given in self.all:
+            if given.key.delegation.key == key and given.revoked:
+                self._mark(given, revoked=False)
+
+    def _mark(self, invite: GivenOut, *, revoked: bool) -> GivenOut:
+        marked = msgspec.structs.replace(invite, revoked=revoked)
+        invites = tuple(marked if other.name == invite.name else other for other in self.all)
+        key = invite.key.delegation.key
+        named = tuple(entry for entry in self._file.named if not (revoked and entry.key == key))
+        self._order(invites=invites, named=named)
+        return marked
+
+    def _name(self, named: Named) -> None:
+        others = tuple(entry for entry in self._file.named if entry.key != named.key)
+        if len(others) >= INVITES_MAX:
             raise LocalError(f"this run has excluded {INVITES_MAX} members already: revoke the invites they came by")
-        if peer not in self._file.excluded:
-            self._write(msgspec.structs.replace(self._file, excluded=(*self._file.excluded, peer)))
+        if (*others, named) != self._file.named:
+            self._order(named=(*others, named))
+
+    def _order(self, **changed: object) -> None:
+        """Change the file, and with it the order."""
+        number = max(self._file.number + 1, int(self._wall_s()))  # above that of a file that was lost
+        self._write(msgspec.structs.replace(self._file, number=number, **changed))
 
     def _read(self) -> _File:
         try:
-            return msgspec.json.decode(self._disk.read(self._path), type=_File)
+            file = msgspec.json.decode(self._disk.read(self._path), type=_File)
+            named = (*file.named, *(Named(key=public_key_of(peer)) for peer in file.excluded))
+            return msgspec.structs.replace(file, named=named, excluded=())
         except FileNotFoundError:
             return _File()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

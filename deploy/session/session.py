@@ -435,7 +435,14 @@ async def _train(
     async def members() -> list[tuple[PeerID, str]]:
         return [(peer.peer, peer.name) for peer in (await node.status()).peers]
 
-    host = HostVerbs(run.invites, inviting, exclude=node.coordination.exclude, members=members)
+    host = HostVerbs(
+        run.invites,
+        inviting,
+        exclude=node.coordination.exclude,
+        excluded=lambda: node.coordination.excluded,
+        invite_of=network.gate.members.invite_of,
+        members=members,
+    )
     host.install(control)
     try:
         await control.try_start()

@@ -153,6 +153,16 @@ def test_an_invite_has_so_many_seats_at_a_time() -> None:
     assert run.why_not_enter(ANA.peer_id, [ANA.peer_id, MALLORY.peer_id]) == "", "who has a seat keeps it"
 
 
+def test_the_seat_of_an_excluded_member_stays_taken() -> None:
+    run, key = members(), key_of(seats=2)
+    for peer in (ANA, BEN, MALLORY):
+        run.show(peer.peer_id, certificate(key, peer))
+    run.exclude(Excluded({ANA.public_key}, came_by={ANA.public_key: key.delegation.key}))
+    assert run.why_not_enter(BEN.peer_id, []) == ""
+    assert "all 2 seats" in run.why_not_enter(BEN.peer_id, [MALLORY.peer_id]), "a fresh key of Ana's takes another"
+    assert run.why_not_enter(BEN.peer_id, [ANA.peer_id]) == "", "and nobody counts twice"
+
+
 def test_a_member_or_a_whole_invite_is_excluded() -> None:
     run, key, other, called = members(), key_of(), key_of(), []
     run.on_exclusion.append(lambda: called.append(run.excluded.keys))

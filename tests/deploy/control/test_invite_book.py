@@ -7,6 +7,7 @@ import pytest
 
 from shoal.deploy.control.invite_book import FILE_NAME, InviteBook
 from shoal.protocol.errors import LocalError
+from shoal.protocol.exclusion import in_force
 from shoal.protocol.identity import Identity, public_key_of
 from shoal.protocol.live.disk import LiveDisk
 
@@ -64,8 +65,35 @@ def test_a_revoked_invite_is_no_default_and_is_ordered_out(tmp_path: Path) -> No
     assert again.order is not None
     assert again.order.keys == (key.delegation.key,)
     assert again.default() != key
-    again.exclude(ANA.peer_id)
+    again.exclude(ANA.peer_id, key.delegation.key)
     assert book(tmp_path).order.keys == tuple(sorted((key.delegation.key, public_key_of(ANA.peer_id))))  # type: ignore[union-attr]
+
+
+def test_what_the_owner_has_readmitted_is_in_the_next_order(tmp_path: Path) -> None:
+    given = book(tmp_path)
+    key = given.default().delegation.key
+    given.revoke(given.all[0].name)
+    given.exclude(ANA.peer_id)
+    first = given.order
+    assert first is not None
+    given.readmit(key)
+    given.readmit(ANA.public_key)
+    again = book(tmp_path).order
+    assert again is not None
+    assert (again.keys, again.number > first.number) == (first.keys, True), "an order names all that ever were excluded"
+    assert in_force([again]).keys == set()
+    assert not book(tmp_path).all[0].revoked
+    given.revoke(given.all[0].name)
+    assert in_force([given.order]).keys == {key}  # type: ignore[list-item]
+
+
+def test_members_that_an_earlier_version_has_excluded_stay_out(tmp_path: Path) -> None:
+    (tmp_path / RUN).mkdir()
+    (tmp_path / RUN / FILE_NAME).write_text(json.dumps({"invites": [], "excluded": [ANA.peer_id]}))
+    old = book(tmp_path)
+    assert in_force([old.order]).keys == {ANA.public_key}  # type: ignore[list-item]
+    old.default()
+    assert in_force([book(tmp_path).order]).keys == {ANA.public_key}  # type: ignore[list-item]
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
