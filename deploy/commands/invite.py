@@ -75,10 +75,11 @@ def new(
 
 @examples("shoal invite list  # the terms of each, and which are revoked")
 def list_(state_dir: Running = None, json: Json = False) -> None:
-    """List the invites that this run's host has given out."""
+    """List the invites that this run's host has given out, and who is excluded."""
     from shoal.deploy.control.control_socket import ask
 
-    found = ask(running_here(state_dir), "invite-list")["invites"]
+    answer = ask(running_here(state_dir), "invite-list")
+    found = answer["invites"]
     if json:
         import msgspec
 
@@ -86,6 +87,8 @@ def list_(state_dir: Running = None, json: Json = False) -> None:
         return
     for entry in found:
         say(_sentence(entry))
+    for out in answer["excluded"]:
+        say(f"excluded from the run: {out}")
 
 
 @examples(
@@ -128,11 +131,11 @@ def exclude(
 
 
 @examples(
-    "shoal readmit kXo5rW2t  # the end of a peer's ID; `shoal status` says who is excluded, and by whom",
+    "shoal readmit bob  # the name or the end of the peer's ID, as `shoal invite list` shows them",
     "shoal readmit 3f9a1c22  # an invite, with those that came by it",
 )
 def readmit(
-    who: Annotated[str, typer.Argument(help="The end of the peer's ID, or the invite's name.")],
+    who: Annotated[str, typer.Argument(help="The peer's name, or the end of its ID, or the invite's name.")],
     state_dir: Running = None,
     json: Json = False,
 ) -> None:

@@ -98,7 +98,16 @@ class HostVerbs:
         return {"invite": text, **_described(made)}
 
     async def _list(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"invites": [_described(invite) for invite in self._needed().all]}
+        """The invites, and as `excluded` the names of the members and invites that are out, by whomever."""
+        book, names = self._needed(), self._names()
+        out = [f"{names.get(key, '')} ({peer_id_of(key)[-8:]})".strip() for key in sorted(self._excluded().keys)]
+        return {"invites": [_described(invite) for invite in book.all], "excluded": out}
+
+    def _names(self) -> dict[bytes, str]:
+        """How people call the keys in the book."""
+        book = self._needed()
+        invites = {invite.key.delegation.key: f"invite {invite.name}" for invite in book.all}
+        return {entry.key: entry.name for entry in book.named if entry.name} | invites
 
     async def _revoke(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         revoked = self._needed().revoke(str(arguments.get("name", "")))
@@ -113,15 +122,15 @@ class HostVerbs:
             raise LocalError(f"{len(found) or 'no'} members are called {wanted!r}: see `shoal status`")
         peer, name = found[0]
         invite, before = self._invite_of(peer), self._excluded().keys
-        self._needed().exclude(peer, invite)
+        self._needed().exclude(peer, invite, name=name)
         self.apply()
         is_second = invite in self._excluded().keys - before
         return {"peer": peer, "name": name, "invite": invite_name(invite) if is_second else ""}
 
     async def _readmit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`who`: a member by the end of its ID, or all of it, or an invite by its name."""
-        wanted, book, excluded = str(arguments.get("who", "")), self._needed(), self._excluded()
-        found = {key for key in excluded.keys if wanted and _is_called(key, wanted)}
+        """`who`: a member by its name or the end of its ID, or all of that, or an invite by its name."""
+        wanted, book, excluded, names = str(arguments.get("who", "")), self._needed(), self._excluded(), self._names()
+        found = {key for key in excluded.keys if wanted and (_is_called(key, wanted) or names.get(key) == wanted)}
         if len(wanted) > 40:
             found.add(_key_of(wanted))  # its invite may be out, and not the member itself
         if len(found) != 1:

@@ -48,6 +48,8 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
     """A member that the owner has excluded, or a key of either kind that the owner has let in again."""
 
     key: bytes
+    name: str = ""
+    """The member's, when it was excluded."""
     invite: bytes = b""
     """The key of the invite by which the member came, or an invite's own; empty: unknown."""
     readmitted: bool = False
@@ -131,12 +133,16 @@ class InviteBook:
         """Mark it; the caller excludes its key from the run. Raises: LocalError: as `find`, or the disk is full."""
         return self._mark(self.find(name), revoked=True)
 
-    def exclude(self, peer: PeerID, invite: bytes = b"") -> None:
+    @property
+    def named(self) -> tuple[Named, ...]:
+        return self._file.named
+
+    def exclude(self, peer: PeerID, invite: bytes = b"", *, name: str = "") -> None:
         """Note that `peer` is out, which came by the invite with this key. Raises: LocalError: it is the owner, or the
         disk is full."""
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")
-        self._name(Named(key=public_key_of(peer), invite=invite))
+        self._name(Named(key=public_key_of(peer), name=name, invite=invite))
 
     def readmit(self, key: bytes, invite: bytes = b"") -> None:
         """Note that the member or the invite with this key is in again, whoever excluded it. Raises: LocalError: the
