@@ -69,20 +69,20 @@ class Exclusions:
         return tuple(data for data in self.orders if data not in carried)
 
     def _is_news(self, order: Exclusion) -> bool:
-        """Whether nothing that we know says as much: a later order of the owner, or orders of the same keys."""
-        if order.signature:
-            return all(_rank(order) > _rank(known) for known in self._orders if known.signature)
-        return not {key for known in self._orders for key in known.keys}.issuperset(order.keys)
+        """Whether the order names a key that none of ours does, or is the owner's newest."""
+        if not {key for known in self._orders for key in known.keys}.issuperset(order.keys):
+            return True
+        return bool(order.signature) and all(order.number > known.number for known in self._orders if known.signature)
 
     def _take(self, order: Exclusion) -> bool:
         if not self._is_news(order):
             return False
-        # The owner's orders name all that it ever excluded, so that a later one replaces those before. It also decides
-        # on what a majority has excluded, once it names that.
+        # The owner's orders name all that it ever excluded, so that a later one replaces those before. An order with a
+        # key that no other one names stays, whatever becomes of the owner's file: plans must not forget a key.
         kept = tuple(
             known
             for known in self._orders
-            if not ((order.signature and known.signature) or set(known.keys).issubset(order.keys))
+            if not set(known.keys).issubset(order.keys) or (known.signature and known.number > order.number)
         )
         orders = (*kept, order)
         # A plan has room for so many; one place is kept for the owner's.
@@ -138,8 +138,3 @@ def _said_key(key: bytes, order: Exclusion, name_of: Callable[[PeerID], str]) ->
 
 def _said_orderer(order: Exclusion) -> str:
     return "the owner" if order.signature else f"{len(order.votes)} members"
-
-
-def _rank(order: Exclusion) -> tuple[int, int]:
-    """The owner's highest order counts. Those of earlier versions have no number, and only grew."""
-    return order.number, len(order.keys)

@@ -47,10 +47,6 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
         """The bytes that are signed."""
         return exclusion_body(self)
 
-    @property
-    def readmitted_keys(self) -> frozenset[bytes]:
-        return frozenset(self.keys[at] for at in self.readmitted)
-
     def encode(self) -> bytes:
         return _ENCODER.encode(self)
 
@@ -87,14 +83,15 @@ def order_exclusion(
 
 
 def in_force(orders: Iterable[Exclusion]) -> Excluded:
-    """Who is out by all of these orders, which hold."""
+    """Who is out by all of these orders, which hold. On one key the owner's newest order decides."""
+    is_out: dict[bytes, bool] = {}
     came_by: dict[bytes, bytes] = {}
-    readmitted: set[bytes] = set()
-    for order in orders:
-        came_by |= dict.fromkeys(order.keys, b"") | dict(zip(order.keys, order.invites, strict=False))
-        readmitted |= order.readmitted_keys
-    out = came_by.keys() - readmitted
-    members = {key: came_by[key] for key in out if came_by[key] not in (b"", key)}
+    for order in sorted(orders, key=lambda order: (bool(order.signature), order.number)):
+        is_out |= {key: at not in order.readmitted for at, key in enumerate(order.keys)}
+        came_by |= {key: invite for key, invite in zip(order.keys, order.invites, strict=False) if invite}
+    out = {key for key, says in is_out.items() if says}
+    readmitted = is_out.keys() - out
+    members = {key: came_by[key] for key in out if came_by.get(key, key) != key}
     twice = {invite for invite, times in Counter(members.values()).items() if times > 1}
     return Excluded(frozenset(out | (twice - readmitted)), frozenset(readmitted), members)
 
