@@ -16,7 +16,7 @@ number of seats to newcomers (`Members.why_not_enter`).
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from enum import IntEnum
 from functools import lru_cache
@@ -31,6 +31,7 @@ from shoal.protocol.limits import CERTIFICATE_BYTES_MAX, PEERS_MAX
 from shoal.protocol.statement import sign_statement, statement_holds
 
 INVITE_NAME_BYTES = 4
+_GUESTS_MAX = 64
 RENEWED_FOR_S = 30 * 24 * 3600
 """How long a renewed certificate holds: a member may be away for about so long, and needs no other invite then."""
 
@@ -189,6 +190,8 @@ class Members:
         self.planned: Set[PeerID] | None = None
         """The members of the plans obeyed of late, whose certificates may have ended. None: this peer knows no plan, so
         it cannot tell, and refuses nobody for that."""
+        self.guests: deque[PeerID] = deque(maxlen=_GUESTS_MAX)
+        """Commands on this machine, which may ask this peer for all that a member may."""
         self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""
         self.excluded = Excluded()
         self.on_exclusion: list[Callable[[], None]] = []
@@ -210,7 +213,7 @@ class Members:
     def access_level(self, peer: PeerID) -> AccessLevel:
         if self.is_excluded(peer):
             return AccessLevel.STRANGER
-        if peer == self.owner or self.is_open:
+        if peer == self.owner or self.is_open or peer in self.guests:
             return AccessLevel.MEMBER
         shown = self._in_use(peer)
         return self._gives(peer, shown) if shown is not None else AccessLevel.STRANGER

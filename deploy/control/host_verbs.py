@@ -1,7 +1,7 @@
 """Answers commands about who may enter a run: every peer makes an invite, its host gives out, revokes, excludes and
 readmits."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import msgspec
@@ -61,6 +61,7 @@ class HostVerbs:
         excluded: says who is out by all orders.
         invite_of: finds the key of the invite by which a member came.
         members: (peer, its name) of those who are in the run now.
+        guests: those of this machine.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class HostVerbs:
         excluded: Callable[[], Excluded],
         invite_of: Callable[[PeerID], bytes],
         members: Callable[[], Awaitable[Sequence[tuple[PeerID, str]]]],
+        guests: MutableSequence[PeerID],
     ) -> None:
         self._book, self._verb, self._exclude, self._members = book, verb, exclude, members
-        self._excluded, self._invite_of = excluded, invite_of
+        self._excluded, self._invite_of, self._guests = excluded, invite_of, guests
 
     def install(self, control: ControlServer) -> None:
+        control.on("guest", self._guest)
         control.on("invite-new", self._new)
         control.on("invite-list", self._list)
         control.on("invite-revoke", self._revoke)
@@ -87,6 +90,11 @@ class HostVerbs:
         """Bring what is revoked and excluded to everybody again: some may have been away."""
         if self._book is not None and (order := self._book.order) is not None:
             self._exclude(order)
+
+    async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let in a command of this machine, whatever has become of the invite by which this peer came."""
+        self._guests.append(PeerID(str(arguments.get("peer", ""))))
+        return {}
 
     async def _new(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         made = self._needed().make(

@@ -442,6 +442,7 @@ async def _train(
         excluded=lambda: node.coordination.excluded,
         invite_of=network.gate.members.invite_of,
         members=members,
+        guests=network.gate.members.guests,
     )
     host.install(control)
     try:

@@ -163,6 +163,14 @@ def test_the_seat_of_an_excluded_member_stays_taken() -> None:
     assert run.why_not_enter(BEN.peer_id, [ANA.peer_id]) == "", "and nobody counts twice"
 
 
+def test_a_command_of_this_machine_may_ask_its_peer_whatever_its_invite() -> None:
+    run = members()
+    run.guests.append(ANA.peer_id)
+    assert run.access_level(ANA.peer_id) is AccessLevel.MEMBER
+    run.exclude(Excluded({ANA.public_key}))
+    assert run.access_level(ANA.peer_id) is AccessLevel.STRANGER
+
+
 def test_a_member_or_a_whole_invite_is_excluded() -> None:
     run, key, other, called = members(), key_of(), key_of(), []
     run.on_exclusion.append(lambda: called.append(run.excluded.keys))
