@@ -34,7 +34,10 @@ class InviteVerb:
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def invite(self, num_peers: int) -> tuple[str, frozenset[PeerID]]:
-        """Returns: the invite, and whom it names. Args: num_peers: how many to name at most, us included."""
+        """Returns: the invite, and whom it names. Raises: LocalError: nobody can come by this peer's any more.
+
+        Args: num_peers: how many to name at most, us included.
+        """
         addresses = await self._addresses(num_peers)
         named = frozenset(PeerID(split_address(address)[1]) for address in addresses)
         return msgspec.structs.replace(self._invite, addresses=addresses, key=self._key()).encode(), named

@@ -181,8 +181,12 @@ class _Run:
         return run_id(self.spec, self.owner)
 
     def key_to_give(self, members: Members) -> InviteKey | None:
-        """The key by which others may come now."""
+        """The key by which others may come now. Raises: LocalError: there is none."""
         if self.invites is None:
+            if self.key is not None and 0 < self.key.delegation.expires_s < time.time():
+                raise LocalError(
+                    "the invite by which this peer came has expired: `shoal invite` on the host prints one"
+                )
             return self.key
         present = members.planned or frozenset()
         return self.invites.default(seats=_seats(self.spec), taken=lambda key: members.seats_taken(key, present))
@@ -558,7 +562,11 @@ async def _tell_invites(inviting: InviteVerb, me: PeerID, output: Output) -> Non
     while True:
         await asyncio.sleep(_INVITE_S)
         if fresh.is_due(await inviting.others(), time.monotonic()):
-            invite, named = await inviting.invite(PEERS_NAMED)
+            try:
+                invite, named = await inviting.invite(PEERS_NAMED)
+            except LocalError as error:
+                logger.info("no fresh invite: %s", error)
+                continue
             fresh.told(named, time.monotonic())
             output.say(Invites(peer=me, invite=invite, peers=len(named)))
 
