@@ -205,7 +205,7 @@ class Members:
         held = self._shown.pop(peer, {})
         known = held.pop(shown.delegation.key, shown)
         # An old certificate of an invite takes nothing away from a renewed one; the newest invite is the last.
-        held[shown.delegation.key] = max(known, shown, key=lambda made: made.ends_s)
+        held[shown.delegation.key] = max(shown, known, key=lambda made: made.ends_s)
         self._shown[peer] = held
         if len(self._shown) > PEERS_MAX:
             self._shown.popitem(last=False)
