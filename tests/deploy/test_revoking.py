@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from shoal.deploy.control.control_socket import ask
+from shoal.deploy.run.renewal import FILE_NAME
 from shoal.protocol.errors import LocalError
 
 pytestmark = pytest.mark.process
+
+
+SOON_RENEWED = """
+from shoal.deploy.run import renewal
+renewal._LOOK_S = 1.0
+"""
 
 
 def commits(command: Any) -> int:
@@ -36,7 +43,7 @@ def test_what_an_invite_lets_its_holder_do_ends_with_it_and_stays_ended_when_the
     folder = world.folder / "host"
     world.until(lambda: (folder / "control.sock").exists())
     other = ask(folder, "invite-new", seats=1)
-    stays = world.shoal("join", invite, *common, world.folder / "stays")
+    stays = world.shoal("join", invite, *common, world.folder / "stays", first=SOON_RENEWED)
     goes = world.shoal("join", other["invite"], *common, world.folder / "goes")
     # Two train, and the planner says which two: the third may be a spare until one of them goes.
     world.until(lambda: commits(host) >= 2 and all('"event":"Obeys"' in joined.output for joined in (stays, goes)))
@@ -61,6 +68,9 @@ def test_what_an_invite_lets_its_holder_do_ends_with_it_and_stays_ended_when_the
     late = world.shoal("status", over["invite"], "--json")
     assert late.wait(60) != 0
     assert f"the invite {over['name']} has expired: ask the host for a fresh one" in late.errors
+
+    # The invite of a week is not over, and this member need not care when it is.
+    world.until(lambda: list((world.folder / "stays").glob(f"*/{FILE_NAME}")))
 
     looks = ask(folder, "invite-new", observe=True)
     status = world.shoal("status", looks["invite"], "--json")
