@@ -240,9 +240,9 @@ class CoordinationCore:
         return self.chain.exclusions.excluded
 
     @property
-    def exclusions_said(self) -> str:
-        """Who is out of the run and by whose order, in a sentence; empty: nobody is."""
-        return self.chain.exclusions.sentence(self._name_of)
+    def exclusions_told(self) -> tuple[str, ...]:
+        """Who is out of the run and by whose order, in sentences."""
+        return self.chain.exclusions.told(self._name_of)
 
     def _name_of(self, peer: PeerID) -> str:
         seen = self.view.roster.presences.get(peer)
@@ -270,8 +270,7 @@ class CoordinationCore:
         if self.plan is None or not self.is_coordinator:
             return None
         status = self.view.status(self.plan, now_s, owner=self.owner)
-        said = self.exclusions_said
-        return msgspec.structs.replace(status, risks=(*status.risks, said)) if said else status
+        return msgspec.structs.replace(status, risks=(*status.risks, *self.exclusions_told))
 
     def has_heirs(self, now_s: float) -> bool:
         """Whether another peer may take the role."""

@@ -324,7 +324,7 @@ class Coordination:
         """Treat excluded peers as strangers from now on."""
         members = self._endpoint.members
         if members.excluded != self._core.excluded:
-            logger.warning("%s", self._core.exclusions_said or "nobody is excluded from the run any more")
+            logger.warning("%s", "; ".join(self._core.exclusions_told) or "nobody is excluded from the run any more")
         members.exclude(self._core.excluded)
         out = tuple(sorted(filter(members.is_excluded, self._core.known_peers())))
         if out:

@@ -13,6 +13,7 @@ from shoal.protocol.limits import EXCLUSION_BYTES_MAX, EXCLUSIONS_MAX
 from shoal.protocol.membership import Excluded, invite_name
 from shoal.protocol.plan import Plan, SignedPlan
 
+_UNDO = " (`shoal readmit` on the host undoes it)"
 _NAMED_MAX = 4
 """An order of more keys is told as so many names and a number."""
 
@@ -94,10 +95,12 @@ class Exclusions:
         self.excluded = in_force(self._orders)
         return True
 
-    def sentence(self, name_of: Callable[[PeerID], str]) -> str:
-        """Say who is out, by whose order, and what undoes it; empty: nobody is. Args: name_of: a member's name, or an
-        empty text."""
-        said, twice = [], set(self.excluded.keys)
+    def told(self, name_of: Callable[[PeerID], str]) -> tuple[str, ...]:
+        """Say who is out, by whose order, and what undoes it: a sentence for each order.
+
+        Args: name_of: a member's name, or an empty text.
+        """
+        told, twice = [], set(self.excluded.keys)
         for order in self._orders:
             twice.difference_update(order.keys)
             keys = [key for key in order.keys if key in self.excluded.keys]
@@ -105,9 +108,9 @@ class Exclusions:
             if len(keys) > _NAMED_MAX:
                 names.append(f"{len(keys) - _NAMED_MAX} more")
             if names:
-                said.append(f"{', '.join(names)}, by {_said_orderer(order)}")
-        said += [f"the invite {invite_name(key)}, by which two of them came" for key in sorted(twice)]
-        return f"excluded from the run: {'; '.join(said)}; `shoal readmit` on the host undoes it" if said else ""
+                told.append(f"excluded by {_said_orderer(order)}: {', '.join(names)}{_UNDO}")
+        told += [f"excluded, as two that came by it are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)]
+        return tuple(told)
 
     def _with_votes_so_far(self, order: Exclusion) -> Exclusion:
         """Add up votes. A peer that votes tells everybody, and everybody adds up."""

@@ -123,8 +123,9 @@ def test_an_excluded_member_comes_back_once_with_a_fresh_key_and_no_third_time(w
     status = world.shoal("status", invite)
     assert status.wait(60) == 0
     said = " ".join(status.output.split())
+    assert "careful: excluded by the owner: " in said, said
     assert peer[-8:] in said, said
-    assert f"by the owner; the invite {other['name']}, by which two of them came" in said, said
+    assert f"careful: excluded, as two that came by it are: the invite {other['name']}" in said, said
     bad = world.shoal("join", other["invite"], *common, world.folder / "bad-3")
     assert bad.wait(60) == 2
     assert "you are excluded from this run" in bad.errors
