@@ -75,7 +75,7 @@ def new(
 
 @examples("shoal invite list  # the terms of each, and which are revoked")
 def list_(state_dir: Running = None, json: Json = False) -> None:
-    """List the invites that this run's host has given out, and who is excluded."""
+    """List the invites of this run, and who is excluded."""
     from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "invite-list")
@@ -139,9 +139,9 @@ def readmit(
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Let an excluded member, or a revoked invite, in again, whoever excluded it.
+    """Let in again an excluded member or a revoked invite.
 
-    It works on the run's host. The member itself must be started again."""
+    It works on the run's host, whoever excluded it. The member itself must be started again."""
     from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "readmit", who=who)
