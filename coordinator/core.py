@@ -36,6 +36,8 @@ The file is long because every event of coordination comes in by one door, which
 import random
 from collections.abc import Callable
 
+import msgspec
+
 from shoal.coordinator import chain_sync
 from shoal.coordinator.acceptor import (
     answer_offer,
@@ -82,6 +84,7 @@ from shoal.coordinator.proposer import Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import TOGETHER_MAX
+from shoal.protocol.membership import Excluded
 from shoal.protocol.messages import (
     Advert,
     ChainLinks,
@@ -239,9 +242,18 @@ class CoordinationCore:
         return self.chain.links.find(live.plan.previous) if live is not None else None
 
     @property
-    def excluded_keys(self) -> frozenset[bytes]:
-        """The keys that orders put out of the run."""
-        return self.chain.exclusions.keys
+    def excluded(self) -> Excluded:
+        """Who is out of the run by the orders that we know."""
+        return self.chain.exclusions.excluded
+
+    @property
+    def exclusions_told(self) -> tuple[str, ...]:
+        """Who is out of the run and by whose order, in sentences."""
+        return self.chain.exclusions.told(self._name_of)
+
+    def _name_of(self, peer: PeerID) -> str:
+        seen = self.view.roster.presences.get(peer)
+        return seen.advert.name if seen is not None and seen.advert is not None else ""
 
     def orders_lacking(self, plan: Plan) -> tuple[bytes, ...]:
         """The orders of exclusion that we know and `plan` does not carry."""
@@ -264,7 +276,8 @@ class CoordinationCore:
         """The swarm in one message, if this peer coordinates."""
         if self.plan is None or not self.is_coordinator:
             return None
-        return self.view.status(self.plan, now_s, owner=self.owner)
+        status = self.view.status(self.plan, now_s, owner=self.owner)
+        return msgspec.structs.replace(status, risks=(*status.risks, *self.exclusions_told))
 
     def has_heirs(self, now_s: float) -> bool:
         """Whether another peer may take the role."""

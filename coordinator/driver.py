@@ -61,6 +61,7 @@ from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PER_REPLY_MAX, TOGETHER_MAX
+from shoal.protocol.membership import Excluded
 from shoal.protocol.messages import (
     Advert,
     ChainLinks,
@@ -284,6 +285,11 @@ class Coordination:
             self._spawn(self._searcher.prepare())  # while the others arrive
         self._feed(TimerFired())
 
+    @property
+    def excluded(self) -> Excluded:
+        """Who is out of the run."""
+        return self._core.excluded
+
     def exclude(self, order: Exclusion) -> None:
         """Spread an order of exclusion, or our vote for one, and go by it from now on if it holds."""
         self._feed(ExclusionHeard(order=order, is_ours=True))
@@ -311,9 +317,8 @@ class Coordination:
 
     async def _put_out(self, order: Exclusion) -> None:
         """Exclude members. They hear of it first, since in a moment nobody talks to them any more."""
-        members, keys = self._endpoint.members, frozenset(order.keys)
-        plan = self._core.plan
-        leaving = [peer for peer in (plan.members if plan else ()) if members.is_among(peer, keys)]
+        members, excluded, plan = self._endpoint.members, self._core.excluded, self._core.plan
+        leaving = [peer for peer in (plan.members if plan else ()) if members.is_out_by(peer, excluded)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_HEARTBEATS * self._spec.swarm.heartbeat_s):
                 await asyncio.gather(*(self._tell(peer, Exclude(order=order.encode())) for peer in leaving))
@@ -323,7 +328,9 @@ class Coordination:
     def _expel(self) -> None:
         """Treat excluded peers as strangers from now on."""
         members = self._endpoint.members
-        members.exclude(self._core.excluded_keys)
+        if members.excluded != self._core.excluded:
+            logger.warning("%s", "; ".join(self._core.exclusions_told) or "nobody is excluded from the run any more")
+        members.exclude(self._core.excluded)
         out = tuple(sorted(filter(members.is_excluded, self._core.known_peers())))
         if out:
             self._feed(Expelled(peers=out))
@@ -377,7 +384,6 @@ class Coordination:
             case PutOut(is_ours=True):
                 self._spawn(self._put_out(command.order))
             case PutOut():
-                logger.warning("%d keys are excluded from the run", len(command.order.keys))
                 self._expel()
                 self._spread(command.order.encode())
             case SpreadOrder():

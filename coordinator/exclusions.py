@@ -7,10 +7,15 @@ from contextlib import suppress
 import msgspec
 
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.exclusion import Exclusion, Holds, exclusion_holds, open_exclusion
-from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import EXCLUSIONS_MAX
+from shoal.protocol.exclusion import Exclusion, Holds, exclusion_holds, in_force, open_exclusion
+from shoal.protocol.identity import PeerID, peer_id_of
+from shoal.protocol.limits import EXCLUSION_BYTES_MAX, EXCLUSIONS_MAX
+from shoal.protocol.membership import Excluded, invite_name
 from shoal.protocol.plan import Plan, SignedPlan
+
+_UNDO = " (`shoal readmit` on the host undoes it)"
+_NAMED_MAX = 4
+"""An order of more keys is told as so many names and a number."""
 
 
 class Exclusions:
@@ -25,9 +30,9 @@ class Exclusions:
     def __init__(self, *, owner: PeerID, holds: Holds, plans: Callable[[], Sequence[SignedPlan]]) -> None:
         self._owner, self._holds, self._plans = owner, holds, plans
         self._orders: tuple[Exclusion, ...] = ()
-        self._voted: dict[tuple[str, tuple[bytes, ...]], Exclusion] = {}
-        self.keys: frozenset[bytes] = frozenset()
-        """All keys that are excluded."""
+        self._voted: dict[tuple[str, bytes], Exclusion] = {}
+        self.excluded = Excluded()
+        """Who is out by these orders."""
 
     @property
     def orders(self) -> tuple[bytes, ...]:
@@ -35,9 +40,8 @@ class Exclusions:
         return tuple(order.encode() for order in self._orders)
 
     def note(self, order: Exclusion) -> bool:
-        """Take note of an order, or of a vote for one. Returns: whether it excludes keys that were not excluded
-        before."""
-        if self.keys.issuperset(order.keys):
+        """Take note of an order, or of a vote for one. Returns: whether the order holds and is news."""
+        if not self._is_news(order):
             return False
         if not order.signature:
             order = self._with_votes_so_far(order)
@@ -65,16 +69,48 @@ class Exclusions:
         carried = set(plan.exclusions)
         return tuple(data for data in self.orders if data not in carried)
 
+    def _is_news(self, order: Exclusion) -> bool:
+        """Whether the order names a key that none of ours does, or is the owner's newest."""
+        if not {key for known in self._orders for key in known.keys}.issuperset(order.keys):
+            return True
+        return bool(order.signature) and all(order.number > known.number for known in self._orders if known.signature)
+
     def _take(self, order: Exclusion) -> bool:
-        if self.keys.issuperset(order.keys):
+        if not self._is_news(order):
             return False
-        # The owner's orders name all that it ever excluded, so that a later one replaces those before.
-        kept = tuple(known for known in self._orders if not set(known.keys).issubset(order.keys))
-        if len(kept) >= EXCLUSIONS_MAX:
+        # The owner's orders name all that it ever excluded, so that a later one replaces those before. An order with a
+        # key that no other one names stays, whatever becomes of the owner's file: plans must not forget a key.
+        kept = tuple(
+            known
+            for known in self._orders
+            if not set(known.keys).issubset(order.keys) or (known.signature and known.number > order.number)
+        )
+        orders = (*kept, order)
+        # A plan has room for so many; one place is kept for the owner's.
+        if len(orders) > EXCLUSIONS_MAX - (not order.signature):
             return False
-        self._orders = (*kept, order)
-        self.keys = self.keys.union(order.keys)
+        if sum(len(known.encode()) for known in orders) > EXCLUSION_BYTES_MAX:
+            return False
+        self._orders = orders
+        self.excluded = in_force(self._orders)
         return True
+
+    def told(self, name_of: Callable[[PeerID], str]) -> tuple[str, ...]:
+        """Say who is out, by whose order, and what undoes it: a sentence for each order.
+
+        Args: name_of: a member's name, or an empty text.
+        """
+        told, twice = [], set(self.excluded.keys)
+        for order in self._orders:
+            twice.difference_update(order.keys)
+            keys = [key for key in order.keys if key in self.excluded.keys]
+            names = [_said_key(key, order, name_of) for key in keys[:_NAMED_MAX]]
+            if len(keys) > _NAMED_MAX:
+                names.append(f"{len(keys) - _NAMED_MAX} more")
+            if names:
+                told.append(f"excluded by {_said_orderer(order)}: {', '.join(names)}{_UNDO}")
+        told += [f"excluded, as two that came by it are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)]
+        return tuple(told)
 
     def _with_votes_so_far(self, order: Exclusion) -> Exclusion:
         """Add up votes. A peer that votes tells everybody, and everybody adds up."""
@@ -83,7 +119,7 @@ class Exclusions:
         if order.base not in bases:
             return order
         electors = bases[order.base].electors
-        name = (order.base, order.keys)
+        name = (order.base, order.body)
         votes = dict(self._voted[name].votes) if name in self._voted else {}
         for at, signature in order.votes[: len(electors)]:
             if 0 <= at < len(electors) and at not in votes and self._holds(electors[at], signature, order.body):
@@ -92,3 +128,16 @@ class Exclusions:
         if votes and (name in self._voted or len(self._voted) < EXCLUSIONS_MAX):
             self._voted[name] = summed
         return summed
+
+
+def _said_key(key: bytes, order: Exclusion, name_of: Callable[[PeerID], str]) -> str:
+    """Name an excluded key for people, as `shoal readmit` understands it."""
+    if order.invites and order.invites[order.keys.index(key)] == key:
+        return f"the invite {invite_name(key)}"
+    peer = peer_id_of(key)
+    name = name_of(peer)
+    return f"{name} ({peer[-8:]})" if name else peer[-8:]
+
+
+def _said_orderer(order: Exclusion) -> str:
+    return "the owner" if order.signature else f"{len(order.votes)} members"

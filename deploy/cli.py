@@ -17,7 +17,7 @@ from shoal.deploy.commands.eval_ import eval_
 from shoal.deploy.commands.export import export
 from shoal.deploy.commands.generate import generate
 from shoal.deploy.commands.import_ import import_
-from shoal.deploy.commands.invite import exclude, invite, new, revoke
+from shoal.deploy.commands.invite import exclude, invite, new, readmit, revoke
 from shoal.deploy.commands.invite import list_ as list_invites
 from shoal.deploy.commands.leave import leave
 from shoal.deploy.commands.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, examples_of
@@ -100,6 +100,7 @@ for command in (
     host,
     join,
     exclude,
+    readmit,
     leave,
     pause,
     resume,

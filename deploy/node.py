@@ -20,6 +20,7 @@ from shoal.coordinator.driver import Callbacks, Coordination, ignore
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.store import PLANS, PlanStore
 from shoal.deploy.record.past import Past
+from shoal.deploy.run.renewal import Renewal
 from shoal.deploy.run.spec_record import Found, SpecKeeper
 from shoal.peer.arithmetic import Arithmetic, TorchArithmetic
 from shoal.peer.compute_device import ComputeDevice
@@ -184,6 +185,7 @@ class Node:
         metered = MeteredTransport(ports.transport, self.links, clock)
         self.endpoint = Endpoint(identity, metered, run=self.run, gate=gate, first_sequence=incarnation, seals=seals)
         self.endpoint.revision = spec.revision
+        self._renewal = Renewal(self.endpoint, disk)
         self._spec_keeper: SpecKeeper | None = None
         if run.record is not None:
             self._spec_keeper = SpecKeeper(ports.directory, self.endpoint, (spec, run.record), run.owner)
@@ -231,7 +233,7 @@ class Node:
             rng=ports.rng,
             has_lost_all=self.peer.has_lost_all,
         )
-        self._keeper: asyncio.Task[None] | None = None
+        self._keeping: list[asyncio.Task[None]] = []
 
     @property
     def peer_id(self) -> PeerID:
@@ -244,7 +246,9 @@ class Node:
     async def start(self) -> None:
         """Measure this machine, then look for the others. Raises: LocalError: what is on disk is not of this run."""
         if self._spec_keeper is not None:
-            self._keeper = asyncio.create_task(self._spec_keeper.keep(), name="keep the run spec")
+            self._keeping.append(asyncio.create_task(self._spec_keeper.keep(), name="keep the run spec"))
+        if self.endpoint.members.certificate:
+            self._keeping.append(asyncio.create_task(self._renewal.keep(), name="keep the certificate"))
         await self.peer.start()
         await self.coordination.start()
 
@@ -295,9 +299,9 @@ class Node:
 
     async def close(self) -> None:
         """Stop at once. Again, or after `leave`, stops what is left."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
         await self.coordination.close(leave=False)
         await self.peer.close()
 

@@ -56,6 +56,8 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.HandOver: Role.MEMBER,
     m.Leave: Role.MEMBER,
     m.Reset: Role.MEMBER,
+    m.Renew: Role.PLANNED,
+    m.Renewed: Role.NOBODY,
     # Whoever looks on.
     m.StandingRequest: Role.OBSERVER,
     m.Standing: Role.NOBODY,
@@ -148,6 +150,7 @@ class Gate:
         """`plan` is the one to go by from now on; those before it give places for a while longer."""
         self._plans.appendleft(plan)
         self._held.clear()
+        self.members.planned = frozenset(peer for known in self._plans for peer in known.members)
 
     def verdict(self, source: PeerID, kind: type) -> Verdict:
         """Whether `source` may send us a message of `kind`."""
@@ -171,7 +174,7 @@ class Gate:
 
     def is_planned(self, peer: PeerID) -> bool:
         """Whether one of the plans obeyed of late has `peer` as a member."""
-        return any(plan.has(peer) for plan in self._plans)
+        return peer in (self.members.planned or ())
 
     def may_sign(self, signer: PeerID, kind: type) -> bool:
         """Whether a record of `kind` counts that `signer` put on the directory."""

@@ -5,8 +5,8 @@ message that its sender may not send. Who the sender is the transport says, whos
 register by message type; a message of a type that nobody handles, or that does not decode, is the sender's fault and
 says so.
 
-A caller encloses its certificate until the other has answered it once. Whoever has forgotten it meanwhile (a restart)
-asks for it, and the call, which nobody has handled, goes out again with it.
+A caller encloses its certificate until the other has answered it once. A peer that has forgotten it meanwhile (a
+restart), or knows one that has ended, refuses the call unhandled, and the call goes out again with it.
 """
 
 import asyncio
@@ -162,7 +162,7 @@ class Endpoint:
             raw = await self.transport.call(peer, request, timeout_s=timeout_s)
             body = self.seals.unseal(raw, "reply", run=self.run, source=peer).body
             reply: msgspec.Struct = _decode(_MESSAGES, body, peer)
-            if not isinstance(reply, messages.Refusal) or reply.reason != _SHOW:
+            if not isinstance(reply, messages.Refusal) or not reply.keeps_out:
                 break
         if len(self._knows_us) >= PEERS_MAX:
             self._knows_us.clear()
@@ -235,8 +235,7 @@ class Endpoint:
     async def _answer(self, source: PeerID, envelope: Envelope) -> msgspec.Struct:
         self.members.show(source, envelope.certificate)
         if self.members.access_level(source) is AccessLevel.STRANGER:
-            excluded = self.members.is_excluded(source)
-            return messages.Refusal(reason="you are excluded from this run" if excluded else _SHOW, keeps_out=True)
+            return messages.Refusal(reason=self.members.why_stranger(source) or _SHOW, keeps_out=True)
         if not self._guard.accept(source, envelope.sequence):
             raise RemoteError(source, _NOT_NEW)
         self.on_heard(source)

@@ -40,8 +40,8 @@ OPEN_PROBATION_S: Final = 60.0
 """A newcomer counts as the median peer at most for so long; by then its neighbours have measured whether it works."""
 OPEN_PER_NETWORK_MAX: Final = 32
 """Members of an open run from one network of 256 addresses, and all those together that tell no public address."""
-EXCLUDED_KEYS_MAX: Final = 1024
-"""Keys that one order may name: such an order has 35 KiB, and every plan carries it."""
+EXCLUDED_KEYS_MAX: Final = 640
+"""Keys that one order may name, each with its invite's: such an order has 45 KiB, and every plan carries it."""
 EXCLUSION_BYTES_MAX: Final = 48 * 1024
 """One order, with the signatures of a majority of 127 electors beside fewer keys."""
 EXCLUSIONS_MAX: Final = 16

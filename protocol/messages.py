@@ -310,6 +310,16 @@ class Exclude(_Message, frozen=True):
     order: bytes
 
 
+class Renew(_Message, frozen=True):
+    """Asks the run's owner for a certificate that lasts longer."""
+
+
+class Renewed(_Message, frozen=True):
+    """Carries the certificate (`membership.py`)."""
+
+    certificate: bytes
+
+
 class HandOver(_Message, frozen=True, kw_only=True):
     """The coordinator's last act in a term: `roster` is whom it counts alive, for the successor's first plan."""
 
@@ -985,6 +995,8 @@ Message = (
     | ChainRequest
     | ChainLinks
     | Exclude
+    | Renew
+    | Renewed
     | HandOver
     | Leave
     | StandingRequest

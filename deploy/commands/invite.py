@@ -32,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
     "shoal invite  # to paste in a chat; any member's is as good as the host's",
     "shoal invite --qr  # to hold in front of a camera",
     "shoal invite --peers 1  # the shortest: only this machine's addresses",
-    "shoal invite new --uses 5 --expires 7d  # on the host: for five machines, within a week",
+    "shoal invite new --uses 20 --expires 4w  # on the host: another, for twenty machines, within four weeks",
     "shoal invite revoke 3f9a1c22  # on the host: whoever came by it is out",
 )
 def invite(
@@ -47,17 +47,17 @@ def invite(
 
 
 @examples(
-    "shoal invite new  # for as many as like, for ever",
-    "shoal invite new --uses 5 --expires 7d  # for five machines at a time, to come within a week",
+    "shoal invite new  # for five machines at a time, to come within a week",
+    "shoal invite new --uses 0 --expires 0  # for as many as like, for ever: for people that you trust",
     "shoal invite new --observe  # to look on: `shoal status INVITE`",
 )
 def new(
     uses: Annotated[
         int, typer.Option(min=0, max=65535, help="Number of machines that may use it at a time; 0: any number.")
-    ] = 0,
+    ] = 5,
     expires: Annotated[
-        str, typer.Option(help="Let newcomers in for this long, as in 90m, 12h, 7d or 4w. Default: for ever.")
-    ] = "",
+        str, typer.Option(help="Let newcomers in for this long, as in 90m, 12h, 7d or 4w; 0: for ever.")
+    ] = "7d",
     observe: Annotated[bool, typer.Option("--observe", help="Let those that join with it watch only.")] = False,
     peers: Peers = PEERS_NAMED,
     qr: Qr = False,
@@ -75,10 +75,11 @@ def new(
 
 @examples("shoal invite list  # the terms of each, and which are revoked")
 def list_(state_dir: Running = None, json: Json = False) -> None:
-    """List the invites that this run's host has given out."""
+    """List the invites of this run, and who is excluded."""
     from shoal.deploy.control.control_socket import ask
 
-    found = ask(running_here(state_dir), "invite-list")["invites"]
+    answer = ask(running_here(state_dir), "invite-list")
+    found = answer["invites"]
     if json:
         import msgspec
 
@@ -86,6 +87,8 @@ def list_(state_dir: Running = None, json: Json = False) -> None:
         return
     for entry in found:
         say(_sentence(entry))
+    for out in answer["excluded"]:
+        say(f"excluded from the run: {out}")
 
 
 @examples(
@@ -120,14 +123,42 @@ def exclude(
         typer.echo(msgspec.json.encode(answer).decode())
     else:
         say(f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run")
+        if answer["invite"]:
+            say(
+                f"it is the second that came by the invite {answer['invite']}, so all that came by it are out; "
+                f"`shoal readmit {answer['invite']}` lets the others in again"
+            )
+
+
+@examples(
+    "shoal readmit bob  # the name or the end of the peer's ID, as `shoal invite list` shows them",
+    "shoal readmit 3f9a1c22  # an invite, with those that came by it",
+)
+def readmit(
+    who: Annotated[str, typer.Argument(help="The peer's name, or the end of its ID, or the invite's name.")],
+    state_dir: Running = None,
+    json: Json = False,
+) -> None:
+    """Let in again an excluded member or a revoked invite.
+
+    It works on the run's host, whoever excluded it. The member itself must be started again."""
+    from shoal.deploy.control.control_socket import ask
+
+    answer = ask(running_here(state_dir), "readmit", who=who)
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(answer).decode())
+    else:
+        say(f"{answer['name']} may come back: `shoal join` there")
 
 
 def _seconds(text: str) -> float:
-    if not text:
+    if text == "0":
         return 0.0
     match = _SPAN.match(text.strip().lower())
     if match is None or not int(match[1]):
-        raise LocalError(f"{text!r} is no span of time: write 90m, 12h, 7d or 4w")
+        raise LocalError(f"{text!r} is no span of time: write 90m, 12h, 7d or 4w, or 0 for ever")
     return float(int(match[1]) * _SECONDS[match[2]])
 
 

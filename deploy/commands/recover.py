@@ -47,11 +47,11 @@ def recover(
     owner, folder = find_owner(found, hosts)
 
     async def look() -> Any:
-        async with recovery(found) as session:
+        async with recovery(found, owner) as session:
             return await session.look(era=era)
 
     async def reset() -> Any:
-        async with recovery(found) as session:
+        async with recovery(found, owner) as session:
             now = await session.look(era=era)  # it may have changed while the user thought about it
             return now, await session.reset(now, owner, folder)
 

@@ -1,6 +1,7 @@
-"""Answers commands about who may enter a run: every peer makes an invite, its host gives out, revokes and excludes."""
+"""Answers commands about who may enter a run: every peer makes an invite, its host gives out, revokes, excludes and
+readmits."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import msgspec
@@ -10,20 +11,22 @@ from shoal.deploy.control.invite_book import GivenOut, InviteBook
 from shoal.deploy.state.known_peers import whom_to_name
 from shoal.protocol.errors import LocalError
 from shoal.protocol.exclusion import Exclusion
-from shoal.protocol.identity import PeerID
+from shoal.protocol.identity import PeerID, peer_id_of, public_key_of
 from shoal.protocol.invite import Invite, InviteKey, split_address
 from shoal.protocol.live.transport import LiveTransport, dialable
+from shoal.protocol.membership import Excluded, invite_name
 
 
 class InviteVerb:
     """Answers `shoal invite`: an invite by those who are there now.
 
     Args:
-        invite: what lets others in; its addresses are made anew each time.
+        invite: of this run; its addresses are made anew each time.
+        key: finds the key that lets others in: on the run's host one with a free seat, on other peers their own.
     """
 
-    def __init__(self, transport: LiveTransport, invite: Invite) -> None:
-        self._transport, self._invite = transport, invite
+    def __init__(self, transport: LiveTransport, invite: Invite, key: Callable[[], InviteKey | None]) -> None:
+        self._transport, self._invite, self._key = transport, invite, key
 
     async def answer(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """`peers`: how many to name, us included. In return: the invite, the run, and how many it names."""
@@ -31,10 +34,13 @@ class InviteVerb:
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def invite(self, num_peers: int) -> tuple[str, frozenset[PeerID]]:
-        """Returns: the invite, and whom it names. Args: num_peers: how many to name at most, us included."""
+        """Returns: the invite, and whom it names. Raises: LocalError: nobody can come by this peer's any more.
+
+        Args: num_peers: how many to name at most, us included.
+        """
         addresses = await self._addresses(num_peers)
         named = frozenset(PeerID(split_address(address)[1]) for address in addresses)
-        return msgspec.structs.replace(self._invite, addresses=addresses).encode(), named
+        return msgspec.structs.replace(self._invite, addresses=addresses, key=self._key()).encode(), named
 
     async def _addresses(self, num_peers: int) -> tuple[str, ...]:
         return whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)
@@ -55,7 +61,10 @@ class HostVerbs:
 
     Args:
         exclude: brings an order to everybody.
+        excluded: says who is out by all orders.
+        invite_of: finds the key of the invite by which a member came.
         members: (peer, its name) of those who are in the run now.
+        guests: those of this machine.
     """
 
     def __init__(
@@ -64,20 +73,31 @@ class HostVerbs:
         verb: InviteVerb,
         *,
         exclude: Callable[[Exclusion], None],
+        excluded: Callable[[], Excluded],
+        invite_of: Callable[[PeerID], bytes],
         members: Callable[[], Awaitable[Sequence[tuple[PeerID, str]]]],
+        guests: MutableSequence[PeerID],
     ) -> None:
         self._book, self._verb, self._exclude, self._members = book, verb, exclude, members
+        self._excluded, self._invite_of, self._guests = excluded, invite_of, guests
 
     def install(self, control: ControlServer) -> None:
+        control.on("guest", self._guest)
         control.on("invite-new", self._new)
         control.on("invite-list", self._list)
         control.on("invite-revoke", self._revoke)
         control.on("exclude", self._exclude_member)
+        control.on("readmit", self._readmit)
 
     def apply(self) -> None:
         """Bring what is revoked and excluded to everybody again: some may have been away."""
         if self._book is not None and (order := self._book.order) is not None:
             self._exclude(order)
+
+    async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Let in a command of this machine, whatever has become of the invite by which this peer came."""
+        self._guests.append(PeerID(str(arguments.get("peer", ""))))
+        return {}
 
     async def _new(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         made = self._needed().make(
@@ -89,7 +109,16 @@ class HostVerbs:
         return {"invite": text, **_described(made)}
 
     async def _list(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"invites": [_described(invite) for invite in self._needed().all]}
+        """The invites, and as `excluded` the names of the members and invites that are out, by whomever."""
+        book, names = self._needed(), self._names()
+        out = [f"{names.get(key, '')} ({peer_id_of(key)[-8:]})".strip() for key in sorted(self._excluded().keys)]
+        return {"invites": [_described(invite) for invite in book.all], "excluded": out}
+
+    def _names(self) -> dict[bytes, str]:
+        """How people call the keys in the book."""
+        book = self._needed()
+        invites = {invite.key.delegation.key: f"invite {invite.name}" for invite in book.all}
+        return {entry.key: entry.name for entry in book.named if entry.name} | invites
 
     async def _revoke(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         revoked = self._needed().revoke(str(arguments.get("name", "")))
@@ -103,9 +132,26 @@ class HostVerbs:
         if len(found) != 1:
             raise LocalError(f"{len(found) or 'no'} members are called {wanted!r}: see `shoal status`")
         peer, name = found[0]
-        self._needed().exclude(peer)
+        invite, before = self._invite_of(peer), self._excluded().keys
+        self._needed().exclude(peer, invite, name=name)
         self.apply()
-        return {"peer": peer, "name": name}
+        is_second = invite in self._excluded().keys - before
+        return {"peer": peer, "name": name, "invite": invite_name(invite) if is_second else ""}
+
+    async def _readmit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`who`: a member by its name or the end of its ID, or all of that, or an invite by its name."""
+        wanted, book, excluded, names = str(arguments.get("who", "")), self._needed(), self._excluded(), self._names()
+        found = {key for key in excluded.keys if wanted and (_is_called(key, wanted) or names.get(key) == wanted)}
+        if len(wanted) > 40:
+            found.add(_key_of(wanted))  # its invite may be out, and not the member itself
+        if len(found) != 1:
+            raise LocalError(
+                f"{len(found) or 'no'} excluded members or invites are called {wanted!r}: see `shoal status`"
+            )
+        (key,) = found
+        book.readmit(key, excluded.came_by.get(key, b""))
+        self.apply()
+        return {"name": wanted}
 
     def _needed(self) -> InviteBook:
         if self._book is None:
@@ -113,6 +159,17 @@ class HostVerbs:
                 "this peer is not the run's host, or the run is open to anyone: the host gives out and revokes invites"
             )
         return self._book
+
+
+def _is_called(key: bytes, wanted: str) -> bool:
+    return peer_id_of(key).endswith(wanted) or invite_name(key).startswith(wanted.lower())
+
+
+def _key_of(peer: str) -> bytes:
+    try:
+        return public_key_of(PeerID(peer))
+    except ValueError as error:
+        raise LocalError(f"{peer!r} is no ID of a peer") from error
 
 
 def _described(invite: GivenOut) -> dict[str, Any]:

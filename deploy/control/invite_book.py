@@ -21,8 +21,12 @@ from shoal.protocol.ports import Disk
 FILE_NAME = "invites.json"
 INVITES_MAX = EXCLUDED_KEYS_MAX // 2
 """The most invites of one run, revoked ones included: one order names all of them, and as many members."""
-DEFAULT_LASTS_S = 90 * 24 * 3600
+DEFAULT_LASTS_S = 7 * 24 * 3600
 """How long the invite that `shoal host` prints lets newcomers in; whoever is in stays."""
+DEFAULT_SEATS = 5
+"""How many machines may be in the run by that invite at a time."""
+_USEFUL_S = 24 * 3600
+"""An invite with less time left is not handed out any more."""
 
 
 class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,16 +36,32 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
     made_s: float
     """Seconds since 1970."""
     revoked: bool = False
+    is_default: bool = False
+    """Whether `shoal invite` hands it out while it has a free seat."""
 
     @property
     def name(self) -> str:
         return self.key.delegation.name
 
 
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """A member that the owner has excluded, or a key of either kind that the owner has let in again."""
+
+    key: bytes
+    name: str = ""
+    """The member's, when it was excluded."""
+    invite: bytes = b""
+    """The key of the invite by which the member came, or an invite's own; empty: unknown."""
+    readmitted: bool = False
+
+
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     invites: tuple[GivenOut, ...] = ()
     excluded: tuple[PeerID, ...] = ()
-    """Members whose own keys are excluded, whatever invite they came by."""
+    """The members that an earlier version has excluded."""
+    named: tuple[Named, ...] = ()
+    number: int = 0
+    """The number of the newest order."""
 
 
 class InviteBook:
@@ -63,10 +83,14 @@ class InviteBook:
 
     @property
     def order(self) -> Exclusion | None:
-        """The order that keeps out whoever came by a revoked invite, and excluded members. None: there are neither."""
-        keys = {invite.key.delegation.key for invite in self.all if invite.revoked}
-        keys.update(map(public_key_of, self._file.excluded))
-        return order_exclusion(self._owner, keys, run=self._run) if keys else None
+        """The order that keeps out excluded members and those that came by a revoked invite. None: nobody ever was
+        excluded."""
+        revoked = {invite.key.delegation.key for invite in self.all if invite.revoked}
+        came_by = {key: key for key in revoked} | {named.key: named.invite for named in self._file.named}
+        readmitted = [named.key for named in self._file.named if named.readmitted]
+        if not came_by:
+            return None
+        return order_exclusion(self._owner, came_by, run=self._run, readmitted=readmitted, number=self._file.number)
 
     def find(self, name: str) -> GivenOut:
         """Find an invite by its name or the beginning of it. Raises: LocalError: none has it, or several have."""
@@ -75,16 +99,24 @@ class InviteBook:
             raise LocalError(f"{len(found) or 'no'} invites of this run begin with {name!r}: see `shoal invite list`")
         return found[0]
 
-    def default(self) -> InviteKey:
-        """The invite that `shoal host` and `shoal invite` print: the first that lets people train, or a new one."""
-        now_s = self._wall_s()
+    def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
+        """The invite that `shoal host` and `shoal invite` print: one with a free seat, or a new one.
+
+        Args:
+            seats: how many a new one has.
+            taken: how many seats of the invite with this key are taken.
+        """
+        until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:
             terms = invite.key.delegation
-            if not invite.revoked and terms.may_train and not terms.seats and terms.expires_s > now_s:
+            is_good = invite.is_default and not invite.revoked and terms.expires_s > until_s
+            if is_good and terms.seats >= seats and taken(terms.key) < terms.seats:
                 return invite.key
-        return self.make(lasts_s=DEFAULT_LASTS_S).key
+        return self.make(lasts_s=DEFAULT_LASTS_S, seats=seats, is_default=True).key
 
-    def make(self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True) -> GivenOut:
+    def make(
+        self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True, is_default: bool = False
+    ) -> GivenOut:
         """A new one. `lasts_s`: 0: for ever. Raises: LocalError: a term is out of bounds, or the disk is full."""
         if len(self.all) >= INVITES_MAX:
             raise LocalError(f"this run has given out {INVITES_MAX} invites already")
@@ -93,29 +125,58 @@ class InviteBook:
             key = InviteKey.make(self._owner, run=self._run, expires_s=expires_s, seats=seats, may_train=may_train)
         except ValueError as error:
             raise LocalError(str(error)) from error
-        made = GivenOut(key=key, made_s=self._wall_s())
+        made = GivenOut(key=key, made_s=self._wall_s(), is_default=is_default)
         self._write(msgspec.structs.replace(self._file, invites=(*self.all, made)))
         return made
 
     def revoke(self, name: str) -> GivenOut:
         """Mark it; the caller excludes its key from the run. Raises: LocalError: as `find`, or the disk is full."""
-        revoked = msgspec.structs.replace(self.find(name), revoked=True)
-        invites = tuple(revoked if invite.name == revoked.name else invite for invite in self.all)
-        self._write(msgspec.structs.replace(self._file, invites=invites))
-        return revoked
+        return self._mark(self.find(name), revoked=True)
 
-    def exclude(self, peer: PeerID) -> None:
-        """Note that `peer` is out for good. Raises: LocalError: it is the owner, or the disk is full."""
+    @property
+    def named(self) -> tuple[Named, ...]:
+        return self._file.named
+
+    def exclude(self, peer: PeerID, invite: bytes = b"", *, name: str = "") -> None:
+        """Note that `peer` is out, which came by the invite with this key. Raises: LocalError: it is the owner, or the
+        disk is full."""
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")
-        if len(self._file.excluded) >= INVITES_MAX:
+        self._name(Named(key=public_key_of(peer), name=name, invite=invite))
+
+    def readmit(self, key: bytes, invite: bytes = b"") -> None:
+        """Note that the member or the invite with this key is in again, whoever excluded it. Raises: LocalError: the
+        disk is full."""
+        self._name(Named(key=key, invite=invite, readmitted=True))
+        for given in self.all:
+            if given.key.delegation.key == key and given.revoked:
+                self._mark(given, revoked=False)
+
+    def _mark(self, invite: GivenOut, *, revoked: bool) -> GivenOut:
+        marked = msgspec.structs.replace(invite, revoked=revoked)
+        invites = tuple(marked if other.name == invite.name else other for other in self.all)
+        key = invite.key.delegation.key
+        named = tuple(entry for entry in self._file.named if not (revoked and entry.key == key))
+        self._order(invites=invites, named=named)
+        return marked
+
+    def _name(self, named: Named) -> None:
+        others = tuple(entry for entry in self._file.named if entry.key != named.key)
+        if len(others) >= INVITES_MAX:
             raise LocalError(f"this run has excluded {INVITES_MAX} members already: revoke the invites they came by")
-        if peer not in self._file.excluded:
-            self._write(msgspec.structs.replace(self._file, excluded=(*self._file.excluded, peer)))
+        if (*others, named) != self._file.named:
+            self._order(named=(*others, named))
+
+    def _order(self, **changed: object) -> None:
+        """Change the file, and with it the order."""
+        number = max(self._file.number + 1, int(self._wall_s()))  # above that of a file that was lost
+        self._write(msgspec.structs.replace(self._file, number=number, **changed))
 
     def _read(self) -> _File:
         try:
-            return msgspec.json.decode(self._disk.read(self._path), type=_File)
+            file = msgspec.json.decode(self._disk.read(self._path), type=_File)
+            named = (*file.named, *(Named(key=public_key_of(peer)) for peer in file.excluded))
+            return msgspec.structs.replace(file, named=named, excluded=())
         except FileNotFoundError:
             return _File()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

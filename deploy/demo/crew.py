@@ -1,5 +1,6 @@
 """Runs the demo's peers as processes: starts them, lets them in, kills or suspends them, and knows who is there."""
 
+import asyncio
 import itertools
 import os
 import signal
@@ -9,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.deploy.children import CLI, Child, Children
+from shoal.deploy.control.control_socket import ask
 from shoal.deploy.report import Joined, Left, Obeys, Ready
 from shoal.peer.cgroup import processors
 from shoal.protocol.identity import PeerID
-from shoal.protocol.invite import make_invite, parse_invite
+from shoal.protocol.invite import InviteKey, make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX
 from shoal.protocol.live import leftovers
 
@@ -72,6 +74,7 @@ class Crew:
         """The members in the order of their starts."""
         self.invite = ""
         """The host's invite, once the host is up."""
+        self._key: InviteKey | None = None
         self._children = children
         self._folder = folder
         self._spec_path = spec_path
@@ -155,6 +158,12 @@ class Crew:
         for folder in sorted(self.peers_folder.glob("*")):
             await leftovers.clear(folder)
 
+    async def open_to_all(self) -> None:
+        """Have the host make an invite for any number of peers: its own has few seats, and killed peers hold some."""
+        made = await asyncio.to_thread(ask, self.peers_folder / self.members[0].child.name, "invite-new")
+        self.invite = str(made["invite"])
+        self._key = parse_invite(self.invite).key
+
     def take(self, member: Member, report: Ready | Joined | Obeys | Left) -> None:
         match report:
             case Ready():
@@ -174,7 +183,8 @@ class Crew:
         # One address of each before a second of anybody's: what counts is that somebody lives.
         rounds = itertools.zip_longest(*(invite.addresses for invite in invites))
         addresses = [address for turn in rounds for address in turn if address is not None]
-        return make_invite(invites[0].run, invites[0].owner, tuple(addresses[:ADDRESSES_MAX]), invites[0].key)
+        key = self._key or invites[0].key
+        return make_invite(invites[0].run, invites[0].owner, tuple(addresses[:ADDRESSES_MAX]), key)
 
 
 def environment() -> Mapping[str, str]:

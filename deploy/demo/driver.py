@@ -137,6 +137,7 @@ class Demo:
         await self._wait_for(lambda: bool(self._crew.invite) or not host.is_alive)
         if not self._crew.invite and not self.interrupted:
             raise LocalError(last_line(host.child.log).removeprefix("shoal: ") or f"the host ended: {host.child.log}")
+        await self._crew.open_to_all()
         for member in others:
             await self._crew.let_in(member)
 

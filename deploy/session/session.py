@@ -21,7 +21,7 @@ from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.control.fresh_invite import PEERS_NAMED, FreshInvite
 from shoal.deploy.control.host_verbs import HostVerbs, InviteVerb
-from shoal.deploy.control.invite_book import InviteBook
+from shoal.deploy.control.invite_book import DEFAULT_SEATS, InviteBook
 from shoal.deploy.dashboard.address import Address
 from shoal.deploy.dashboard.beside import Showing, serving
 from shoal.deploy.dashboard.contribution import ContributionMeter, MeteredCompute
@@ -46,6 +46,7 @@ from shoal.deploy.report import (
     Summary,
     Validated,
 )
+from shoal.deploy.run.renewal import take_kept
 from shoal.deploy.run.run_text import find_corpus
 from shoal.deploy.run.spec_record import Found, fetch_spec, seal_spec
 from shoal.deploy.session.background import in_background
@@ -75,6 +76,7 @@ from shoal.protocol.live.compute import ThreadCompute
 from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.loop import LoopClock
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Members
 from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.ports import Compute
 from shoal.protocol.spec import RunSpec, run_id
@@ -178,8 +180,24 @@ class _Run:
     def id(self) -> str:
         return run_id(self.spec, self.owner)
 
+    def key_to_give(self, members: Members) -> InviteKey | None:
+        """The key by which others may come now. Raises: LocalError: there is none."""
+        if self.invites is None:
+            if self.key is not None and 0 < self.key.delegation.expires_s < time.time():
+                raise LocalError(
+                    "the invite by which this peer came has expired: `shoal invite` on the host prints one"
+                )
+            return self.key
+        present = members.planned or frozenset()
+        return self.invites.default(seats=_seats(self.spec), taken=lambda key: members.seats_taken(key, present))
+
     def invite(self, addresses: Sequence[str]) -> Invite:
         return Invite(PROTOCOL_VERSION, self.id, self.owner, tuple(addresses[:ADDRESSES_MAX]), self.key)
+
+
+def _seats(spec: RunSpec) -> int:
+    """How many machines may come by the invite that the host prints: enough for the run to begin."""
+    return max(DEFAULT_SEATS, spec.swarm.min_peers)
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
@@ -198,7 +216,7 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
         owner=identity.peer_id,
         record=seal_spec(identity, spec),
         corpus=corpus,
-        key=invites.default() if invites is not None else None,
+        key=invites.default(seats=_seats(spec)) if invites is not None else None,
         invites=invites,
     )
     async with _network(identity, run.invite(()), options) as network:
@@ -282,9 +300,11 @@ async def _go_over(
 
 
 def _network(identity: Identity, invite: Invite, options: Options) -> contextlib.AbstractAsyncContextManager[Network]:
+    members = invite.members_for(identity.peer_id)
+    take_kept(members, LiveDisk(options.folder), identity.peer_id)
     return open_network(
         identity,
-        invite.members_for(identity.peer_id),
+        members,
         folder=options.folder,
         listen=options.ways.listen,
         announce=options.ways.announce,
@@ -413,13 +433,21 @@ async def _train(
     keeper.install(control)
     showing.steer(pause=keeper.pause, resume=keeper.resume)
     control.on("leave", stop.leave)
-    inviting = InviteVerb(network.transport, run.invite(()))
+    inviting = InviteVerb(network.transport, run.invite(()), lambda: run.key_to_give(network.gate.members))
     control.on("invite", inviting.answer)
 
     async def members() -> list[tuple[PeerID, str]]:
         return [(peer.peer, peer.name) for peer in (await node.status()).peers]
 
-    host = HostVerbs(run.invites, inviting, exclude=node.coordination.exclude, members=members)
+    host = HostVerbs(
+        run.invites,
+        inviting,
+        exclude=node.coordination.exclude,
+        excluded=lambda: node.coordination.excluded,
+        invite_of=network.gate.members.invite_of,
+        members=members,
+        guests=network.gate.members.guests,
+    )
     host.install(control)
     try:
         await control.try_start()
@@ -534,7 +562,11 @@ async def _tell_invites(inviting: InviteVerb, me: PeerID, output: Output) -> Non
     while True:
         await asyncio.sleep(_INVITE_S)
         if fresh.is_due(await inviting.others(), time.monotonic()):
-            invite, named = await inviting.invite(PEERS_NAMED)
+            try:
+                invite, named = await inviting.invite(PEERS_NAMED)
+            except LocalError as error:
+                logger.info("no fresh invite: %s", error)
+                continue
             fresh.told(named, time.monotonic())
             output.say(Invites(peer=me, invite=invite, peers=len(named)))
 

@@ -1,14 +1,16 @@
 """A visitor's way into a run: a throwaway identity on libp2p, the run's directory and its spec."""
 
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from shoal.deploy.visitor.visit import visiting
+from shoal.deploy.visitor.visit import introduce, visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, peers_of
+from shoal.protocol.membership import renew
 from shoal.protocol.ports import Directory
 from shoal.protocol.spec import RunSpec
 
@@ -17,6 +19,9 @@ FIND_S = 20.0
 NOBODY_S = 7.0
 """How long a visitor looks where no peer of the invite has answered its first dials: the redials of that time may reach
 one. Three more seconds go to libraries and the network daemon."""
+
+
+_OWNERS_VISIT_S = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +36,10 @@ class Entrance:
 
 
 @contextlib.asynccontextmanager
-async def entering(invite: Invite) -> AsyncIterator[Entrance]:
+async def entering(invite: Invite, *, owner: Identity | None = None) -> AsyncIterator[Entrance]:
     """Connect to a run's network for as long as the context lasts, without holding a stage.
 
+    Args: owner: of the run, if it is the visitor, for whom an invite does not expire.
     Raises: LocalError: the run cannot be found.
     """
     # hivemind takes a second: who does not visit does not need it.
@@ -46,7 +52,12 @@ async def entering(invite: Invite) -> AsyncIterator[Entrance]:
     async with contextlib.AsyncExitStack() as stack:
         folder = await stack.enter_async_context(visiting())
         identity = Identity.generate()
+        await introduce(invite, identity.peer_id)
         gate = Gate(invite.members_for(identity.peer_id), identity.peer_id)
+        if owner is not None and invite.key is not None:
+            ends_s = int(time.time()) + _OWNERS_VISIT_S
+            terms = invite.key.delegation
+            gate.members.certificate = renew(owner, terms, identity.peer_id, run=invite.run, ends_s=ends_s)
         ways = dialable(ways_to(invite))
         transport = await LiveTransport.start(identity, members=gate.members, state_dir=folder, initial_peers=ways)
         stack.push_async_callback(transport.close)

@@ -315,9 +315,9 @@ def _remember(disk: Disk, run: str, reign: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def recovery(invite: Invite) -> AsyncIterator[Recovery]:
+async def recovery(invite: Invite, owner: Identity) -> AsyncIterator[Recovery]:
     """Begin a recovery on libp2p, with an identity of its own. Raises: LocalError: the run cannot be found."""
-    async with entering(invite) as entrance:
+    async with entering(invite, owner=owner) as entrance:
         # hivemind takes a second: what only looks at a situation does not need it.
         from shoal.protocol.live.loop import LoopClock
 

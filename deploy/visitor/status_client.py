@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from shoal.deploy.state.known_peers import ways_to
-from shoal.deploy.visitor.visit import visiting
+from shoal.deploy.visitor.visit import introduce, visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
@@ -37,6 +37,7 @@ async def asking(invite: Invite) -> AsyncIterator[Ask]:
     """Give a function that asks once a call, first the peer that answered last. It raises LocalError as `ask_swarm`."""
     identity = Identity.generate()
     async with visiting() as folder:
+        await introduce(invite, identity.peer_id)
         members = invite.members_for(identity.peer_id)
         ways = dialable(ways_to(invite))
         transport = await LiveTransport.start(identity, members=members, state_dir=folder, initial_peers=ways)

@@ -13,12 +13,16 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+from shoal.deploy.control.control_socket import ask
 from shoal.deploy.state import places
-from shoal.protocol.errors import LocalError
+from shoal.protocol.errors import LocalError, ShoalError
+from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import Invite, parse_invite
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "visit"
+_ASK_S = 2.0
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -37,6 +41,18 @@ async def visiting() -> AsyncIterator[Path]:
         stack.callback(lock.release)
         await sweep()
         yield lock.path
+
+
+async def introduce(invite: Invite, me: PeerID) -> None:
+    """Have the peer of this machine let in a command that goes by its note: the peer's invite may have expired."""
+    await asyncio.to_thread(_introduce, invite, me)
+
+
+def _introduce(invite: Invite, me: PeerID) -> None:
+    for note in places.all_running():
+        with contextlib.suppress(ShoalError):
+            if note.folder and parse_invite(note.invite) == invite:
+                ask(Path(note.folder), "guest", timeout_s=_ASK_S, peer=me)
 
 
 async def sweep() -> None:

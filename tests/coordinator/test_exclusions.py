@@ -7,13 +7,13 @@ import pytest
 
 from shoal.coordinator.chain import link_flaw
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.exclusion import Exclusion, exclusion_body, open_exclusion, order_exclusion
+from shoal.protocol.exclusion import Exclusion, in_force, open_exclusion, order_exclusion, propose_exclusion
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import EXCLUSION_BYTES_MAX, EXCLUSIONS_MAX
 from shoal.protocol.plan import PlanShape, plan_flaw
 from shoal.protocol.statement import sign_statement
 
-KEY = bytes(range(32))
+KEY, INVITE = bytes(range(32)), bytes([7]) * 32
 
 
 def run_of(swarm):
@@ -25,15 +25,15 @@ def key_of(peer):
 
 
 def owners_order(swarm, *peers):
-    return order_exclusion(swarm.peers["p0"].port.identity, map(key_of, peers), run=run_of(swarm))
+    return order_exclusion(swarm.peers["p0"].port.identity, {key_of(peer): b"" for peer in peers}, run=run_of(swarm))
 
 
 def vote_of(swarm, elector, out):
     """The vote of one elector of its live plan for excluding `out`."""
-    live, keys = elector.coordination.plan, (key_of(out),)
-    body = exclusion_body(keys, live.digest)
-    signature = sign_statement(elector.port.identity, "exclusion", run=run_of(swarm), body=body)
-    return Exclusion(keys, base=live.digest, votes=((live.plan.electors.index(elector.peer_id), signature),))
+    live = elector.coordination.plan
+    order = propose_exclusion({key_of(out): INVITE}, base=live.digest)
+    signature = sign_statement(elector.port.identity, "exclusion", run=run_of(swarm), body=order.body)
+    return msgspec.structs.replace(order, votes=((live.plan.electors.index(elector.peer_id), signature),))
 
 
 @pytest.mark.sim
@@ -96,18 +96,83 @@ def test_a_majority_of_the_plans_electors_puts_a_member_out_and_less_does_not(ru
 
 
 @pytest.mark.sim
+def test_the_owner_lets_in_again_whom_it_or_a_majority_has_excluded(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(6)
+        owner, mine, theirs = swarm.peers["p0"], swarm.peers["p3"], swarm.peers["p4"]
+        others = [peer for peer in swarm.alive() if peer not in (mine, theirs)]
+        for peer in [*others, mine]:
+            peer.port.spawn(_call(peer.coordination.exclude, vote_of(swarm, peer, theirs)))
+        owner.port.spawn(_call(owner.coordination.exclude, owners_order(swarm, mine)))
+
+        def are_out(*peers):
+            keys = {key_of(peer) for peer in peers}
+            return lambda: all(peer.coordination.excluded.keys == keys for peer in others)
+
+        await swarm.until(are_out(mine, theirs), within_s=20.0)
+        coordinator = next(peer for peer in others if peer.coordination.is_coordinator)
+        said = {risk for risk in coordinator.coordination.status().risks if "excluded" in risk}
+        undo = "(`shoal readmit` on the host undoes it)"
+        assert said == {
+            f"excluded by the owner: p3 ({mine.peer_id[-8:]}) {undo}",
+            f"excluded by 4 members: p4 ({theirs.peer_id[-8:]}) {undo}",
+        }
+
+        both = {key_of(mine): b"", key_of(theirs): b""}
+        again = order_exclusion(owner.port.identity, both, run=run_of(swarm), readmitted=both, number=2)
+        owner.port.spawn(_call(owner.coordination.exclude, again))
+        await swarm.until(are_out(), within_s=10.0)
+        await swarm.until(lambda: all(peer.plan.exclusions == (again.encode(),) for peer in others), within_s=20.0)
+        assert not any("excluded" in risk for risk in coordinator.coordination.status().risks)
+        for peer in others:  # neither an older order of the owner nor the majority's votes again change that
+            peer.coordination.exclude(owners_order(swarm, mine, theirs))
+            peer.coordination.exclude(vote_of(swarm, peer, theirs))
+        await asyncio.sleep(5.0)
+        assert are_out()()
+
+    run_swarm(scenario, min_peers=6)
+
+
+def test_the_second_exclusion_of_an_invites_members_excludes_the_invite():
+    owner, keys = Identity(bytes(32)), [bytes([number]) * 32 for number in range(3)]
+
+    def out(*excluded, **terms):
+        return in_force([order_exclusion(owner, dict(excluded), run="run", **terms)])
+
+    first, second, other = ((key, INVITE) for key in keys)
+    assert out(first).keys == {keys[0]}
+    assert out(first).came_by == {keys[0]: INVITE}, "its seat is taken for good"
+    assert out(first, (keys[1], b"")).keys == {keys[0], keys[1]}, "nobody knows by which that one came"
+    assert out(first, second).keys == {keys[0], keys[1], INVITE}
+    assert out(first, second, readmitted=[keys[1]]).keys == {keys[0]}
+    with_invite = out(first, second, (INVITE, INVITE), readmitted=[INVITE])
+    assert with_invite.keys == {keys[0], keys[1]}, "the owner trusts the others that came by it"
+    by_two = in_force([propose_exclusion(dict([first]), base="x"), propose_exclusion(dict([other]), base="x")])
+    assert INVITE in by_two.keys, "whoever ordered it"
+
+
+def test_an_order_of_an_earlier_version_still_holds():
+    owner = Identity(bytes(32))
+    body = msgspec.msgpack.encode(("", (KEY,)))
+    signature = sign_statement(owner, "exclusion", run="run", body=body)
+    old = open_exclusion(msgspec.msgpack.encode([[KEY], signature, "", []]), PeerID("peer"))
+    assert old.body == body
+    assert in_force([old]).keys == {KEY}
+
+
+@pytest.mark.sim
 def test_nobody_elses_order_counts(run_swarm):
     async def scenario(swarm):
         await swarm.begin(6)
         exclusions = swarm.peers["p1"].coordination._core.chain.exclusions
         live, run = swarm.peers["p1"].coordination.plan, run_of(swarm)
         mallory = Identity(bytes([9]) * 32)
-        body = exclusion_body([KEY], live.digest)
+        body = Exclusion((KEY,), base=live.digest).body
         said = sign_statement(swarm.peers["p2"].port.identity, "exclusion", run=run, body=body)
         at = live.plan.electors.index(swarm.peers["p2"].peer_id)
         forged = [
-            order_exclusion(mallory, [KEY], run=run),
-            order_exclusion(swarm.peers["p0"].port.identity, [KEY], run="another"),
+            order_exclusion(mallory, {KEY: b""}, run=run),
+            order_exclusion(swarm.peers["p0"].port.identity, {KEY: b""}, run="another"),
             Exclusion((KEY,), base=live.digest, votes=tuple((n, said) for n in range(6))),
             Exclusion((KEY,), base=live.digest, votes=((at, said),) * 6),
             Exclusion((KEY,), base="unknown", votes=((at, said),)),
@@ -116,7 +181,7 @@ def test_nobody_elses_order_counts(run_swarm):
         for order in forged:
             assert not exclusions.note(order)
             assert not exclusions.proves(order.encode())
-        assert not exclusions.keys
+        assert not exclusions.excluded.keys
 
     run_swarm(scenario, min_peers=6)
 
@@ -128,7 +193,7 @@ def test_a_coordinator_brings_in_no_order_of_its_own_and_forgets_none(run_swarm)
         peer = swarm.peers["p1"]
         chain, live = peer.coordination._core.chain, peer.coordination.plan
         order = owners_order(swarm, swarm.peers["p3"]).encode()
-        bad = order_exclusion(Identity(bytes([9]) * 32), [KEY], run=run_of(swarm)).encode()
+        bad = order_exclusion(Identity(bytes([9]) * 32), {KEY: b""}, run=run_of(swarm)).encode()
         for orders, accepted in (((bad,), False), ((b"rubbish",), False), ((order,), True)):
             plan = msgspec.structs.replace(
                 live.plan, sequence=live.plan.sequence + 1, previous=live.digest, exclusions=orders
@@ -144,7 +209,7 @@ def test_a_coordinator_brings_in_no_order_of_its_own_and_forgets_none(run_swarm)
 
 
 def test_what_is_no_order_is_the_senders_fault():
-    good = order_exclusion(Identity(bytes(32)), [KEY], run="run")
+    good = order_exclusion(Identity(bytes(32)), {KEY: INVITE}, run="run")
     replace = msgspec.structs.replace
     for data in (
         b"",
@@ -154,6 +219,11 @@ def test_what_is_no_order_is_the_senders_fault():
         replace(good, keys=(KEY, KEY)).encode(),
         replace(good, keys=(KEY[:-1],)).encode(),
         replace(good, signature=bytes(EXCLUSION_BYTES_MAX)).encode(),
+        replace(good, invites=(INVITE, INVITE)).encode(),
+        replace(good, invites=(INVITE[:-1],)).encode(),
+        replace(good, readmitted=(1,)).encode(),
+        replace(good, readmitted=(-1,)).encode(),
+        replace(good, readmitted=(0,), signature=b"").encode(),
     ):
         with pytest.raises(RemoteError, match="no exclusion"):
             open_exclusion(data, PeerID("peer"))

@@ -37,7 +37,7 @@ from shoal.protocol.frames import CreditWindow, FrameAssembler, FrameType, decod
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import PREFIX, Invite, InviteKey, make_invite, parse_invite
 from shoal.protocol.limits import PROTOCOL_VERSION
-from shoal.protocol.membership import AccessLevel, Certificate, Members, certify, delegate, open_certificate
+from shoal.protocol.membership import AccessLevel, Certificate, Excluded, Members, certify, delegate, open_certificate
 from shoal.protocol.plan import Mandate, Plan, PlanShape, open_link, open_plan, plan_flaw, sign_mandate, sign_plan
 from shoal.protocol.ports import CallHandler, FrameHandler
 from shoal.protocol.sim.disk import SimDisk
@@ -200,7 +200,7 @@ def certificates(data: bytes) -> None:
     with contextlib.suppress(RemoteError):
         members.show(member, shown)
     members.why_not_enter(member, [somebody.peer_id for somebody in SOMEBODY])
-    members.exclude([choices.take(32), choices.pick(SOMEBODY).public_key])
+    members.exclude(Excluded({choices.take(32), choices.pick(SOMEBODY).public_key}))
     sound = {certificate_of(member, number) for number in range(len(invite_keys()))}
     if members.access_level(member) > AccessLevel.STRANGER and member != OWNER.peer_id:
         assert shown in sound or msgspec.msgpack.encode(msgspec.msgpack.decode(shown)) in sound, "a forged certificate"

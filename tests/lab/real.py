@@ -17,11 +17,13 @@ from figures import Figures, Step, paces, shown_layout
 from internet.emulator import Internet
 from scenario import Event, Host, Scenario
 from shoal.deploy.children import CLI, Child, Children, last_line
+from shoal.deploy.control.control_socket import ask
 from shoal.deploy.demo.crew import environment
 from shoal.deploy.demo.step_book import StepBook
 from shoal.deploy.report import Committed, Contribution, Joined, Obeys, Ready, Report, Status, StepDone, read_report
 from shoal.deploy.run.run_file import write_spec
 from shoal.protocol.identity import PeerID
+from shoal.protocol.invite import InviteKey, parse_invite
 from shoal.protocol.live import leftovers
 from shoal.protocol.messages import SwarmStatus
 
@@ -93,6 +95,8 @@ class RealSwarm:
     swarm: Children = field(init=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     used: "_Used | None" = None
+    key: InviteKey | None = None
+    """What lets any number of peers in; the host's own invite has few seats."""
     _missing: dict[PeerID, float] = field(default_factory=dict)
     _seen: set[PeerID] = field(default_factory=set)
     _ending: bool = False
@@ -121,7 +125,8 @@ class RealSwarm:
         if not invites:
             raise NoSwarm("nobody has an invite")
         peer.invited_s = time.monotonic()
-        await self.swarm.tell(peer.child, f"{invites[0]}\n")
+        invite = msgspec.structs.replace(parse_invite(invites[0]), key=self.key)
+        await self.swarm.tell(peer.child, f"{invite.encode()}\n")
 
     async def happen(self, event: Event) -> None:
         peer, internet, host = self.peers[event.host], self.internet, event.host
@@ -320,6 +325,9 @@ async def _until_first_step(real: RealSwarm) -> None:
         await real.start(host)
     first, *others = (real.peers[host.name] for host in scenario.hosts)
     await _wait_for(real, lambda: bool(first.invite), scenario.file.waits_s, "the run's host is not up")
+
+    made = await asyncio.to_thread(ask, real.folder / first.host.name, "invite-new")
+    real.key = parse_invite(made["invite"]).key
 
     async def let_in(peer: Peer) -> None:
         await asyncio.sleep(peer.host.joins_s)

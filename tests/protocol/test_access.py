@@ -7,11 +7,11 @@ import pytest
 from shoal.protocol import messages as m
 from shoal.protocol.access import WHO_MAY, Gate, Role, Verdict
 from shoal.protocol.endpoint import Endpoint
-from shoal.protocol.errors import Refused, Unreachable
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.invite import Invite, InviteKey
 from shoal.protocol.limits import PLAN_WAIT_S, PLANS_SERVED, PROTOCOL_VERSION, WAITING_FOR_PLAN_MAX
-from shoal.protocol.membership import Members
+from shoal.protocol.membership import Excluded, Members
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
@@ -100,19 +100,19 @@ def test_an_excluded_mate_is_refused_at_once() -> None:
     )
     gate = gate_of(ana.peer_id, plan)
     assert gate.verdict(ben.peer_id, m.Progress) is Verdict.ALLOWED
-    gate.members.exclude([ben.public_key])
+    gate.members.exclude(Excluded({ben.public_key}))
     assert gate.verdict(ben.peer_id, m.Progress) is Verdict.REFUSED
 
 
 # --- the endpoint enforces it ---
 
 
-async def endpoints(*names: str, invited: str) -> dict[str, Endpoint]:
+async def endpoints(*names: str, invited: str, expires_s: int = 0) -> dict[str, Endpoint]:
     """The first is the run's owner; those in `invited` have its invite."""
     world = World(0, uniform(0.05))
     peers = [world.add_peer(name) for name in names]
     owner = peers[0]
-    key = InviteKey.make(owner.identity, run=RUN)
+    key = InviteKey.make(owner.identity, run=RUN, expires_s=expires_s)
     made = {}
     for name, peer in zip(names, peers, strict=True):
         shown = key if name in invited else InviteKey.make(peer.identity, run=RUN)
@@ -138,7 +138,7 @@ def test_a_stranger_is_not_heard_and_a_member_is() -> None:
         peers["mallory"].members.certificate = b""
         with pytest.raises(Refused, match="show your certificate"):
             await peers["mallory"].ask(owner, m.Ping(), m.Ping)
-        peers["owner"].members.exclude([peers["ana"].identity.public_key])
+        peers["owner"].members.exclude(Excluded({peers["ana"].identity.public_key}))
         with pytest.raises(Refused, match="you are excluded from this run"):
             await peers["ana"].ask(owner, m.Ping(), m.Ping)
 
@@ -155,6 +155,44 @@ def test_whoever_has_forgotten_a_member_asks_for_its_certificate_again() -> None
         await peers["ana"].ask(owner, m.Ping(), m.Ping)
 
     run(main())
+
+
+def test_an_expired_invite_reads_nothing_while_a_member_of_the_plan_goes_on() -> None:
+    """Chain, status and records: row 7 of what one invite could do."""
+
+    async def main() -> None:
+        peers = await endpoints("owner", "ana", "ben", invited="ana ben", expires_s=2_000)
+        owner, now_s = peers["owner"], [0.0]
+        owner.members._wall_s = lambda: now_s[0]
+        both = (Member(owner.peer_id, 1.0, 1.0), Member(peers["ana"].peer_id, 1.0, 1.0))
+        owner.obey(
+            Plan(run=RUN, term=1, sequence=1, previous="", coordinator=owner.peer_id, stages=(Stage(0, 1, both),))
+        )
+        for kind in (m.StatusRequest, m.ChainRequest, m.Ping):
+            owner.on(kind, done)
+        asked = (m.StatusRequest(), m.ChainRequest(after="", reign=0), m.Ping())
+        for name in ("ana", "ben"):
+            for message in asked:
+                await peers[name].ask(owner.peer_id, message, m.Done)
+        now_s[0] = 2_001.0
+        record = peers["ben"].seal_record(
+            m.PlanHead(term=1, sequence=1, digest="", coordinator=owner.peer_id, addresses=())
+        )
+        for message in asked:
+            await peers["ana"].ask(owner.peer_id, message, m.Done)
+            with pytest.raises(Refused, match=r"the invite [0-9a-f]{8} has expired: ask the host for a fresh one"):
+                await peers["ben"].ask(owner.peer_id, message, m.Done)
+        with pytest.raises(RemoteError, match="not its to store"):
+            owner.open_record(record, source=peers["ben"].peer_id)
+        ben = peers["ben"].peer_id
+        peers["ben"].members.take_renewed(owner.members.renew(owner.identity, ben), ben)
+        await peers["ben"].ask(owner.peer_id, asked[0], m.Done)
+
+    run(main())
+
+
+async def done(source: PeerID, message: object) -> m.Done:
+    return m.Done()
 
 
 async def claimed(source: PeerID, message: m.Claim) -> m.Grant:

@@ -14,6 +14,7 @@ from shoal.protocol.limits import STREAM_CREDIT_BYTES
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.throttle import Throttle
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Excluded
 from shoal.protocol.ports import Priority
 from shoal.protocol.token_bucket import RateLimits
 
@@ -151,9 +152,9 @@ def test_a_peer_that_is_put_out_loses_what_is_carried(hidden, eventually):
         await a.call(b.peer_id, b"hello", timeout_s=30)
         await a.send(b.peer_id, b"", b"", priority=Priority.BULK)
         await eventually(lambda: len(heard.frames) == 1 and len(c._carrier) == 2)
-        c.members.exclude([a._identity.public_key])
+        c.members.exclude(Excluded({a._identity.public_key}))
         await eventually(lambda: len(c._carrier) == 0)
-        b.members.exclude([a._identity.public_key])
+        b.members.exclude(Excluded({a._identity.public_key}))
         with pytest.raises(Unreachable):
             await a.call(b.peer_id, b"hello", timeout_s=30)
         await close(a, b, c)

@@ -17,7 +17,7 @@ from shoal.protocol.limits import CARRIED_STREAMS_MAX, CARRIED_STREAMS_OF_ONE_MA
 from shoal.protocol.live.carriage import Answer, Carried, Carry, check_member, encode, read
 from shoal.protocol.live.carrier import Carrier
 from shoal.protocol.live.throttle import CARRIED, Throttle
-from shoal.protocol.membership import Members, certify, delegate
+from shoal.protocol.membership import Excluded, Members, certify, delegate
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.trust import everybody
 from shoal.protocol.token_bucket import RateLimits
@@ -162,7 +162,7 @@ def test_whoever_is_put_out_of_the_run_is_carried_no_more():
 
     async def main(world):
         here, _ = await world.ask()
-        members.exclude([B.public_key])
+        members.exclude(Excluded({B.public_key}))
         world.carrier.cut(members.is_excluded)
         assert await here[0].read() == b""
         _, answer = await world.ask()

@@ -19,6 +19,7 @@ from shoal.protocol.live.daemon import _DetachedP2P
 from shoal.protocol.live.lane_count import LANES_FIRST
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Excluded
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.trust import everybody
 
@@ -339,7 +340,7 @@ def test_who_is_put_out_has_no_lanes_any_more(live_peer, eventually):
         await a.send(b.peer_id, b"", b"", priority=Priority.BULK)
         await eventually(lambda: len(heard.frames) == 1 and b._lane_door._num_lanes == LANES_FIRST)
         (link,) = a._lane_supplies
-        b.members.exclude([a._identity.public_key])
+        b.members.exclude(Excluded({a._identity.public_key}))
         await eventually(lambda: b._lane_door._num_lanes == a._lane_door._num_lanes == 0)
         assert await a._lane_door.dial(link, ("127.0.0.1",), 1) == 0
         await a.close()

@@ -1,0 +1,68 @@
+"""Keeps a member's certificate from ending: the run's owner signs a fresh one, which the member keeps on its disk.
+
+A member that is in a plan stays in whatever its certificate says. It needs the fresh one to come back after it has been
+away, when nobody remembers that it was in.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+from pathlib import PurePosixPath
+
+import msgspec
+
+from shoal.protocol.durable import replace_file
+from shoal.protocol.endpoint import Endpoint
+from shoal.protocol.errors import Refused, RemoteError, Unreachable
+from shoal.protocol.identity import PeerID
+from shoal.protocol.membership import Members
+from shoal.protocol.messages import Refusal, Renew, Renewed
+from shoal.protocol.ports import Disk
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "certificate"
+_LOOK_S = 60.0
+_ASK_AGAIN_S = 600.0
+
+
+def take_kept(members: Members, disk: Disk, me: PeerID) -> None:
+    """Show the certificate that an earlier process of this peer was given, if it goes with the invite of now."""
+    with suppress(OSError, RemoteError):
+        members.take_renewed(disk.read(PurePosixPath(members.run, FILE_NAME)), me)
+
+
+class Renewal:
+    """Asks for a fresh certificate, or as the run's owner gives them out.
+
+    Args:
+        disk: None: a fresh certificate is good until this process ends.
+    """
+
+    def __init__(self, endpoint: Endpoint, disk: Disk | None) -> None:
+        self._endpoint, self._members, self._disk = endpoint, endpoint.members, disk
+        if endpoint.peer_id == self._members.owner:
+            endpoint.on(Renew, self._renew)
+
+    async def keep(self) -> None:
+        """Ask whenever a fresh certificate is due and this peer is in a plan."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._members.should_renew and self._endpoint.gate.is_planned(self._endpoint.peer_id):
+                try:
+                    await self.ask()
+                except (Unreachable, Refused, RemoteError, OSError) as error:
+                    logger.debug("no fresh certificate: %s", error)  # the owner is away: no hurry
+                    await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def ask(self) -> None:
+        """Raises: Unreachable, Refused, RemoteError: the owner gives none; OSError: it cannot be kept."""
+        members, me = self._members, self._endpoint.peer_id
+        certificate = (await self._endpoint.ask(members.owner, Renew(), Renewed)).certificate
+        members.take_renewed(certificate, me)
+        if self._disk is not None:
+            replace_file(self._disk, PurePosixPath(members.run, FILE_NAME), certificate)
+
+    async def _renew(self, source: PeerID, message: Renew) -> msgspec.Struct:
+        certificate = self._members.renew(self._endpoint.identity, source)
+        return Renewed(certificate=certificate) if certificate else Refusal(reason="this run needs no certificate")
