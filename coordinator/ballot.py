@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shoal.coordinator.chain import is_quorum, link_flaw
+from shoal.coordinator.chain import link_flaw
 from shoal.coordinator.chain_log import ENVELOPE_BYTES
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import PlanOffer, TermRequest
 from shoal.protocol.plan import PlanProof, SignedPlan
+from shoal.protocol.quorum import is_quorum
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,12 +75,12 @@ class Ballot:
     @property
     def is_hopeless(self) -> bool:
         """Whether the members that have not promised the term to another are no majority."""
-        electors = self.base.plan.electors
-        return not is_quorum(set(electors) - self.promised, electors, self.owner)
+        plan = self.base.plan
+        return not is_quorum(set(plan.electors) - self.promised, plan, self.owner)
 
     @property
     def carried(self) -> bool:
-        return is_quorum(self.agreed, self.base.plan.electors, self.owner)
+        return is_quorum(self.agreed, self.base.plan, self.owner)
 
     def proven(self) -> SignedPlan:
         """The plan with the votes that a majority has cast for it."""

@@ -22,6 +22,7 @@ from shoal.coordinator.handover import adverts, fitting
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.plan_notes import PlanNotes
 from shoal.coordinator.reachability import Pair
+from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.survey import Survey
@@ -52,11 +53,12 @@ an evening."""
 
 
 class ClusterView:
-    """The swarm as this peer knows it."""
+    """The swarm as this peer knows it. Args: invite_of: tells by which invite a member came, as far as we know."""
 
-    def __init__(self, run: str, spec: RunSpec) -> None:
+    def __init__(self, run: str, spec: RunSpec, invite_of: InviteOf = lambda _: b"") -> None:
         self.run, self.spec = run, spec
         swarm, training = spec.swarm, spec.training
+        self.electorate = Electorate(invite_of if swarm.trust == "invites" else lambda _: b"")
         self.roster = Roster(swarm.heartbeat_s)
         self.survey = Survey(spec)
         self.confirmations = Confirmations()

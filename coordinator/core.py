@@ -44,7 +44,7 @@ from shoal.coordinator.acceptor import (
     answer_standing,
     no_grant,
 )
-from shoal.coordinator.chain import ChainRecord, Holds, PlanChain, is_quorum
+from shoal.coordinator.chain import ChainRecord, Holds, PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.confirmations import Ends, end_body, proves_end
 from shoal.coordinator.coordination_events import (
@@ -100,6 +100,7 @@ from shoal.protocol.messages import (
     TermRequest,
 )
 from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import RunSpec
 
 TICK_HEARTBEATS = 0.5
@@ -167,6 +168,7 @@ class CoordinationCore:
             holds=holds,
             is_fresh=lambda base: self.view.is_fresh(base.plan, self._own, leads=self.is_coordinator),
             experts=self.view.experts,
+            roll=self.view.electorate.roll,
             heartbeat_s=spec.swarm.heartbeat_s,
         )
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
@@ -555,7 +557,7 @@ class CoordinationCore:
     def _is_out_of_touch(self, plan: Plan, now_s: float) -> bool:
         """Whether nobody that obeys our plan answers us, so that all of them may have gone on without us."""
         if self.is_coordinator:
-            return not is_quorum({self.me, *self.view.roster.alive(now_s)}, plan.electors, self.owner)
+            return not is_quorum({self.me, *self.view.roster.alive(now_s)}, plan, self.owner)
         return now_s >= self._watch.suspect_at_s or self._watch.has_gone_on(now_s)
 
     def _adopt(

@@ -167,7 +167,8 @@ class Coordination:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
         self._spec = spec
         self._heartbeat, self._callbacks = heartbeat, callbacks
-        identity, run, seals = endpoint.identity, endpoint.run, endpoint.seals
+        identity, run, seals, members = endpoint.identity, endpoint.run, endpoint.seals, endpoint.members
+        members.show(endpoint.peer_id, members.certificate)  # we came by an invite too
 
         def holds(signer: PeerID, signature: bytes, body: bytes) -> bool:
             return seals.statement_holds(signer, signature, "vote", run=run, body=body)
@@ -184,7 +185,9 @@ class Coordination:
             owner=owner,
             spec=spec,
             chain=PlanChain(run, owner=owner, holds=holds, holds_order=holds_order),
-            policy=ReplanPolicy(ClusterView(endpoint.run, spec), allocator, has_lost_all=has_lost_all),
+            policy=ReplanPolicy(
+                ClusterView(endpoint.run, spec, members.invite_of), allocator, has_lost_all=has_lost_all
+            ),
             sign=lambda plan: sign_plan(identity, plan),
             vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
             holds=holds,

@@ -64,7 +64,9 @@ class PlanRounds:
             case Layout():
                 return [
                     Note(text=reason),
-                    *self._went_live(self._proposer.make(None, 1, self._policy.foreseen(found, now_s)), (), now_s),
+                    *self._went_live(
+                        self._proposer.make(None, 1, self._policy.foreseen(found, now_s), now_s), (), now_s
+                    ),
                 ]
             case SearchJob():
                 return [Note(text=reason), Search(job=found)]
@@ -102,7 +104,7 @@ class PlanRounds:
         if layout is None:
             return [*commands, Reply(message=Refusal(reason=reason))]
         layout = self._policy.foreseen(layout, now_s)
-        plan = self._proposer.make(live, mandate.term, layout, mandate=reset.mandate, reign=mandate.reign)
+        plan = self._proposer.make(live, mandate.term, layout, now_s, mandate=reset.mandate, reign=mandate.reign)
         commands += self._went_live(plan, tuple(peer for peer, _ in reset.roster), now_s)
         return [*commands, Note(text=layout.reason), Reply(message=Done())]
 

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.coordinator.ballot import Ballot
-from shoal.coordinator.chain import Holds, PlanChain, is_quorum
+from shoal.coordinator.chain import Holds, PlanChain
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.plan_layout import Beginning, Layout
+from shoal.coordinator.roll import Roll
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PlanVote, TermGrant
 from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
+from shoal.protocol.quorum import is_quorum
 
 PROPOSAL_HEARTBEATS = 5.0
 """Members have so long to answer. After that a new proposal is made, for the swarm as it is by then."""
@@ -51,6 +53,7 @@ class Proposer:
         holds: checks the signature under another peer's vote.
         is_fresh: whether a plan on this base is made before anything was committed in its era.
         experts: says who is to hold which expert.
+        roll: makes the roll of a plan, which has none yet, from the plan before it.
     """
 
     def __init__(
@@ -64,11 +67,12 @@ class Proposer:
         holds: Holds,
         is_fresh: Callable[[SignedPlan], bool],
         experts: ExpertPlaces,
+        roll: Callable[[Plan | None, Plan, float], Roll],
         heartbeat_s: float,
     ) -> None:
         self._me, self._owner, self._chain = me, owner, chain
         self._vouch, self._holds = vouch, holds
-        self._sign, self._is_fresh, self._experts = sign, is_fresh, experts
+        self._sign, self._is_fresh, self._experts, self._roll = sign, is_fresh, experts, roll
         self._patience_s = PROPOSAL_HEARTBEATS * heartbeat_s
         self._ballot: Ballot | None = None
         self._sequence_max = 0
@@ -104,7 +108,7 @@ class Proposer:
         """Propose a layout in our own term, which needs votes only. We coordinate."""
         assert base.plan.coordinator == self._me
         self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
-        return self._offer(self.make(base, base.plan.term, layout), now_s)
+        return self._offer(self.make(base, base.plan.term, layout, now_s), now_s)
 
     def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> Progress:
         """A member has answered.
@@ -152,7 +156,14 @@ class Proposer:
         return [], self._given_up(text, outbid=False)
 
     def make(
-        self, base: SignedPlan | None, term: int, layout: Layout, *, mandate: bytes = b"", reign: int | None = None
+        self,
+        base: SignedPlan | None,
+        term: int,
+        layout: Layout,
+        now_s: float,
+        *,
+        mandate: bytes = b"",
+        reign: int | None = None,
     ) -> SignedPlan:
         """Sign a plan with this layout, on `base`.
 
@@ -189,7 +200,7 @@ class Proposer:
             foreseen=layout.foreseen,
             formats=layout.formats,
         )
-        return self._sign(plan)
+        return self._sign(msgspec.structs.replace(plan, roll=self._roll(before, plan, now_s)))
 
     def next_sequence(self, base: SignedPlan | None) -> int:
         """A sequence above the base's and above all that we have offered or voted for, so that one (term, sequence)
@@ -222,7 +233,7 @@ class Proposer:
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
         """Give our own vote, signed if there is a `body`, unless it alone is a majority. A vote that carries a plan
         alone must be on disk before the plan goes live, so in that case we ask ourselves as we ask everybody else."""
-        if is_quorum({self._me}, base.plan.electors, self._owner):
+        if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._vouch(body) if body else b""}
 
@@ -250,7 +261,7 @@ class Proposer:
             foreseen=base.foreseen,
             formats=base.formats,
         )
-        return self._offer(self.make(ballot.base, ballot.term, layout), now_s)
+        return self._offer(self.make(ballot.base, ballot.term, layout, now_s), now_s)
 
     def _given_up(self, reason: str, *, outbid: bool) -> GivenUp:
         ballot, self._ballot = self._ballot, None

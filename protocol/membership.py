@@ -172,6 +172,13 @@ class Members:
         delegation = self._shown.get(peer)
         return delegation.access_level if delegation is not None else AccessLevel.STRANGER
 
+    def invite_of(self, peer: PeerID) -> bytes:
+        """The key of the invite by which `peer` came; empty: unknown, the owner, or an open run."""
+        if peer == self.owner or self.is_open:
+            return b""
+        delegation = self._shown.get(peer)
+        return delegation.key if delegation is not None else b""
+
     def why_not_enter(self, newcomer: PeerID, others: Collection[PeerID]) -> str:
         """Say why a coordinator must not let `newcomer` into the swarm beside `others`; empty: it may."""
         delegation = self._shown.get(newcomer)
