@@ -165,6 +165,12 @@ class PlanChain:
             return Grant(granted=False, reason=refusal)
         return Grant(granted=True, accepted=self.accepted, accepted_term=self.accepted_term)
 
+    def must_judge(self, plan: SignedPlan) -> bool:
+        """Whether a vote for `plan` would be our first one for it, and nothing in the chain speaks against it."""
+        live, voted = self.live, self.accepted
+        is_known = voted is not None and voted.digest == plan.digest
+        return live is not None and not is_known and not link_flaw(plan, live)
+
     def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> Vote:
         """Vote for `plan`, which `source` offers in `term` as the successor of `base`. `base` is adopted first if it is
         above ours."""

@@ -22,6 +22,7 @@ from shoal.coordinator.handover import adverts, fitting
 from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.plan_notes import PlanNotes
 from shoal.coordinator.reachability import Pair
+from shoal.coordinator.refusals import Refusals
 from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
@@ -81,6 +82,7 @@ class ClusterView:
         self._formats: tuple[int, Formats | None] = (0, None)
         """(sequence of a plan, the formats in which its tensors had better travel by the figures of late)."""
         self._notes = PlanNotes()
+        self.refusals = Refusals()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
         )
@@ -474,6 +476,7 @@ class ClusterView:
             self._notes.tell(now_s),
             self.calibration.comparison(),
             self.survey.reach.pairs(now_s, live.members),
+            self.refusals.tell(now_s),
             owner=owner,
             elapsed_s=self._elapsed_s(now_s),
             now_s=now_s,

@@ -50,6 +50,7 @@ from shoal.coordinator.confirmations import Ends, end_body, proves_end
 from shoal.coordinator.coordination_events import (
     Alarm,
     Answered,
+    Ask,
     Beat,
     Command,
     Event,
@@ -73,7 +74,9 @@ from shoal.coordinator.coordination_events import (
     TimerFired,
     Unanswered,
 )
+from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Follower
+from shoal.coordinator.judge import Judge
 from shoal.coordinator.leader import Leader
 from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
@@ -92,8 +95,10 @@ from shoal.protocol.messages import (
     Ping,
     PlanLive,
     PlanOffer,
+    PlanVote,
     Refusal,
     Reset,
+    Standing,
     StandingRequest,
     SwarmStatus,
     TermGrant,
@@ -174,6 +179,7 @@ class CoordinationCore:
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
         self.doubted = self._watch.doubted  # whose word in the directory counts last
+        self._judge = Judge(me=me, heartbeat_s=self._heartbeat_s, revision=spec.revision, name_of=self._name_of)
         self._chain_sync = ChainSync(me=me, chain=chain, heartbeat_s=self._heartbeat_s)
         self._leader = Leader(me=me, owner=owner, swarm=spec.swarm, policy=policy, now_s=now_s)
         self._rounds = PlanRounds(
@@ -343,7 +349,8 @@ class CoordinationCore:
             case Ping() as ping:
                 return [Reply(message=ping)]
             case StandingRequest():
-                return [Reply(message=answer_standing(self.chain, self._own))]
+                standing = answer_standing(self.chain, self._own, leaves=self._leaves, revision=self.revision)
+                return [Reply(message=standing)]
             case Reset() as reset:
                 assert event.base is not None
                 assert event.mandate is not None
@@ -445,6 +452,18 @@ class CoordinationCore:
 
     def _vote(self, event: Received, offer: PlanOffer, plan: SignedPlan, now_s: float) -> list[Command]:
         commands = self._adopt(event.base, now_s, event.source) if event.base else []
+        live = self.plan
+        if live is not None and self.chain.must_judge(plan):
+            asks = self._judge.questions(plan, live, event.knows, now_s)
+            commands += [Ask(peer=peer, message=StandingRequest()) for peer in asks]
+            if self._judge.is_waiting(now_s):
+                return [*commands, Reply(message=Refusal(reason="asks first where members stand"))]
+            flaw = self._judge.flaw(plan, live, event.knows, own=self._own, leaves=self._leaves)
+            if flaw:
+                text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
+                commands += [Alarm(text=text)] if text else []
+                vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
+                return [*commands, Reply(message=vote)]
         reply = answer_offer(self.chain, event.source, offer, plan, event.base, vouch=self._vouch)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
@@ -479,6 +498,9 @@ class CoordinationCore:
                 return commands
             case ChainLinks():
                 return commands + self._catch_up(event, now_s)
+            case Standing() as standing:
+                self._judge.told(event.peer, standing)
+                return commands
             case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.sounding:
                 return commands + self._rounds.sounded(event, now_s)
             case _:
@@ -492,6 +514,8 @@ class CoordinationCore:
                 self._proposer.unanswered(event)
             case ChainRequest():
                 self._chain_sync.unanswered(event.peer)
+            case StandingRequest():
+                self._judge.told(event.peer, None)
         if event.refused:
             self._watch.refused(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
         plan = self.plan
@@ -602,6 +626,13 @@ class CoordinationCore:
         return [Tell(record=record) for record in records]
 
     def _eligible(self, plan: Plan) -> bool:
-        own = self._own
-        able = own is None or (own.advert.willing_to_coordinate and not own.draining)
-        return able and plan.has(self.me) and not self._leaving
+        able = self._own is None or self._own.advert.willing_to_coordinate
+        return able and plan.has(self.me) and not self._leaves
+
+    @property
+    def _leaves(self) -> bool:
+        return self._leaving or (self._own is not None and self._own.draining)
+
+    def _name_of(self, peer: PeerID) -> str:
+        own = self._own.advert.name if peer == self.me and self._own is not None else ""
+        return own or name_of(peer, self.view.roster)

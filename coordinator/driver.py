@@ -47,6 +47,7 @@ from shoal.coordinator.coordination_events import (
 )
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.discovery import Discovery
+from shoal.coordinator.judge import HEARD_HEARTBEATS, NOBODY, UNMET_MIN, Acquaintance
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
@@ -60,6 +61,7 @@ from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PER_REPLY_MAX, TOGETHER_MAX
+from shoal.protocol.membership import AccessLevel
 from shoal.protocol.messages import (
     Advert,
     ChainLinks,
@@ -77,13 +79,14 @@ from shoal.protocol.messages import (
     PlanVote,
     Refusal,
     Reset,
+    Standing,
     StandingRequest,
     StatusRequest,
     SwarmStatus,
     TermGrant,
     TermRequest,
 )
-from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, sign_plan
+from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, sign_plan
 from shoal.protocol.ports import Clock, Directory
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.timer import Timer
@@ -110,6 +113,7 @@ _ANSWER: dict[type, type[msgspec.Struct]] = {
     Ping: Ping,
     PingRequest: Ping,
     ChainRequest: ChainLinks,
+    StandingRequest: Standing,
 }
 
 
@@ -214,6 +218,8 @@ class Coordination:
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
         """When something of each member was last told to the core as a sign of life."""
+        self._came_s: dict[PeerID, float] = {}
+        """When something of each member came last."""
         self.num_alarms = 0
         """How often a peer was seen to break an invariant: two plans of one order, or a ledger that does not add up."""
 
@@ -343,7 +349,7 @@ class Coordination:
         self._feed(ReportDue())
 
     def _hear(self, peer: PeerID) -> None:
-        now_s = self._clock.now_s()
+        now_s = self._came_s[peer] = self._clock.now_s()
         if not self._core.is_coordinator:
             self._signs_s.clear()
         elif now_s >= self._signs_s.get(peer, -math.inf) + SIGN_HEARTBEATS * self._spec.swarm.heartbeat_s:
@@ -403,6 +409,7 @@ class Coordination:
         logger.info("plan %d of term %d: %s", plan.sequence, plan.term, plan.reason)
         self._moved_on.set()
         self._expel()
+        self._came_s = {peer: at_s for peer, at_s in self._came_s.items() if plan.has(peer)}
         for order in self._core.orders_lacking(plan):
             self._spawn(self._tell(plan.coordinator, Exclude(order=order)))
         if self._discovery.should_read(plan):
@@ -447,6 +454,7 @@ class Coordination:
     async def _answer(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
         plan = base = None
         mandate: Mandate | None = None
+        knows = NOBODY
         match message:
             case Heartbeat():
                 if reason := self._why_not_enter(source, message.advert):
@@ -456,6 +464,7 @@ class Coordination:
                 base = self._plans.need_link(message.live, source)
             case PlanOffer():
                 plan, base = self._plans.need(message.plan, source), self._plans.open_link(message.predecessor, source)
+                knows = self._acquaintance(plan.plan, base.plan if base is not None else None)
             case PlanLive():
                 plan = self._plans.need_link(message.plan, source)
             case HandOver():
@@ -465,10 +474,39 @@ class Coordination:
                 base = self._plans.need_link(message.live, source)
                 mandate = self._plans.mandate(message.mandate, source, coordinator=self._endpoint.peer_id)
                 self._introduce_all(message.roster)
-        event = Received(source=source, message=message, plan=plan, base=base, mandate=mandate)
+        event = Received(source=source, message=message, plan=plan, base=base, mandate=mandate, knows=knows)
         reply = self._feed(event)
         assert reply is not None
         return reply
+
+    def _acquaintance(self, plan: Plan, base: Plan | None) -> Acquaintance:
+        """Tell what we know of the members that `plan` has no more, or has anew. Read the directory if many are
+        strangers to us."""
+        base = base if base is not None else self._core.plan
+        if base is None:
+            return NOBODY
+        members = self._endpoint.members
+        lately_s = self._clock.now_s() - HEARD_HEARTBEATS * self._spec.swarm.heartbeat_s
+        keys: set[bytes] = set()
+        for order in plan.exclusions:
+            with contextlib.suppress(RemoteError):  # the chain refuses such a plan
+                keys.update(open_exclusion(order, plan.coordinator).keys)
+        dropped = [peer for peer in base.members if not plan.has(peer)]
+        unmet = frozenset(peer for peer in plan.members if not base.has(peer) and not self._has_met(peer))
+        if len(unmet) > UNMET_MIN and self._discovery.should_read(plan):
+            self._spawn(self._discovery.meet())
+        return Acquaintance(
+            heard=frozenset(peer for peer in dropped if self._came_s.get(peer, -math.inf) >= lately_s),
+            excluded=frozenset(peer for peer in dropped if members.is_among(peer, keys)),
+            unmet=unmet,
+        )
+
+    def _has_met(self, peer: PeerID) -> bool:
+        """Whether `peer` has shown us a certificate, or, in an open run, has told us or the directory anything."""
+        members = self._endpoint.members
+        if not members.is_open:
+            return members.access_level(peer) is not AccessLevel.STRANGER
+        return peer in self._came_s or self._discovery.knows(peer)
 
     async def _answer_status(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
         """Say how the run is doing. If another peer coordinates, ask that one."""

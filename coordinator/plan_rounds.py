@@ -19,6 +19,7 @@ from shoal.coordinator.coordination_events import (
     Search,
     Searched,
 )
+from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Agreed, Follower
 from shoal.coordinator.leader import KeepRole, Leader, Want
 from shoal.coordinator.plan_layout import Layout
@@ -139,7 +140,18 @@ class PlanRounds:
                 agreed = reply.accepted
             case _:
                 return []
-        return self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
+        notes = self._refused(event, now_s) if isinstance(reply, PlanVote) and reply.unfit else []
+        return notes + self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
+
+    def _refused(self, event: Answered, now_s: float) -> list[Command]:
+        """A member knows something to be wrong with our plan."""
+        assert isinstance(event.reply, PlanVote)
+        view, plan = self._policy.view, self._proposer.offered(event.asked)
+        if plan is None:
+            return []
+        name = name_of(event.peer, view.roster)
+        text = view.refusals.note(event.peer, name, plan.sequence, event.reply.reason, now_s)
+        return [Note(text=text)] if text else []
 
     def sounded(self, event: Answered, now_s: float) -> list[Command]:
         """A member has said whether it would grant us a term."""

@@ -82,6 +82,11 @@ class Proposer:
     def is_busy(self) -> bool:
         return self._ballot is not None
 
+    def offered(self, asked: msgspec.Struct) -> Plan | None:
+        """The plan that `asked` offers, if it is offered still."""
+        ballot = self._ballot
+        return ballot.plan.plan if ballot is not None and ballot.plan is not None and ballot.is_about(asked) else None
+
     def drop(self) -> bool:
         """A plan above the proposal's base is live. Returns: whether there was a proposal."""
         dropped, self._ballot = self._ballot is not None, None
@@ -102,6 +107,8 @@ class Proposer:
         )
         if self._chain.accepted is not None:
             self._ballot.learn(self._chain.accepted_term, self._chain.accepted)
+        if self._ballot.agreed:
+            self._ballot.voted[self._me] = self._chain.accepted.digest if self._chain.accepted else ""
         return self._begun(now_s)
 
     def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> Progress:
@@ -123,6 +130,8 @@ class Proposer:
             return [], None  # nobody would believe the one above it, which we should have to ask for
         if event.accepted is not None and isinstance(event.reply, TermGrant):
             ballot.learn(event.reply.accepted_term, event.accepted)
+        if agreed and ballot.plan is None:
+            ballot.voted[event.peer] = event.accepted.digest if event.accepted is not None else ""
         if agreed:
             signature = event.reply.signature if isinstance(event.reply, PlanVote) else b""
             plan = ballot.plan
@@ -137,6 +146,10 @@ class Proposer:
             ballot.promised.add(event.peer)
             if ballot.is_hopeless:
                 return [], self._given_up(f"{len(ballot.promised)} have promised it to another", outbid=True)
+        if isinstance(event.reply, PlanVote) and event.reply.unfit:
+            ballot.refused.add(event.peer)
+            if ballot.is_hopeless:
+                return [], self._given_up(f"{len(ballot.refused)} have refused it: {reason}", outbid=False)
         if term > ballot.term:
             self._term_max = max(self._term_max, term)
             return [], self._given_up(f"{event.peer[-8:]} {reason}", outbid=True)
@@ -248,8 +261,8 @@ class Proposer:
             return [], Carried(
                 plan=ballot.proven(), voters=base.members, term=ballot.term, handed_over=ballot.handed_over
             )
-        if ballot.found is not None:
-            return self._offer(ballot.found[1], now_s)
+        if (found := ballot.found) is not None:
+            return self._offer(found, now_s)
         how = "hand-over" if ballot.handed_over else "take-over"
         reason = f"term {ballot.term}: {how} from {base.coordinator[-8:]}"
         layout = Layout(

@@ -29,6 +29,7 @@ def swarm_status(
     plans: tuple[PlanNote, ...],
     comparison: Comparison | None,
     unreachable: Collection[Pair],
+    refusals: tuple[str, ...],
     *,
     owner: PeerID,
     elapsed_s: float,
@@ -40,6 +41,7 @@ def swarm_status(
         plans: notes on the last live plans.
         comparison: of the live layout.
         unreachable: the pairs of peers that cannot reach each other.
+        refusals: which plans were refused of late, in sentences.
         owner: of the run.
         elapsed_s: since the run began.
     """
@@ -76,6 +78,7 @@ def swarm_status(
         risks=(
             *risks(live, roster, disks_of(roster, now_s), spec.model, step=ledger.version_max, now_s=now_s),
             *out_of_reach(unreachable, roster),
+            *refusals,
         ),
         comparison=comparison,
         formats=live.formats,
