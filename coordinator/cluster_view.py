@@ -59,7 +59,7 @@ class ClusterView:
     def __init__(self, run: str, spec: RunSpec, invite_of: InviteOf = lambda _: b"") -> None:
         self.run, self.spec = run, spec
         swarm, training = spec.swarm, spec.training
-        self.electorate = Electorate(invite_of if swarm.trust == "invites" else lambda _: b"")
+        self.electorate = Electorate(swarm.heartbeat_s, invite_of if swarm.trust == "invites" else lambda _: b"")
         self.roster = Roster(swarm.heartbeat_s)
         self.survey = Survey(spec)
         self.confirmations = Confirmations()
@@ -163,6 +163,7 @@ class ClusterView:
         """
         inherited, self._inherited = self._inherited, None
         members = frozenset(plan.members)
+        self.electorate.begin_term()
         self.experts.forget_strangers(members)
         if not continuing:
             # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.

@@ -209,6 +209,7 @@ class CoordinationCore:
         self.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
         if live is not None:
             self.policy.obey(live.plan, now_s)
+            self.view.electorate.obey(live.plan, now_s, follows=False)
             if self.is_coordinator:
                 self._leader.begin(live.plan, now_s, continuing=False, silent=None)
 
@@ -459,9 +460,12 @@ class CoordinationCore:
             if self._judge.is_waiting(now_s):
                 return [*commands, Reply(message=Refusal(reason="asks first where members stand"))]
             flaw = self._judge.flaw(plan, live, event.knows, own=self._own, leaves=self._leaves)
+            flaw = flaw or self.view.electorate.flaw(plan.plan, live, now_s, self._name_of)
             if flaw:
                 text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
-                commands += [Alarm(text=text)] if text else []
+                # Of a way that is cut in one direction we learn so, too: nobody hears our refusal then, nor our vote.
+                is_ours = not plan.plan.has(self.me)
+                commands += [Note(text=text) if is_ours else Alarm(text=text)] if text else []
                 vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
                 return [*commands, Reply(message=vote)]
         reply = answer_offer(self.chain, event.source, offer, plan, event.base, vouch=self._vouch)
@@ -606,6 +610,7 @@ class CoordinationCore:
         if before is not None and before.plan.era != plan.plan.era:
             self.ends = ()  # the run goes back, though it may have been done
         self.policy.obey(plan.plan, now_s, leads=was_coordinator and not new_term)
+        self.view.electorate.obey(plan.plan, now_s, follows=before is not None and plan.plan.previous == before.digest)
         if before is not None and was_coordinator and not self.is_coordinator:
             commands += [Tell(record=record) for record in self.view.completed_steps(before.plan, now_s, flush=True)]
         if new_term:

@@ -183,15 +183,17 @@ class Coordination:
         def holds_order(signer: PeerID, signature: bytes, body: bytes) -> bool:
             return seals.statement_holds(signer, signature, "exclusion", run=run, body=body)
 
+        def invite_of(peer: PeerID) -> bytes | None:
+            is_known = members.access_level(peer) is AccessLevel.MEMBER
+            return members.invite_of(peer) if is_known else None
+
         self._core = CoordinationCore(
             run=endpoint.run,
             me=endpoint.peer_id,
             owner=owner,
             spec=spec,
             chain=PlanChain(run, owner=owner, holds=holds, holds_order=holds_order),
-            policy=ReplanPolicy(
-                ClusterView(endpoint.run, spec, members.invite_of), allocator, has_lost_all=has_lost_all
-            ),
+            policy=ReplanPolicy(ClusterView(endpoint.run, spec, invite_of), allocator, has_lost_all=has_lost_all),
             sign=lambda plan: sign_plan(identity, plan),
             vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
             holds=holds,

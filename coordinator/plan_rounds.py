@@ -147,8 +147,9 @@ class PlanRounds:
         """A member knows something to be wrong with our plan."""
         assert isinstance(event.reply, PlanVote)
         view, plan = self._policy.view, self._proposer.offered(event.asked)
-        if plan is None:
+        if plan is None or self._chain.live is None:
             return []
+        view.electorate.refused(self._chain.live.plan, plan)
         name = name_of(event.peer, view.roster)
         text = view.refusals.note(event.peer, name, plan.sequence, event.reply.reason, now_s)
         return [Note(text=text)] if text else []
