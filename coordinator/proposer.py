@@ -9,6 +9,7 @@ from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.chain import Holds, PlanChain
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.judge import APART_MAX
 from shoal.coordinator.plan_layout import Beginning, Layout
 from shoal.coordinator.roll import Roll
 from shoal.protocol.identity import PeerID
@@ -188,7 +189,7 @@ class Proposer:
         era = begins.era if begins else before.era if before else 0
         goes_on = before if before and before.era == era else None
         ended = before if before and begins and _ends_with(before, begins) else None
-        stages = _since(layout.stages, goes_on, sequence)
+        stages = _since(tuple(map(_sane, layout.stages)), goes_on, sequence)
         plan = Plan(
             run=self._chain.run,
             term=term,
@@ -302,6 +303,19 @@ def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple
         )
         for index, stage in enumerate(stages)
     )
+
+
+def _sane(stage: Stage) -> Stage:
+    """Raise shares and bandwidths that are too small beside the stage's largest: a member may claim any speed."""
+    share = max(m.share for m in stage.members) / APART_MAX
+    bandwidth = max(m.bandwidth for m in stage.members) / APART_MAX
+    if all(m.share >= share and m.bandwidth >= bandwidth for m in stage.members):
+        return stage
+    raised = (
+        msgspec.structs.replace(m, share=max(m.share, share), bandwidth=max(m.bandwidth, bandwidth))
+        for m in stage.members
+    )
+    return msgspec.structs.replace(stage, members=tuple(raised))
 
 
 def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from shoal.coordinator import proposer
 from shoal.coordinator.judge import ANSWER_HEARTBEATS, ASKED_MAX, UNMET_MIN, Acquaintance, Judge
 from shoal.coordinator.plan_layout import Beginning, Layout
 from shoal.protocol.identity import Identity
@@ -68,7 +69,14 @@ PLANS = {
 }
 
 
+@pytest.fixture
+def anything_goes(monkeypatch):
+    """An honest proposer would mend such shares."""
+    monkeypatch.setattr(proposer, "_sane", lambda stage: stage)
+
+
 @pytest.mark.sim
+@pytest.mark.usefixtures("anything_goes")
 @pytest.mark.parametrize("evil", PLANS, ids=lambda evil: evil.__name__)
 def test_an_honest_member_does_not_vote_for_it(run_swarm, evil):
     async def scenario(swarm):
@@ -212,3 +220,19 @@ def test_no_voter_asks_a_thousand(make_plan):
     plan = make_plan([["p0", "p1"]], coordinator="p0", order=(1, 2), base=live)
     judge = Judge(me="p1", heartbeat_s=1.0, revision=0, name_of=str)
     assert len(judge.questions(plan, live.plan, Acquaintance(heard=frozenset(live.plan.members)), 0.0)) == ASKED_MAX
+
+
+@pytest.mark.sim
+def test_a_member_that_claims_any_speed_makes_no_honest_plan_unfit(run_swarm):
+    async def scenario(swarm):
+        await swarm.begin(5)
+        await swarm.add("snail", flop_per_s=1e-300, upload_bytes_per_s=0.0)
+        await swarm.until(
+            lambda: all(len(peer.plan.members) == 6 for peer in swarm.alive() if peer.coordination.plan), within_s=20.0
+        )
+        await asyncio.sleep(5.0)
+        assert not any(peer.coordination._core.view.refusals.tell(swarm.world.now_s()) for peer in swarm.alive())
+        shares = [[member.share for member in stage.members] for stage in swarm.coordinator.plan.stages]
+        assert min(min(group) / max(group) for group in shares) < 1e-5, "else nothing was at stake"
+
+    run_swarm(scenario, min_peers=5)
