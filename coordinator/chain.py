@@ -12,10 +12,13 @@ Paxos (Lamport, "Paxos made simple", 2001) among the electors of L. The ballot i
 | chosen           | live: a majority of L's electors voted for it in one term; `PlanLive` spreads it      |
 
 L's own coordinator needs no prepare in L's term: every member of the instance obeys L, and has therefore granted that
-term. A candidate that is told of a voted plan finishes that plan before it makes its own. Without this rule a plan that
-was live when its coordinator died, with nobody told, would be bypassed and the chain would fork. Within a term a
-coordinator may replace an offer that is not live by a later one: it alone could have declared the first one live, and
-never will.
+term. A candidate that is told of a voted plan finishes that plan before it makes its own, if the members that say that
+they have not voted for it leave a majority that may have (`Ballot.found`). Without this rule a plan that was live when
+its coordinator died, with nobody told, would be bypassed and the chain would fork. Within a term a coordinator may
+replace an offer that is not live by a later one: it alone could have declared the first one live, and never will.
+
+A member may always refuse its vote. It does so for plans that contradict what it knows (`judge`), before this module is
+asked.
 
 Hence the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys a live plan
 above its own and nothing else, so a coordinator that wakes up after its term is refused by every peer that has moved

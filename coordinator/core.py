@@ -179,7 +179,7 @@ class CoordinationCore:
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
         self.doubted = self._watch.doubted  # whose word in the directory counts last
-        self._judge = Judge(me=me, heartbeat_s=self._heartbeat_s, revision=spec.revision, name_of=self._name_of)
+        self.judge = Judge(me=me, heartbeat_s=self._heartbeat_s, revision=spec.revision, name_of=self._name_of)
         self._chain_sync = ChainSync(me=me, chain=chain, heartbeat_s=self._heartbeat_s)
         self._leader = Leader(me=me, owner=owner, swarm=spec.swarm, policy=policy, now_s=now_s)
         self._rounds = PlanRounds(
@@ -455,11 +455,11 @@ class CoordinationCore:
         commands = self._adopt(event.base, now_s, event.source) if event.base else []
         live = self.plan
         if live is not None and self.chain.must_judge(plan):
-            asks = self._judge.questions(plan, live, event.knows, now_s)
+            asks = self.judge.questions(plan, live, event.knows, now_s)
             commands += [Ask(peer=peer, message=StandingRequest()) for peer in asks]
-            if self._judge.is_waiting(now_s):
+            if self.judge.is_waiting(now_s):
                 return [*commands, Reply(message=Refusal(reason="asks first where members stand"))]
-            flaw = self._judge.flaw(plan, live, event.knows, own=self._own, leaves=self._leaves)
+            flaw = self.judge.flaw(plan, live, event.knows, own=self._own, leaves=self._leaves)
             flaw = flaw or self.view.electorate.flaw(plan.plan, live, now_s, self._name_of)
             if flaw:
                 text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
@@ -503,7 +503,7 @@ class CoordinationCore:
             case ChainLinks():
                 return commands + self._catch_up(event, now_s)
             case Standing() as standing:
-                self._judge.told(event.peer, standing)
+                self.judge.told(event.peer, standing)
                 return commands
             case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.sounding:
                 return commands + self._rounds.sounded(event, now_s)
@@ -519,7 +519,7 @@ class CoordinationCore:
             case ChainRequest():
                 self._chain_sync.unanswered(event.peer)
             case StandingRequest():
-                self._judge.told(event.peer, None)
+                self.judge.told(event.peer, None)
         if event.refused:
             self._watch.refused(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
         plan = self.plan
