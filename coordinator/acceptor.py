@@ -66,8 +66,8 @@ def answer_offer(
     return PlanVote(accepted=False, reason=vote.reason, term=chain.granted_term, live=newer)
 
 
-def answer_standing(chain: PlanChain, own: Heartbeat | None) -> Standing:
-    """Tell the owner where we stand. Args: own: what we said of ourselves last."""
+def answer_standing(chain: PlanChain, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
+    """Tell the owner or a voter where we stand. Args: own: what we said of ourselves last."""
     return Standing(
         live=chain.live.link if chain.live else b"",
         term=max(chain.granted_term, chain.order[0]),
@@ -76,6 +76,9 @@ def answer_standing(chain: PlanChain, own: Heartbeat | None) -> Standing:
         version=own.version if own else 0,
         synced=own.synced if own else False,
         holdings=own.holdings if own else (),
+        held=own.held if own else (),
+        leaves=leaves,
+        revision=revision,
     )
 
 

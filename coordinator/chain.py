@@ -2,20 +2,23 @@
 chain's record durable before it answers.
 
 Theory of operation. Plans form one chain, and each link of it (the successor of plan L) is settled by one instance of
-Paxos (Lamport, "Paxos made simple", 2001) among the members of L. The ballot is the term, with its one coordinator:
+Paxos (Lamport, "Paxos made simple", 2001) among the electors of L. The ballot is the term, with its one coordinator:
 
 | Paxos            | here                                                                                  |
 |------------------|---------------------------------------------------------------------------------------|
 | ballot           | term; a peer grants a term to one candidate                                           |
 | prepare, promise | `TermRequest`, `TermGrant`, when a term changes hands                                 |
 | accept, accepted | `PlanOffer`, `PlanVote`                                                               |
-| chosen           | live: a majority of L's members voted for it in one term; `PlanLive` spreads the news |
+| chosen           | live: a majority of L's electors voted for it in one term; `PlanLive` spreads it      |
 
 L's own coordinator needs no prepare in L's term: every member of the instance obeys L, and has therefore granted that
-term. A candidate that is told of a voted plan finishes that plan before it makes its own. Without this rule a plan that
-was live when its coordinator died, with nobody told, would be bypassed and the chain would fork. Within a term a
-coordinator may replace an offer that is not live by a later one: it alone could have declared the first one live, and
-never will.
+term. A candidate that is told of a voted plan finishes that plan before it makes its own, if the members that say that
+they have not voted for it leave a majority that may have (`Ballot.found`). Without this rule a plan that was live when
+its coordinator died, with nobody told, would be bypassed and the chain would fork. Within a term a coordinator may
+replace an offer that is not live by a later one: it alone could have declared the first one live, and never will.
+
+A member may always refuse its vote. It does so for plans that contradict what it knows (`judge`), before this module is
+asked.
 
 Hence the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys a live plan
 above its own and nothing else, so a coordinator that wakes up after its term is refused by every peer that has moved
@@ -37,7 +40,7 @@ could outbid: a term far above all that we know of is believed only of a peer th
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,12 +54,11 @@ from shoal.protocol.exclusion import open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import ERA_JUMP_MAX, SEQUENCE_JUMP_MAX, TERM_JUMP_MAX, TERM_MAX
 from shoal.protocol.plan import Plan, SignedPlan, vote_body
+from shoal.protocol.quorum import is_quorum
 
 Holds = Callable[[PeerID, bytes, bytes], bool]
 """(signer, signature, body of a `vote` statement) -> whether the signer has said so."""
 
-TIE_BREAK_PEERS_MAX = 4
-"""The owner's vote decides a tie in swarms up to this size, so that one of two peers can go on alone."""
 OBEYED_MAX = 256
 """The hashes of so many plans are remembered: four hours of terms in a swarm that nobody joins or leaves."""
 
@@ -165,6 +167,12 @@ class PlanChain:
         if refusal:
             return Grant(granted=False, reason=refusal)
         return Grant(granted=True, accepted=self.accepted, accepted_term=self.accepted_term)
+
+    def must_judge(self, plan: SignedPlan) -> bool:
+        """Whether a vote for `plan` would be our first one for it, and nothing in the chain speaks against it."""
+        live, voted = self.live, self.accepted
+        is_known = voted is not None and voted.digest == plan.digest
+        return live is not None and not is_known and not link_flaw(plan, live)
 
     def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> Vote:
         """Vote for `plan`, which `source` offers in `term` as the successor of `base`. `base` is adopted first if it is
@@ -362,16 +370,8 @@ def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, holds: Hold
     if not plan.plan.term <= proof.ballot <= min(plan.plan.term + TERM_JUMP_MAX, TERM_MAX):
         return f"no honest coordinator offers plan {plan.plan.order} in term {proof.ballot}"
     votes = {electors[at]: signature for at, signature in proof.votes if 0 <= at < len(electors)}
-    if len(proof.votes) > len(electors) or not is_quorum(votes, electors, owner):
+    if len(proof.votes) > len(electors) or not is_quorum(votes, base.plan, owner):
         return f"{len(votes)} of {len(electors)} have voted for plan {plan.plan.order}, which is no majority"
     body = vote_body(proof.ballot, plan.digest)
     forged = next((peer for peer, signature in votes.items() if not holds(peer, signature, body)), None)
     return f"the vote of {forged[-8:]} for plan {plan.plan.order} is forged" if forged is not None else ""
-
-
-def is_quorum(voters: Collection[PeerID], members: Sequence[PeerID], owner: PeerID) -> bool:
-    """Whether `voters` are a majority of `members`, a plan's electors; two disjoint sets never are both."""
-    votes = sum(1 for member in members if member in voters)
-    if 2 * votes == len(members) and len(members) <= TIE_BREAK_PEERS_MAX:
-        return owner in voters and owner in members
-    return 2 * votes > len(members)

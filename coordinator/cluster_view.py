@@ -24,6 +24,8 @@ from shoal.coordinator.ledger import Ledger, StepRecord
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.plan_notes import PlanNotes
 from shoal.coordinator.reachability import Pair
+from shoal.coordinator.refusals import Refusals
+from shoal.coordinator.roll import Electorate, InviteOf
 from shoal.coordinator.roster import Roster
 from shoal.coordinator.snapshots import SnapshotSchedule
 from shoal.coordinator.survey import Survey
@@ -54,11 +56,12 @@ an evening."""
 
 
 class ClusterView:
-    """The swarm as this peer knows it."""
+    """The swarm as this peer knows it. Args: invite_of: tells by which invite a member came, as far as we know."""
 
-    def __init__(self, run: str, spec: RunSpec) -> None:
+    def __init__(self, run: str, spec: RunSpec, invite_of: InviteOf = lambda _: b"") -> None:
         self.run, self.spec = run, spec
         swarm, training = spec.swarm, spec.training
+        self.electorate = Electorate(swarm.heartbeat_s, invite_of if swarm.trust == "invites" else lambda _: b"")
         self.roster = Roster(swarm.heartbeat_s)
         self.survey = Survey(spec)
         self.confirmations = Confirmations()
@@ -82,6 +85,7 @@ class ClusterView:
         self._formats: tuple[int, Formats | None] = (0, None)
         """(sequence of a plan, the formats in which its tensors had better travel by the figures of late)."""
         self._notes = PlanNotes()
+        self.refusals = Refusals()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
         )
@@ -166,6 +170,7 @@ class ClusterView:
         """
         inherited, self._inherited = self._inherited, None
         members = frozenset(plan.members)
+        self.electorate.begin_term()
         self.experts.forget_strangers(members)
         if not continuing:
             # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.
@@ -492,6 +497,7 @@ class ClusterView:
             self.calibration.comparison(),
             self.survey.reach.pairs(now_s, live.members),
             self.disks(now_s),
+            self.refusals.tell(now_s),
             owner=owner,
             elapsed_s=self._elapsed_s(now_s),
             now_s=now_s,

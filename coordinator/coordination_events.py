@@ -4,6 +4,7 @@ verifies the plans in them."""
 import msgspec
 
 from shoal.coordinator.chain import ChainRecord
+from shoal.coordinator.judge import NOBODY, Acquaintance
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.search_schedule import SearchJob
@@ -24,6 +25,8 @@ class Received(msgspec.Struct, frozen=True):
     base: SignedPlan | None = None
     mandate: Mandate | None = None
     """The owner's leave to make a plan without votes, in a `Reset`."""
+    knows: Acquaintance = NOBODY
+    """What the driver knows of the peers in a `PlanOffer`."""
 
 
 class Answered(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ The file is long because every event of coordination comes in by one door, which
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -47,12 +48,13 @@ from shoal.coordinator.acceptor import (
     no_grant,
 )
 from shoal.coordinator.certificates import certified_flaw
-from shoal.coordinator.chain import ChainRecord, Holds, PlanChain, is_quorum
+from shoal.coordinator.chain import ChainRecord, PlanChain
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.confirmations import Ends, end_body, proves_end
 from shoal.coordinator.coordination_events import (
     Alarm,
     Answered,
+    Ask,
     Beat,
     Command,
     Event,
@@ -77,7 +79,9 @@ from shoal.coordinator.coordination_events import (
     TimerFired,
     Unanswered,
 )
+from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Follower
+from shoal.coordinator.judge import Judge
 from shoal.coordinator.leader import Leader
 from shoal.coordinator.plan_rounds import PlanRounds
 from shoal.coordinator.proposer import Proposer
@@ -100,13 +104,19 @@ from shoal.protocol.messages import (
     PlanVote,
     Refusal,
     Reset,
+    Standing,
     StandingRequest,
     SwarmStatus,
     TermGrant,
     TermRequest,
 )
 from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.statement import Topic
+
+StatementHolds = Callable[[Topic, PeerID, bytes, bytes], bool]
+"""(topic, signer, signature, body) -> whether that is the signer's statement about this run."""
 
 TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16
@@ -135,8 +145,7 @@ class CoordinationCore:
         policy: says which layout should come next; its view is the swarm as this peer knows it.
         sign: signs a plan in our name; deterministic.
         vouch: signs the body of a vote in our name.
-        holds, holds_end, holds_state: check another peer's signature under a vote, under the run's end, and under what
-            its layers are at a version.
+        holds: checks another peer's signature under a statement of a topic.
     """
 
     def __init__(
@@ -150,9 +159,7 @@ class CoordinationCore:
         policy: ReplanPolicy,
         sign: Callable[[Plan], SignedPlan],
         vouch: Callable[[bytes], bytes],
-        holds: Holds,
-        holds_end: Holds,
-        holds_state: Holds,
+        holds: StatementHolds,
         rng: random.Random,
         now_s: float,
     ) -> None:
@@ -160,8 +167,8 @@ class CoordinationCore:
         self.chain, self.policy, self.view = chain, policy, policy.view
         self.ends: Ends = ()
         """The proof that the run has come to its last step; empty: as far as we know it has not."""
-        self._rng, self._vouch, self._holds_end = rng, vouch, holds_end
-        self._holds_state, self._model = holds_state, spec.model
+        self._rng, self._vouch, self._model = rng, vouch, spec.model
+        self._holds_end, self._holds_state = partial(holds, "end"), partial(holds, "state")
         self._steps = spec.training.steps
         self.revision = self.newest_revision = spec.revision
         """The revision of our spec, and the highest of any spec that a peer has told us of."""
@@ -173,15 +180,17 @@ class CoordinationCore:
             chain=chain,
             sign=sign,
             vouch=vouch,
-            holds=holds,
+            holds=partial(holds, "vote"),
             is_fresh=lambda base: self.view.is_fresh(base.plan, self._own, leads=self.is_coordinator),
             experts=self.view.experts,
             certificates=self.view.certificates,
+            roll=self.view.electorate.roll,
             heartbeat_s=spec.swarm.heartbeat_s,
         )
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
         self.doubted = self._watch.doubted  # whose word in the directory counts last
+        self.judge = Judge(me=me, heartbeat_s=self._heartbeat_s, revision=spec.revision, name_of=self._name_of)
         self._chain_sync = ChainSync(me=me, chain=chain, heartbeat_s=self._heartbeat_s)
         self._leader = Leader(me=me, owner=owner, swarm=spec.swarm, policy=policy, now_s=now_s)
         self._rounds = PlanRounds(
@@ -211,6 +220,7 @@ class CoordinationCore:
         self.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
         if live is not None:
             self.policy.obey(live.plan, now_s)
+            self.view.electorate.obey(live.plan, now_s, follows=False)
             if self.is_coordinator:
                 self._leader.begin(live.plan, now_s, continuing=False, silent=None)
 
@@ -249,11 +259,13 @@ class CoordinationCore:
     @property
     def exclusions_told(self) -> tuple[str, ...]:
         """Who is out of the run and by whose order, in sentences."""
-        return self.chain.exclusions.told(self._name_of)
+        presences = self.view.roster.presences
 
-    def _name_of(self, peer: PeerID) -> str:
-        seen = self.view.roster.presences.get(peer)
-        return seen.advert.name if seen is not None and seen.advert is not None else ""
+        def name_of(peer: PeerID) -> str:
+            seen = presences.get(peer)
+            return seen.advert.name if seen is not None and seen.advert is not None else ""
+
+        return self.chain.exclusions.told(name_of)
 
     def orders_lacking(self, plan: Plan) -> tuple[bytes, ...]:
         """The orders of exclusion that we know and `plan` does not carry."""
@@ -361,7 +373,8 @@ class CoordinationCore:
             case Ping() as ping:
                 return [Reply(message=ping)]
             case StandingRequest():
-                return [Reply(message=answer_standing(self.chain, self._own))]
+                standing = answer_standing(self.chain, self._own, leaves=self._leaves, revision=self.revision)
+                return [Reply(message=standing)]
             case Reset() as reset:
                 assert event.base is not None
                 assert event.mandate is not None
@@ -464,13 +477,22 @@ class CoordinationCore:
 
     def _vote(self, event: Received, offer: PlanOffer, plan: SignedPlan, now_s: float) -> list[Command]:
         commands = self._adopt(event.base, now_s, event.source) if event.base else []
-        live = self.chain.live
-        if live is not None and plan.plan.previous == live.digest:
-            flaw = certified_flaw(plan.plan, live.plan, self._model, holds=self._holds_state)
+        live = self.plan
+        if live is not None and self.chain.must_judge(plan):
+            asks = self.judge.questions(plan, live, event.knows, now_s)
+            commands += [Ask(peer=peer, message=StandingRequest()) for peer in asks]
+            if self.judge.is_waiting(now_s):
+                return [*commands, Reply(message=Refusal(reason="asks first where members stand"))]
+            flaw = self.judge.flaw(plan, live, event.knows, own=self._own, leaves=self._leaves)
+            flaw = flaw or self.view.electorate.flaw(plan.plan, live, now_s, self._name_of)
+            flaw = flaw or certified_flaw(plan.plan, live, self._model, holds=self._holds_state)
             if flaw:
-                alarm = Alarm(text=f"{event.source[-8:]} proposes plan {plan.plan.sequence}, in which {flaw}")
-                refusal = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term)
-                return [*commands, alarm, Reply(message=refusal)]
+                text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
+                # Of a way that is cut in one direction we learn so, too: nobody hears our refusal then, nor our vote.
+                is_ours = not plan.plan.has(self.me)
+                commands += [Note(text=text) if is_ours else Alarm(text=text)] if text else []
+                vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
+                return [*commands, Reply(message=vote)]
         reply = answer_offer(self.chain, event.source, offer, plan, event.base, vouch=self._vouch)
         return [*commands, Persist(record=self.chain.record()), Reply(message=reply)]
 
@@ -505,6 +527,9 @@ class CoordinationCore:
                 return commands
             case ChainLinks():
                 return commands + self._catch_up(event, now_s)
+            case Standing() as standing:
+                self.judge.told(event.peer, standing)
+                return commands
             case TermGrant() if isinstance(event.asked, TermRequest) and event.asked.sounding:
                 return commands + self._rounds.sounded(event, now_s)
             case _:
@@ -518,6 +543,8 @@ class CoordinationCore:
                 self._proposer.unanswered(event)
             case ChainRequest():
                 self._chain_sync.unanswered(event.peer)
+            case StandingRequest():
+                self.judge.told(event.peer, None)
         if event.refused:
             self._watch.refused(event.peer, self.plan, took_s=event.took_s, now_s=now_s)
         plan = self.plan
@@ -583,7 +610,7 @@ class CoordinationCore:
     def _is_out_of_touch(self, plan: Plan, now_s: float) -> bool:
         """Whether nobody that obeys our plan answers us, so that all of them may have gone on without us."""
         if self.is_coordinator:
-            return not is_quorum({self.me, *self.view.roster.alive(now_s)}, plan.electors, self.owner)
+            return not is_quorum({self.me, *self.view.roster.alive(now_s)}, plan, self.owner)
         return now_s >= self._watch.suspect_at_s or self._watch.has_gone_on(now_s)
 
     def _adopt(
@@ -608,6 +635,7 @@ class CoordinationCore:
         if before is not None and before.plan.era != plan.plan.era:
             self.ends = ()  # the run goes back, though it may have been done
         self.policy.obey(plan.plan, now_s, leads=was_coordinator and not new_term)
+        self.view.electorate.obey(plan.plan, now_s, follows=before is not None and plan.plan.previous == before.digest)
         if before is not None and was_coordinator and not self.is_coordinator:
             commands += [Tell(record=record) for record in self.view.completed_steps(before.plan, now_s, flush=True)]
         if new_term:
@@ -628,6 +656,13 @@ class CoordinationCore:
         return [Tell(record=record) for record in records]
 
     def _eligible(self, plan: Plan) -> bool:
-        own = self._own
-        able = own is None or (own.advert.willing_to_coordinate and not own.draining)
-        return able and plan.has(self.me) and not self._leaving
+        able = self._own is None or self._own.advert.willing_to_coordinate
+        return able and plan.has(self.me) and not self._leaves
+
+    @property
+    def _leaves(self) -> bool:
+        return self._leaving or (self._own is not None and self._own.draining)
+
+    def _name_of(self, peer: PeerID) -> str:
+        own = self._own.advert.name if peer == self.me and self._own is not None else ""
+        return own or name_of(peer, self.view.roster)

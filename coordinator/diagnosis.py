@@ -5,7 +5,6 @@ The sentences are made here alone, and `SwarmStatus` carries them: every termina
 
 from collections.abc import Collection, Sequence
 
-from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.era import Disks, holders
 from shoal.coordinator.reachability import Pair
 from shoal.coordinator.roster import SILENT_HEARTBEATS, Roster, span
@@ -13,6 +12,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import is_global
 from shoal.protocol.layers import group_keys
 from shoal.protocol.plan import Plan
+from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import ModelSpec
 
 NAMED_MAX = 3
@@ -31,9 +31,9 @@ def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
             return f"stage {index}: nobody holds it"
         if all(why for _, why in found):
             return f"stage {index}: {_listed(found, roster)}"
-    if not is_quorum({live.coordinator, *roster.alive(now_s)}, live.electors, owner):
-        gone = sum(peer != live.coordinator and roster.is_gone(peer, now_s) for peer in live.members)
-        return f"half of the peers: {gone} of {len(live.members)} do not answer (the host can run `shoal recover`)"
+    if not is_quorum({live.coordinator, *roster.alive(now_s)}, live, owner):
+        gone = sum(peer != live.coordinator and roster.is_gone(peer, now_s) for peer in live.electors)
+        return f"half of the votes: {gone} of {len(live.electors)} do not answer (the host can run `shoal recover`)"
     return ""
 
 

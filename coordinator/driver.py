@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -48,6 +49,7 @@ from shoal.coordinator.coordination_events import (
 )
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.discovery import Discovery
+from shoal.coordinator.judge import HEARD_HEARTBEATS, NOBODY, UNMET_MIN, Acquaintance
 from shoal.coordinator.ledger import StepRecord
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.report_queue import ReportQueue
@@ -61,7 +63,7 @@ from shoal.protocol.errors import Refused, RemoteError, ShoalError, Unreachable
 from shoal.protocol.exclusion import Exclusion, open_exclusion
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import CALL_TIMEOUT_S, LINKS_PER_REPLY_MAX, PROBES_PER_REPLY_MAX, TOGETHER_MAX
-from shoal.protocol.membership import Excluded
+from shoal.protocol.membership import AccessLevel, Excluded
 from shoal.protocol.messages import (
     Advert,
     ChainLinks,
@@ -79,15 +81,17 @@ from shoal.protocol.messages import (
     PlanVote,
     Refusal,
     Reset,
+    Standing,
     StandingRequest,
     StatusRequest,
     SwarmStatus,
     TermGrant,
     TermRequest,
 )
-from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, sign_plan
+from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, sign_plan
 from shoal.protocol.ports import Clock, Directory
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.statement import Topic
 from shoal.protocol.timer import Timer
 
 logger = logging.getLogger(__name__)
@@ -112,6 +116,7 @@ _ANSWER: dict[type, type[msgspec.Struct]] = {
     Ping: Ping,
     PingRequest: Ping,
     ChainRequest: ChainLinks,
+    StandingRequest: Standing,
 }
 
 
@@ -169,32 +174,26 @@ class Coordination:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
         self._spec = spec
         self._heartbeat, self._callbacks = heartbeat, callbacks
-        identity, run, seals = endpoint.identity, endpoint.run, endpoint.seals
+        identity, run, seals, members = endpoint.identity, endpoint.run, endpoint.seals, endpoint.members
+        members.show(endpoint.peer_id, members.certificate)  # we came by an invite too
 
-        def holds(signer: PeerID, signature: bytes, body: bytes) -> bool:
-            return seals.statement_holds(signer, signature, "vote", run=run, body=body)
+        def holds(topic: Topic, signer: PeerID, signature: bytes, body: bytes) -> bool:
+            return seals.statement_holds(signer, signature, topic, run=run, body=body)
 
-        def holds_end(signer: PeerID, signature: bytes, body: bytes) -> bool:
-            return seals.statement_holds(signer, signature, "end", run=run, body=body)
-
-        def holds_state(signer: PeerID, signature: bytes, body: bytes) -> bool:
-            return seals.statement_holds(signer, signature, "state", run=run, body=body)
-
-        def holds_order(signer: PeerID, signature: bytes, body: bytes) -> bool:
-            return seals.statement_holds(signer, signature, "exclusion", run=run, body=body)
+        def invite_of(peer: PeerID) -> bytes | None:
+            is_known = members.access_level(peer) is AccessLevel.MEMBER
+            return members.invite_of(peer) if is_known else None
 
         self._core = CoordinationCore(
             run=endpoint.run,
             me=endpoint.peer_id,
             owner=owner,
             spec=spec,
-            chain=PlanChain(run, owner=owner, holds=holds, holds_order=holds_order),
-            policy=ReplanPolicy(ClusterView(endpoint.run, spec), allocator, has_lost_all=has_lost_all),
+            chain=PlanChain(run, owner=owner, holds=partial(holds, "vote"), holds_order=partial(holds, "exclusion")),
+            policy=ReplanPolicy(ClusterView(endpoint.run, spec, invite_of), allocator, has_lost_all=has_lost_all),
             sign=lambda plan: sign_plan(identity, plan),
             vouch=lambda body: seals.sign_statement(identity, "vote", run=run, body=body),
             holds=holds,
-            holds_end=holds_end,
-            holds_state=holds_state,
             rng=rng,
             now_s=clock.now_s(),
         )
@@ -217,6 +216,8 @@ class Coordination:
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
         """When something of each member was last told to the core as a sign of life."""
+        self._came_s: dict[PeerID, float] = {}
+        """When something of each member came last."""
         self.num_alarms = 0
         """How often a peer was seen to break an invariant: two plans of one order, or a ledger that does not add up."""
 
@@ -352,7 +353,7 @@ class Coordination:
         self._feed(ReportDue())
 
     def _hear(self, peer: PeerID) -> None:
-        now_s = self._clock.now_s()
+        now_s = self._came_s[peer] = self._clock.now_s()
         if not self._core.is_coordinator:
             self._signs_s.clear()
         elif now_s >= self._signs_s.get(peer, -math.inf) + SIGN_HEARTBEATS * self._spec.swarm.heartbeat_s:
@@ -414,6 +415,7 @@ class Coordination:
         logger.info("plan %d of term %d: %s", plan.sequence, plan.term, plan.reason)
         self._moved_on.set()
         self._expel()
+        self._came_s = {peer: at_s for peer, at_s in self._came_s.items() if plan.has(peer)}
         for order in self._core.orders_lacking(plan):
             self._spawn(self._tell(plan.coordinator, Exclude(order=order)))
         if self._discovery.should_read(plan):
@@ -458,6 +460,7 @@ class Coordination:
     async def _answer(self, source: PeerID, message: msgspec.Struct) -> msgspec.Struct:
         plan = base = None
         mandate: Mandate | None = None
+        knows = NOBODY
         match message:
             case Heartbeat():
                 if reason := self._why_not_enter(source, message.advert):
@@ -467,6 +470,7 @@ class Coordination:
                 base = self._plans.need_link(message.live, source)
             case PlanOffer():
                 plan, base = self._plans.need(message.plan, source), self._plans.open_link(message.predecessor, source)
+                knows = self._acquaintance(plan.plan, base.plan if base is not None else None)
             case PlanLive():
                 plan = self._plans.need_link(message.plan, source)
             case HandOver():
@@ -474,10 +478,40 @@ class Coordination:
             case Reset():
                 base = self._plans.need_link(message.live, source)
                 mandate = self._plans.mandate(message.mandate, source, coordinator=self._endpoint.peer_id)
-        event = Received(source=source, message=message, plan=plan, base=base, mandate=mandate)
+        event = Received(source=source, message=message, plan=plan, base=base, mandate=mandate, knows=knows)
         reply = self._feed(event)
         assert reply is not None
         return reply
+
+    def _acquaintance(self, plan: Plan, base: Plan | None) -> Acquaintance:
+        """Tell what we know of the members that `plan` has no more, or has anew. Read the directory if many are
+        strangers to us."""
+        base = base if base is not None else self._core.plan
+        if base is None:
+            return NOBODY
+        members = self._endpoint.members
+        lately_s = self._clock.now_s() - HEARD_HEARTBEATS * self._spec.swarm.heartbeat_s
+        keys: set[bytes] = set()
+        for order in plan.exclusions:
+            with contextlib.suppress(RemoteError):  # the chain refuses such a plan
+                opened = open_exclusion(order, plan.coordinator)
+                keys.update(key for at, key in enumerate(opened.keys) if at not in opened.readmitted)
+        dropped = [peer for peer in base.members if not plan.has(peer)]
+        unmet = frozenset(peer for peer in plan.members if not base.has(peer) and not self._has_met(peer))
+        if len(unmet) > UNMET_MIN and self._discovery.should_read(plan):
+            self._spawn(self._discovery.meet())
+        return Acquaintance(
+            heard=frozenset(peer for peer in dropped if self._came_s.get(peer, -math.inf) >= lately_s),
+            excluded=frozenset(peer for peer in dropped if members.is_out_by(peer, Excluded(keys))),
+            unmet=unmet,
+        )
+
+    def _has_met(self, peer: PeerID) -> bool:
+        """Whether `peer` has shown us a certificate, or, in an open run, has told us or the directory anything."""
+        members = self._endpoint.members
+        if not members.is_open:
+            return members.access_level(peer) is not AccessLevel.STRANGER
+        return peer in self._came_s or self._discovery.knows(peer)
 
     async def _answer_status(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
         """Say how the run is doing. If another peer coordinates, ask that one."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.coordinator import election
-from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Note
 from shoal.coordinator.leader_monitor import PING_HEARTBEATS, LeaderMonitor
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Ping, TermGrant, TermRequest
 from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.quorum import is_quorum
 
 CLOSE_PEERS = 2
 """How many of the next in turn ping the coordinator. The second one is there in case the first has died with the
@@ -162,7 +162,7 @@ class Follower:
 
     def _agreed(self, pre_vote: PreVote) -> Agreed | None:
         """What a majority agrees to; that ends the pre-vote."""
-        if not is_quorum(pre_vote.agreed, pre_vote.base.plan.electors, self._owner):
+        if not is_quorum(pre_vote.agreed, pre_vote.base.plan, self._owner):
             return None
         self._pre_vote = None
         return Agreed(pre_vote.base, pre_vote.term)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.coordination_events import Answered, Ask, Command, LookUp, Note, Publish, Search, Unanswered
 from shoal.coordinator.failure_detector import FailureDetector
 from shoal.coordinator.leadership_transfer import LeadershipTransfer
@@ -15,6 +14,7 @@ from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import HandOver, Heartbeat, Ping, PingRequest
 from shoal.protocol.plan import Plan, SignedPlan
+from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import SwarmSpec
 
 HEAD_HEARTBEATS = 10.0
@@ -145,7 +145,7 @@ class Leader:
         self._members = members
         commands = self._detector.look(roster, live.plan, now_s, awaited=self._policy.awaited)
         alive = roster.alive(now_s)
-        hears = is_quorum({self._me, *alive}, live.plan.electors, self._owner)
+        hears = is_quorum({self._me, *alive}, live.plan, self._owner)
         alone = outranked or not hears
         why = "there is another coordinator" if hears else "hears no majority of the plan's members"
         if now_s >= self._head_at_s:

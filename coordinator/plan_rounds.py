@@ -20,6 +20,7 @@ from shoal.coordinator.coordination_events import (
     Search,
     Searched,
 )
+from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.follower import Agreed, Follower
 from shoal.coordinator.leader import KeepRole, Leader, Want
 from shoal.coordinator.plan_layout import Layout
@@ -65,7 +66,9 @@ class PlanRounds:
             case Layout():
                 return [
                     Note(text=reason),
-                    *self._went_live(self._proposer.make(None, 1, self._policy.foreseen(found, now_s)), (), now_s),
+                    *self._went_live(
+                        self._proposer.make(None, 1, self._policy.foreseen(found, now_s), now_s), (), now_s
+                    ),
                 ]
             case SearchJob():
                 return [Note(text=reason), Search(job=found)]
@@ -103,7 +106,7 @@ class PlanRounds:
         if layout is None:
             return [*commands, Reply(message=Refusal(reason=reason))]
         layout = self._policy.foreseen(layout, now_s)
-        plan = self._proposer.make(live, mandate.term, layout, mandate=reset.mandate, reign=mandate.reign)
+        plan = self._proposer.make(live, mandate.term, layout, now_s, mandate=reset.mandate, reign=mandate.reign)
         commands.append(Introduce(peers=reset.roster))
         commands += self._went_live(plan, tuple(peer for peer, _ in reset.roster), now_s)
         return [*commands, Note(text=layout.reason), Reply(message=Done())]
@@ -139,7 +142,19 @@ class PlanRounds:
                 agreed = reply.accepted
             case _:
                 return []
-        return self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
+        notes = self._refused(event, now_s) if isinstance(reply, PlanVote) and reply.unfit else []
+        return notes + self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
+
+    def _refused(self, event: Answered, now_s: float) -> list[Command]:
+        """A member knows something to be wrong with our plan."""
+        assert isinstance(event.reply, PlanVote)
+        view, plan = self._policy.view, self._proposer.offered(event.asked)
+        if plan is None or self._chain.live is None:
+            return []
+        view.electorate.refused(self._chain.live.plan, plan)
+        name = name_of(event.peer, view.roster)
+        text = view.refusals.note(event.peer, name, plan.sequence, event.reply.reason, now_s)
+        return [Note(text=text)] if text else []
 
     def sounded(self, event: Answered, now_s: float) -> list[Command]:
         """A member has said whether it would grant us a term."""

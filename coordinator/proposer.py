@@ -7,13 +7,16 @@ import msgspec
 
 from shoal.coordinator.ballot import Ballot
 from shoal.coordinator.certificates import Certificates
-from shoal.coordinator.chain import Holds, PlanChain, is_quorum
+from shoal.coordinator.chain import Holds, PlanChain
 from shoal.coordinator.coordination_events import Answered, Ask, Command, Persist, Unanswered
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
+from shoal.coordinator.judge import APART_MAX
 from shoal.coordinator.plan_layout import Beginning, Layout
+from shoal.coordinator.roll import Roll
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PlanVote, TermGrant
 from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
+from shoal.protocol.quorum import is_quorum
 
 PROPOSAL_HEARTBEATS = 5.0
 """Members have so long to answer. After that a new proposal is made, for the swarm as it is by then."""
@@ -53,6 +56,7 @@ class Proposer:
         is_fresh: whether a plan on this base is made before anything was committed in its era.
         experts: says who is to hold which expert.
         certificates: which versions the next plan certifies.
+        roll: makes the roll of a plan, which has none yet, from the plan before it.
     """
 
     def __init__(
@@ -67,11 +71,12 @@ class Proposer:
         is_fresh: Callable[[SignedPlan], bool],
         experts: ExpertPlaces,
         certificates: Certificates,
+        roll: Callable[[Plan | None, Plan, float], Roll],
         heartbeat_s: float,
     ) -> None:
         self._me, self._owner, self._chain = me, owner, chain
         self._vouch, self._holds = vouch, holds
-        self._sign, self._is_fresh, self._experts = sign, is_fresh, experts
+        self._sign, self._is_fresh, self._experts, self._roll = sign, is_fresh, experts, roll
         self._certificates = certificates
         self._patience_s = PROPOSAL_HEARTBEATS * heartbeat_s
         self._ballot: Ballot | None = None
@@ -81,6 +86,11 @@ class Proposer:
     @property
     def is_busy(self) -> bool:
         return self._ballot is not None
+
+    def offered(self, asked: msgspec.Struct) -> Plan | None:
+        """The plan that `asked` offers, if it is offered still."""
+        ballot = self._ballot
+        return ballot.plan.plan if ballot is not None and ballot.plan is not None and ballot.is_about(asked) else None
 
     def drop(self) -> bool:
         """A plan above the proposal's base is live. Returns: whether there was a proposal."""
@@ -102,13 +112,15 @@ class Proposer:
         )
         if self._chain.accepted is not None:
             self._ballot.learn(self._chain.accepted_term, self._chain.accepted)
+        if self._ballot.agreed:
+            self._ballot.voted[self._me] = self._chain.accepted.digest if self._chain.accepted else ""
         return self._begun(now_s)
 
     def propose(self, base: SignedPlan, layout: Layout, now_s: float) -> Progress:
         """Propose a layout in our own term, which needs votes only. We coordinate."""
         assert base.plan.coordinator == self._me
         self._ballot = Ballot(base=base, term=base.plan.term, owner=self._owner, expires_at_s=0.0)
-        return self._offer(self.make(base, base.plan.term, layout), now_s)
+        return self._offer(self.make(base, base.plan.term, layout, now_s), now_s)
 
     def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> Progress:
         """A member has answered.
@@ -123,6 +135,8 @@ class Proposer:
             return [], None  # nobody would believe the one above it, which we should have to ask for
         if event.accepted is not None and isinstance(event.reply, TermGrant):
             ballot.learn(event.reply.accepted_term, event.accepted)
+        if agreed and ballot.plan is None:
+            ballot.voted[event.peer] = event.accepted.digest if event.accepted is not None else ""
         if agreed:
             signature = event.reply.signature if isinstance(event.reply, PlanVote) else b""
             plan = ballot.plan
@@ -137,6 +151,10 @@ class Proposer:
             ballot.promised.add(event.peer)
             if ballot.is_hopeless:
                 return [], self._given_up(f"{len(ballot.promised)} have promised it to another", outbid=True)
+        if isinstance(event.reply, PlanVote) and event.reply.unfit:
+            ballot.refused.add(event.peer)
+            if ballot.is_hopeless:
+                return [], self._given_up(f"{len(ballot.refused)} have refused it: {reason}", outbid=False)
         if term > ballot.term:
             self._term_max = max(self._term_max, term)
             return [], self._given_up(f"{event.peer[-8:]} {reason}", outbid=True)
@@ -156,7 +174,14 @@ class Proposer:
         return [], self._given_up(text, outbid=False)
 
     def make(
-        self, base: SignedPlan | None, term: int, layout: Layout, *, mandate: bytes = b"", reign: int | None = None
+        self,
+        base: SignedPlan | None,
+        term: int,
+        layout: Layout,
+        now_s: float,
+        *,
+        mandate: bytes = b"",
+        reign: int | None = None,
     ) -> SignedPlan:
         """Sign a plan with this layout, on `base`.
 
@@ -168,7 +193,7 @@ class Proposer:
         era = begins.era if begins else before.era if before else 0
         goes_on = before if before and before.era == era else None
         ended = before if before and begins and _ends_with(before, begins) else None
-        stages = _since(layout.stages, goes_on, sequence)
+        stages = _since(tuple(map(_sane, layout.stages)), goes_on, sequence)
         restored = (before.restore_era, before.restore_version) if before else (0, 0)
         restored = (begins.from_era, begins.version) if begins else restored
         plan = Plan(
@@ -196,7 +221,7 @@ class Proposer:
             formats=layout.formats,
             certified=self._certificates.for_plan(restored),
         )
-        return self._sign(plan)
+        return self._sign(msgspec.structs.replace(plan, roll=self._roll(before, plan, now_s)))
 
     def next_sequence(self, base: SignedPlan | None) -> int:
         """A sequence above the base's and above all that we have offered or voted for, so that one (term, sequence)
@@ -229,7 +254,7 @@ class Proposer:
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
         """Give our own vote, signed if there is a `body`, unless it alone is a majority. A vote that carries a plan
         alone must be on disk before the plan goes live, so in that case we ask ourselves as we ask everybody else."""
-        if is_quorum({self._me}, base.plan.electors, self._owner):
+        if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._vouch(body) if body else b""}
 
@@ -244,8 +269,8 @@ class Proposer:
             return [], Carried(
                 plan=ballot.proven(), voters=base.members, term=ballot.term, handed_over=ballot.handed_over
             )
-        if ballot.found is not None:
-            return self._offer(ballot.found[1], now_s)
+        if (found := ballot.found) is not None:
+            return self._offer(found, now_s)
         how = "hand-over" if ballot.handed_over else "take-over"
         reason = f"term {ballot.term}: {how} from {base.coordinator[-8:]}"
         layout = Layout(
@@ -257,7 +282,7 @@ class Proposer:
             foreseen=base.foreseen,
             formats=base.formats,
         )
-        return self._offer(self.make(ballot.base, ballot.term, layout), now_s)
+        return self._offer(self.make(ballot.base, ballot.term, layout, now_s), now_s)
 
     def _given_up(self, reason: str, *, outbid: bool) -> GivenUp:
         ballot, self._ballot = self._ballot, None
@@ -285,6 +310,19 @@ def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple
         )
         for index, stage in enumerate(stages)
     )
+
+
+def _sane(stage: Stage) -> Stage:
+    """Raise shares and bandwidths that are too small beside the stage's largest: a member may claim any speed."""
+    share = max(m.share for m in stage.members) / APART_MAX
+    bandwidth = max(m.bandwidth for m in stage.members) / APART_MAX
+    if all(m.share >= share and m.bandwidth >= bandwidth for m in stage.members):
+        return stage
+    raised = (
+        msgspec.structs.replace(m, share=max(m.share, share), bandwidth=max(m.bandwidth, bandwidth))
+        for m in stage.members
+    )
+    return msgspec.structs.replace(stage, members=tuple(raised))
 
 
 def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:

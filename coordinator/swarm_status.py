@@ -30,6 +30,7 @@ def swarm_status(
     comparison: Comparison | None,
     unreachable: Collection[Pair],
     disks: Disks,
+    refusals: tuple[str, ...],
     *,
     owner: PeerID,
     elapsed_s: float,
@@ -42,6 +43,7 @@ def swarm_status(
         comparison: of the live layout.
         unreachable: the pairs of peers that cannot reach each other.
         disks: the snapshots that may be gone back to.
+        refusals: which plans were refused of late, in sentences.
         owner: of the run.
         elapsed_s: since the run began.
     """
@@ -79,6 +81,7 @@ def swarm_status(
             *risks(live, roster, disks, spec.model, step=ledger.version_max, now_s=now_s),
             *out_of_reach(unreachable, roster),
             *unsound(live, roster),
+            *refusals,
         ),
         comparison=comparison,
         formats=live.formats,

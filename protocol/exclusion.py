@@ -18,6 +18,7 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.limits import EXCLUDED_KEYS_MAX, EXCLUSION_BYTES_MAX
 from shoal.protocol.membership import Excluded
 from shoal.protocol.plan import SignedPlan
+from shoal.protocol.quorum import is_quorum
 from shoal.protocol.statement import sign_statement
 
 Holds = Callable[[PeerID, bytes, bytes], bool]
@@ -126,8 +127,8 @@ def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPl
     base = next((plan for plan in plans if plan.digest == order.base), None)
     if base is None or len(order.votes) > len(base.plan.electors):
         return False
-    voters = {at for at, _ in order.votes if 0 <= at < len(base.plan.electors)}
-    if 2 * len(voters) <= len(base.plan.electors):
+    voters = {base.plan.electors[at] for at, _ in order.votes if 0 <= at < len(base.plan.electors)}
+    if not is_quorum(voters, base.plan, owner):
         return False
     return all(
         0 <= at < len(base.plan.electors) and holds(base.plan.electors[at], signature, order.body)

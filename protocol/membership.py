@@ -227,7 +227,7 @@ class Members:
 
     def invite_of(self, peer: PeerID) -> bytes:
         """The key of the invite by which `peer` is a member; empty: it is the owner, or unknown, or it needs none."""
-        shown = self._in_use(peer)
+        shown = self._in_use(peer) if peer != self.owner and not self.is_open else None
         return shown.delegation.key if shown is not None else b""
 
     def why_not_enter(self, newcomer: PeerID, others: Collection[PeerID]) -> str:

@@ -282,6 +282,8 @@ class PlanVote(_Message, frozen=True):
     live: bytes = b""
     """The sender's live plan, if newer than the offer's predecessor."""
     signature: bytes = b""
+    unfit: bool = False
+    """The plan contradicts what the sender knows, as `reason` says for people."""
 
 
 class PlanLive(_Message, frozen=True):
@@ -406,7 +408,7 @@ class Leave(_Message, frozen=True):
 
 
 class StandingRequest(_Message, frozen=True):
-    """Asks where the receiver stands. `shoal recover` sends this; anybody may."""
+    """Asks where the receiver stands. `shoal recover` sends this, and a voter before it judges a plan; anybody may."""
 
 
 class Standing(_Message, frozen=True, kw_only=True):
@@ -419,6 +421,12 @@ class Standing(_Message, frozen=True, kw_only=True):
     version: int
     synced: bool
     holdings: tuple[Holding, ...] = ()
+    held: tuple[tuple[int, int], ...] = ()
+    """(group of experts, version) of all whose state the sender holds."""
+    leaves: bool = False
+    """The sender drains, or is about to leave the run."""
+    revision: int = 0
+    """The revision of the spec that the sender trains by."""
 
 
 class Reset(_Message, frozen=True, kw_only=True):
@@ -556,7 +564,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     waits_for: str = ""
     """Who or what keeps the run from going on, in words; empty: nothing that is known."""
     risks: tuple[str, ...] = ()
-    """What would be lost with one peer, and who cannot reach whom, in sentences."""
+    """What would be lost with one peer, who cannot reach whom, and which plans members refused, in sentences."""
     comparison: Comparison | None = None
     """None: nobody could say how fast the layout should be."""
     formats: Formats | None = None

@@ -8,6 +8,7 @@ A live plan proves itself: it travels as a *link*, with the votes of its predece
 contains the owner's mandate. Who has the predecessor can check the votes; `coordinator.chain` does.
 """
 
+import math
 from functools import cached_property
 from typing import Literal
 
@@ -85,6 +86,10 @@ FORESEEN_MAX = 1e15
 """Tokens a second, and seconds a token: no run is that fast, or that slow."""
 
 
+CAPPED_GROUPS_MIN = 3
+"""The weight of a group is capped if the roll has so many groups. Of two, each could only be given a veto."""
+
+
 class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """How fast a layout should be, by what its coordinator knew when it made the plan."""
 
@@ -151,24 +156,54 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     certified: tuple[Certified, ...] = ()
     """The versions that may be gone back to, a group of layers at a time. Those that the plan before had not carry the
     signatures of that plan's members."""
+    roll: tuple[tuple[int, ...], ...] = ()
+    """The electoral roll: positions in `members`, grouped by the invite that the members came by. Empty: every member
+    votes, each a group of its own."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
-        """Everyone who votes on the next plan: holders in stage order, then spares."""
+        """All peers that the plan names: holders in stage order, then spares."""
         return tuple(peer for stage in self.stages for peer in stage.peers) + self.spares
 
     @cached_property
+    def groups_on_roll(self) -> tuple[tuple[PeerID, ...], ...]:
+        """The members on the roll, grouped by the invite that they came by."""
+        members = self.members
+        return tuple(tuple(members[at] for at in group) for group in self.roll) or tuple((peer,) for peer in members)
+
+    @cached_property
     def electors(self) -> tuple[PeerID, ...]:
-        """The members whose votes decide on the next plan: all members, or of many a jury whose signatures fit in a
-        message.
+        """The members whose votes decide on the next plan: all on the roll, in the order of `members`; or of many a
+        jury whose signatures fit in a message.
 
         The lot hangs on `previous` alone, which neither this plan's coordinator nor the next one can choose; were it
         drawn for each ballot, two majorities need not have an elector in common.
         """
-        if len(self.members) <= ELECTED_FROM_PEERS:
-            return self.members
-        drawn = sorted(self.members, key=lambda peer: blake3(f"{self.previous}/{peer}".encode()).digest())
+        on_roll = {peer for group in self.groups_on_roll for peer in group}
+        electors = tuple(peer for peer in self.members if peer in on_roll)
+        if len(electors) <= ELECTED_FROM_PEERS:
+            return electors
+        drawn = sorted(electors, key=lambda peer: blake3(f"{self.previous}/{peer}".encode()).digest())
         return tuple(drawn[:ELECTORS])
+
+    @cached_property
+    def weights(self) -> dict[PeerID, int]:
+        """Map each elector to the weight of its vote, which only counts beside the weights of the others.
+
+        Every group has as much weight as it has electors, but no group has more than a third of all weight where there
+        are three groups or more. With two groups nothing is capped: the run survives its owner.
+        """
+        electors = frozenset(self.electors)
+        groups = [found for group in self.groups_on_roll if (found := [peer for peer in group if peer in electors])]
+        sizes = sorted(map(len, groups), reverse=True)
+        if len(sizes) < CAPPED_GROUPS_MIN:
+            return dict.fromkeys(electors, 1)
+        # Only the two largest can exceed a third. One of them alone may weigh half as much as all others; if the second
+        # exceeds a third then too, each of the two may weigh as much as the rest.
+        rest = sum(sizes[2:])
+        twice_cap = min(sizes[1] + rest, 2 * rest)
+        unit = math.lcm(*sizes)
+        return {peer: unit * min(2 * len(group), twice_cap) // len(group) for group in groups for peer in group}
 
     def has(self, peer: PeerID) -> bool:
         """Whether it is a member; `members` would be searched from end to end."""
@@ -427,7 +462,7 @@ def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
         return "a peer stands in it twice, or too many peers"
     if not all(0 < len(peer) <= PEER_ID_CHARS_MAX for peer in plan.members):
         return "a member's name is no peer's"
-    flaw = _stages_flaw(plan.stages, plan.sequence, shape) or _following_flaw(plan, shape)
+    flaw = _stages_flaw(plan.stages, plan.sequence, shape) or _following_flaw(plan, shape) or _roll_flaw(plan)
     if flaw:
         return flaw
     flaw = _foreseen_flaw(plan.foreseen, len(plan.stages))
@@ -492,6 +527,13 @@ def _following_flaw(plan: Plan, shape: PlanShape) -> str | None:
         return "what follows it has a peer twice, or one that is no member"
     flaw = _stages_flaw(plan.following, plan.sequence, shape)
     return f"what follows it is impossible: {flaw}" if flaw else None
+
+
+def _roll_flaw(plan: Plan) -> str | None:
+    named = [at for group in plan.roll for at in group]
+    if not all(plan.roll) or len(set(named)) != len(named) or not all(0 <= at < len(plan.members) for at in named):
+        return "its roll has a member twice, or one that is no member"
+    return None
 
 
 def _foreseen_flaw(foreseen: Foreseen | None, num_stages: int) -> str | None:

@@ -476,6 +476,9 @@ class SwarmSpec(_Section, frozen=True):
     expert_replicas: int = 2
     """Members that hold each expert at least, as far as its stage has so many: while fewer than that die at a time,
     nothing is lost. 1: `expert_slots` is kept wherever they are enough for one copy of each."""
+    trust: Literal["invites", "members"] = "invites"
+    """"invites": all members that came by one invite together have at most half as many votes as the run has electors
+    by other invites. "members": every vote counts the same, whatever invite a member came by."""
 
     def __post_init__(self) -> None:
         _require(
@@ -812,6 +815,8 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
         del tables["swarm"]["snapshot_interval_s"]
     if not spec.swarm.open:
         del tables["swarm"]["open"]
+    if spec.swarm.trust == _SWARM.trust:
+        del tables["swarm"]["trust"]
     if not spec.initial.digests:
         del tables["initial"]
     else:

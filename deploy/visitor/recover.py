@@ -22,7 +22,6 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from shoal.coordinator import election
-from shoal.coordinator.chain import is_quorum
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import Disks
 from shoal.coordinator.plan_layout import Beginning
@@ -38,6 +37,7 @@ from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.messages import Advert, Done, Reset, Standing, StandingRequest, StatusRequest, SwarmStatus
 from shoal.protocol.plan import Mandate, Plan, PlanShape, SignedPlan, open_link, open_plan, sign_mandate
 from shoal.protocol.ports import Clock, Directory, Disk
+from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
     here = {each.peer for each in peers}
     members = base.plan.members
     beginning = _beginning(peers, base.plan, era, layers) if era is not None else None
-    if beginning is None and is_quorum(here, base.plan.electors, owner):
+    if beginning is None and is_quorum(here, base.plan, owner):
         num_here = len(here.intersection(members))
         raise LocalError(
             f"nothing to recover: {num_here} of the {len(members)} members of the last plan are in reach, "

@@ -22,6 +22,7 @@ from shoal.coordinator.store import PlanStore
 from shoal.protocol.certificate import Attested
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.identity import PeerID
+from shoal.protocol.membership import Members
 from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Holding, LinkReport
 from shoal.protocol.plan import Member, Plan, PlanProof, SignedPlan, Stage, plan_digest
 from shoal.protocol.sim.loop import run
@@ -192,6 +193,17 @@ class FakePeer:
         )
 
 
+class Invited(Members):
+    """Anybody is a member, and `invites` says by which invite (PeerID -> key)."""
+
+    def __init__(self) -> None:
+        super().__init__("", PeerID(""), is_open=True)
+        self.invites: dict[PeerID, bytes] = {}
+
+    def invite_of(self, peer: PeerID) -> bytes:
+        return self.invites.get(peer, b"")
+
+
 class FakeSwarm:
     """Peers of one run in one world; the first that is added owns it."""
 
@@ -216,16 +228,20 @@ class FakeSwarm:
                 stages=3, min_peers=min_peers, heartbeat_s=heartbeat_s, term_s=term_s, expert_slots=expert_slots
             ),
         )
+        self.members = Invited()
         self._owner: SimPeer | None = None
 
-    async def add(self, name: str, *, store: PlanStore | None = None, keeps: bool = False, **claims: Any) -> FakePeer:
+    async def add(
+        self, name: str, *, store: PlanStore | None = None, keeps: bool = False, invite: bytes = b"", **claims: Any
+    ) -> FakePeer:
         port = self.world.add_peer(name)
+        self.members.invites[port.peer_id] = invite
         self._owner = self._owner or port
         endpoint = Endpoint(
             port.identity,
             port.transport,
             run=run_id(self.spec, self._owner.peer_id),
-            gate=OpenGate(),
+            gate=OpenGate(self.members),
             first_sequence=int(1e6 * self.world.now_s()),
         )
         advert = advert_of(name, addresses=port.transport.addresses(), **claims)

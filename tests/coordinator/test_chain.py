@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from shoal.coordinator.acceptor import answer_pre_vote
-from shoal.coordinator.chain import is_quorum
 from shoal.protocol.limits import SEQUENCE_JUMP_MAX, TERM_JUMP_MAX
 from shoal.protocol.messages import TermRequest
 
@@ -177,31 +176,3 @@ def test_a_record_brings_everything_back(make_chain, make_plan, chain, first):
     again.restore(chain.record(), live=chain.live, accepted=chain.accepted)
     assert again.record() == chain.record()
     assert not again.grant("c", 2, first).granted
-
-
-@pytest.mark.parametrize(
-    ("voters", "members", "enough"),
-    [
-        ("ab", "abc", True),
-        ("a", "abc", False),
-        ("ab", "abcd", True),  # a tie, and the owner is in it
-        ("bc", "abcd", False),
-        ("a", "ab", True),
-        ("b", "ab", False),
-        ("abc", "abcdef", False),  # large swarms have no tie break
-        ("bcde", "abcdef", True),
-        ("axyz", "abc", False),  # strangers do not count
-        ("bc", "bcde", False),  # the owner is not a member any more
-        ("abc", "bcde", False),
-    ],
-)
-def test_quorum(voters, members, enough):
-    assert is_quorum(set(voters), tuple(members), "a") is enough
-
-
-def test_two_disjoint_sets_are_never_both_a_quorum():
-    for size in range(1, 8):
-        members = tuple("abcdefg"[:size])
-        for bits in range(2**size):
-            one = {peer for index, peer in enumerate(members) if bits >> index & 1}
-            assert not (is_quorum(one, members, "a") and is_quorum(set(members) - one, members, "a"))

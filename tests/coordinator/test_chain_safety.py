@@ -1,7 +1,8 @@
 """No order of messages, losses and rivals lets two plans of one (term, sequence) go live, or forks the chain.
 
-Proposers and voters are the real ones. The network is a bag: each draw delivers, repeats or loses one message, lets
-somebody campaign or its patience end, has a coordinator change most of the members, or restarts a peer from its record.
+Proposers and voters are the real ones; which members are on a plan's roll, and in which groups, is drawn. The network
+is a bag: each draw delivers, repeats or loses one message, lets somebody campaign or its patience end, has a
+coordinator change most of the members, or restarts a peer from its record.
 """
 
 import itertools
@@ -81,14 +82,21 @@ class Bag:
             is_fresh=lambda _: False,
             experts=ExpertPlaces(num_experts=0, slots=0),
             certificates=Certificates(ModelSpec(dim=32, num_layers=2), placed=False),
+            roll=self.draw_roll,
             heartbeat_s=1.0,
         )
+
+    def draw_roll(self, before, plan, now_s):
+        """Any members, in any groups: the weights of their votes differ."""
+        at = self.rng.sample(range(len(plan.members)), self.rng.randint(1, len(plan.members)))
+        cuts = sorted(self.rng.sample(range(1, len(at)), self.rng.randrange(len(at))))
+        return tuple(tuple(at[one:other]) for one, other in itertools.pairwise((0, *cuts, len(at))))
 
     def begin(self, members) -> None:
         for peer in PEERS:
             self.chains[peer] = PlanChain("run", owner=OWNER, holds=believe, holds_order=believe)
             self.proposers[peer] = self.proposer(peer, self.chains[peer])
-        first = self.proposers[OWNER].make(None, 1, layout_of(members))
+        first = self.proposers[OWNER].make(None, 1, layout_of(members), 0.0)
         self.live.append(first)
         for peer in members:
             self.chains[peer].adopt(first)

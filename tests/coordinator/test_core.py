@@ -77,9 +77,7 @@ def make_core(make_unsigned, make_heartbeat, make_chain):
             policy=ReplanPolicy(ClusterView("run", SPEC), GreedyAllocator()),
             sign=make_unsigned,
             vouch=lambda body: b"yes",
-            holds=lambda signer, signature, body: signature == b"yes",
-            holds_end=lambda signer, signature, body: signature == b"yes",
-            holds_state=lambda signer, signature, body: signature == b"yes",
+            holds=lambda topic, signer, signature, body: signature == b"yes",
             rng=random.Random(7),
             now_s=now_s,
         )
@@ -613,6 +611,19 @@ def test_who_still_hears_the_coordinator_grants_nobody_its_term(make_core, make_
     assert late.granted
 
 
+def test_a_plan_for_which_no_majority_can_have_voted_is_not_finished(make_core, make_heartbeat, make_plan, first):
+    """Else one liar would force on the others what they have refused."""
+    core, now_s, question = candidate(make_core, make_heartbeat, first)
+    lie = make_plan([["d"], ["d2"], ["d3"]], coordinator="a", order=(1, 2), base=first)
+    request = asks(agree(core, question, now_s), TermRequest)["a"]
+    c, d, e = others_of(core)[:3]
+    grant = TermGrant(granted=True, term=2, accepted=lie.envelope, accepted_term=1)
+    core.handle(Answered(peer=c, asked=request, reply=grant, accepted=lie), now_s=now_s)
+    core.handle(Answered(peer=d, asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
+    commands = core.handle(Answered(peer=e, asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
+    assert asks(commands, PlanOffer)[c].plan != lie.envelope
+
+
 def test_a_handed_over_term_is_granted_though_the_coordinator_lives(make_core, first):
     core = make_core("b", first)
     request = TermRequest(term=2, live=first.link, handed_over=True)
@@ -626,7 +637,7 @@ def test_what_a_dead_coordinator_left_half_voted_is_finished_first(make_core, ma
     c, d, e = others_of(core)[:3]
     grant = TermGrant(granted=True, term=2, accepted=half.envelope, accepted_term=1)
     core.handle(Answered(peer=c, asked=request, reply=grant, accepted=half), now_s=now_s)
-    core.handle(Answered(peer=d, asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
+    core.handle(Answered(peer=d, asked=request, reply=grant, accepted=half), now_s=now_s)
     commands = core.handle(Answered(peer=e, asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
     offer = asks(commands, PlanOffer)[c]
     assert (offer.plan, offer.term) == (half.envelope, 2)

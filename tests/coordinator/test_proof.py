@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.ballot import Ballot
-from shoal.coordinator.chain import PlanChain, is_quorum, proof_flaw
+from shoal.coordinator.chain import PlanChain, proof_flaw
 from shoal.coordinator.chain_log import ChainLog
 from shoal.coordinator.chain_sync import ChainSync
 from shoal.coordinator.store import PlanStore
@@ -18,6 +18,7 @@ from shoal.protocol.errors import Refused
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import ChainLinks, ChainRequest, Done, PlanLive
 from shoal.protocol.plan import Mandate, Member, Plan, PlanProof, SignedPlan, Stage, sign_mandate, sign_plan, vote_body
+from shoal.protocol.quorum import is_quorum
 from shoal.protocol.seals import SEALS
 from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.statement import sign_statement
@@ -167,7 +168,7 @@ def test_votes_of_a_thousand_fit_beside_their_plan(make_plan):
     assert len(plan.link) - len(plan.envelope) < 10 * 1024
     assert len(plan.link) + len(base.link) < limits.CONTROL_BYTES_MAX
     majority = set(base.plan.electors[: limits.ELECTORS // 2 + 1])
-    assert is_quorum(majority, base.plan.electors, groups[0][0])
+    assert is_quorum(majority, base.plan, groups[0][0])
 
 
 # --- mandates ---

@@ -318,7 +318,7 @@ def test_who_reads_that_half_are_gone_is_told_who_can_help(make_plan, make_heart
     policy.view.hear("a", make_heartbeat("a", stage=0, version=5, synced=True), 0.0)
     policy.view.roster.lose("b", dead=True)
     said = policy.view.status(live.plan, 1.0, owner="c").waits_for
-    assert said == "half of the peers: 1 of 2 do not answer (the host can run `shoal recover`)"
+    assert said == "half of the votes: 1 of 2 do not answer (the host can run `shoal recover`)"
 
 
 def test_stages_whose_number_stays_have_moved_boundaries(make_live):

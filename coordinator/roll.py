@@ -1,0 +1,137 @@
+"""Makes the electoral roll of a plan: which members vote on the plan after it, and which are one voice. Pure.
+
+A vote follows work. The first roll has all that hold a place. Later a member comes on the roll once it has held a place
+for `PROBATION_HEARTBEATS`, and stays on it as long as it is a member: a re-division that takes its place for a moment
+takes no vote. Where fewer than `ELECTORS_MIN` are left, members that hold places join at once, the oldest first.
+
+Members that came by one invite are one group, and stay one: a coordinator may not have been shown every certificate, so
+it puts newcomers into groups and moves nobody else. What the others know, they judge (`Electorate.flaw`).
+"""
+
+from collections.abc import Callable, Iterable
+
+from shoal.protocol.identity import PeerID
+from shoal.protocol.plan import Plan
+
+PROBATION_HEARTBEATS = 120.0
+"""Two minutes where a heartbeat takes a second: two terms."""
+ELECTORS_MIN = 3
+
+Roll = tuple[tuple[int, ...], ...]
+"""The type of `Plan.roll`."""
+InviteOf = Callable[[PeerID], bytes | None]
+"""Returns the key of the invite by which a member came; empty: the member needed none; None: it is not known."""
+
+
+class Electorate:
+    """Decides who votes on the next plan, and which rolls this peer votes for.
+
+    Args:
+        invite_of: tells by which invite a member came, as far as this peer knows and votes are to be counted by it.
+    """
+
+    def __init__(self, heartbeat_s: float, invite_of: InviteOf) -> None:
+        self._probation_s = PROBATION_HEARTBEATS * heartbeat_s
+        self._invite_of = invite_of
+        self._placed_s: dict[PeerID, float] = {}
+        """Map each member that holds a place to the time since which it does, as far as we have seen."""
+        self._came_s: dict[PeerID, float] = {}
+        """The same, of the members that we have seen come."""
+        self._refused: set[PeerID] = set()
+        """Members with which a roll was refused."""
+        self._one_by_one = False
+
+    def obey(self, plan: Plan, now_s: float, *, follows: bool) -> None:
+        """A plan is live. Args: follows: it is the successor of the plan that we obeyed before."""
+        holders = _holders(plan)
+        came = [peer for peer in holders if peer not in self._placed_s] if follows else []
+        self._placed_s = {peer: self._placed_s.get(peer, now_s) for peer in holders}
+        self._came_s = {peer: at_s for peer, at_s in self._came_s.items() if peer in self._placed_s}
+        self._came_s.update(dict.fromkeys(came, now_s))
+
+    def begin_term(self) -> None:
+        """We coordinate from now on."""
+        self._refused, self._one_by_one = set(), False
+
+    def refused(self, before: Plan, plan: Plan) -> None:
+        """A member has refused `plan`, ours. If its roll was why, the next ones find out with which newcomer."""
+        added = _on_roll(plan) - _on_roll(before)
+        self._one_by_one = self._one_by_one or len(added) > 1
+        if len(added) == 1:
+            self._refused |= added
+
+    def roll(self, before: Plan | None, plan: Plan, now_s: float) -> Roll:
+        """Return the roll of `plan`, which has none yet and follows `before`."""
+        holders = _holders(plan)
+        if before is None:
+            return self._numbered(plan, (), holders)
+        kept = [peer for peer in plan.members if peer in _on_roll(before)]
+        waiting = sorted(
+            {*holders} - {*kept} - self._refused,
+            key=lambda peer: (self._placed_s.get(peer, now_s), peer),
+        )
+        needed = ELECTORS_MIN - len(kept)
+        added = [
+            peer
+            for at, peer in enumerate(peer for peer in waiting if self._invite_of(peer) is not None)
+            if at < needed or now_s >= self._placed_s.get(peer, now_s) + self._probation_s
+        ]
+        if len(kept) + len(added) == 0:
+            added = holders
+        if self._one_by_one and needed <= 0:
+            added = added[:1]
+        # Plans had no rolls once: then groups are made anew.
+        groups = [[peer for peer in group if plan.has(peer)] for group in before.groups_on_roll] if before.roll else []
+        return self._numbered(plan, groups, added if before.roll else [*kept, *added])
+
+    def _numbered(self, plan: Plan, groups: Iterable[list[PeerID]], added: Iterable[PeerID]) -> Roll:
+        """Put `added` on a roll that has these groups already: in that of the same invite, if there is one."""
+        found = [list(group) for group in groups if group]
+        of_invite = {invite: group for group in found for peer in group if (invite := self._invite_of(peer))}
+        for peer in added:
+            invite = self._invite_of(peer)
+            group = of_invite.get(invite) if invite else None
+            if group is None:
+                found.append(group := [])
+                if invite:
+                    of_invite[invite] = group
+            group.append(peer)
+        at = {peer: at for at, peer in enumerate(plan.members)}
+        return tuple(sorted(tuple(sorted(at[peer] for peer in group)) for group in found))
+
+    def flaw(self, plan: Plan, before: Plan, now_s: float, name_of: Callable[[PeerID], str]) -> str:
+        """Say why we do not vote for the roll of `plan`, the successor of `before`; empty: nothing that we know of."""
+        old, new = _on_roll(before), _on_roll(plan)
+        kept = {peer for peer in old if plan.has(peer)}
+        if gone := sorted(kept - new):
+            return f"it takes {name_of(gone[0])} off the roll"
+        if before.roll and _parted(before, kept) != _parted(plan, kept):
+            return "it groups electors anew"
+        added = sorted(new - kept)
+        if idle := [peer for peer in added if not plan.groups_of(peer)]:
+            return f"it gives {name_of(idle[0])} a vote, which holds no place"
+        early = [peer for peer in added if now_s < self._came_s.get(peer, -self._probation_s) + self._probation_s / 2]
+        if len(early) > max(0, ELECTORS_MIN - len(kept)):
+            return f"it gives {name_of(early[0])} a vote, which came a moment ago"
+        for peer in added:
+            invite = self._invite_of(peer)
+            for group in plan.groups_on_roll if invite else ():
+                known = {other: self._invite_of(other) for other in group if other != peer}
+                odd = (o for o, by in known.items() if by and (by == invite) is not (peer in group))
+                if (other := next(odd, None)) is not None:
+                    how = "with" if peer in group else "apart from"
+                    return f"it counts {name_of(peer)} {how} {name_of(other)}, against their invites"
+        return ""
+
+
+def _holders(plan: Plan) -> list[PeerID]:
+    return [peer for peer in plan.members if plan.groups_of(peer)]
+
+
+def _on_roll(plan: Plan) -> set[PeerID]:
+    return {peer for group in plan.groups_on_roll for peer in group}
+
+
+def _parted(plan: Plan, among: set[PeerID]) -> set[frozenset[PeerID]]:
+    """The groups of the roll, without all that are not in `among`."""
+    return {found for group in plan.groups_on_roll if (found := frozenset(group) & among)}
