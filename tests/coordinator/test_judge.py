@@ -199,15 +199,6 @@ def test_the_end_of_a_layout_is_no_way_back(judged, make_plan):
     assert judged(GROUPS, {"c": HOLDS_1}, live=live, own=OWN, **says) == (set(), "")
 
 
-def test_a_generation_begins_at_no_version_that_is_known_not_to_be_certified(make_plan):
-    live = make_plan(GROUPS, coordinator="c")
-    plan = make_plan(GROUPS, coordinator="c", order=(1, 2), base=live, era=1, restore_version=48)
-    judge = Judge(me="a", heartbeat_s=1.0, revision=0, name_of=str.upper)
-    judge.is_certified = lambda era, version: version != 48
-    flaw = judge.flaw(plan, live.plan, Acquaintance(), own=None, leaves=False)
-    assert flaw == "it begins at version 48 of era 0, which is not certified"
-
-
 def test_many_newcomers_at_once_are_met_first(judged):
     few, many = (tuple(f"new{n}" for n in range(number)) for number in (UNMET_MIN, 40))
     assert judged(GROUPS, spares=("e", *few), unmet=few)[1] == ""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.protocol.exclusion import Exclusion, exclusion_body, exclusion_holds
+from shoal.protocol.exclusion import exclusion_holds, propose_exclusion
 from shoal.protocol.limits import ELECTED_FROM_PEERS, ELECTORS
 from shoal.protocol.plan import Member, Plan, PlanShape, SignedPlan, Stage, plan_flaw
 from shoal.protocol.quorum import is_quorum
@@ -120,13 +120,14 @@ def test_of_a_large_roll_a_jury_is_drawn_and_its_groups_are_weighed():
 
 def test_four_keys_of_one_invite_exclude_nobody():
     plan = SignedPlan(grouped("a", "bc", "wxyz"), b"", "base")
+    proposed = propose_exclusion({bytes(32): b""}, base="base")
 
     def order(voters):
         votes = tuple((plan.plan.electors.index(peer), b"yes") for peer in voters)
-        return Exclusion((bytes(32),), base="base", votes=votes)
+        return msgspec.structs.replace(proposed, votes=votes)
 
     def holds(signer, signature, body):
-        return signature == b"yes" and body == exclusion_body((bytes(32),), "base")
+        return signature == b"yes" and body == proposed.body
 
     assert not exclusion_holds(order("wxyz"), owner=OWNER, plans=[plan], holds=holds)
     assert exclusion_holds(order("wxyzbc"), owner=OWNER, plans=[plan], holds=holds)
