@@ -592,7 +592,8 @@ class CoordinationCore:
             self._head_at_s = now_s + (HEAD_HEARTBEATS if known else STRANGER_HEARTBEATS) * self._heartbeat_s
             commands.append(LookUp())
         if live is None:
-            return commands + (self._rounds.found_run(now_s) if self.me == self.owner else [])
+            own = self._own.holdings if self._own is not None else ()
+            return commands + (self._rounds.found_run(own, now_s) if self.me == self.owner else [])
         eligible = self._eligible(live.plan)
         term = max(self.chain.granted_term, live.plan.term) + 1
         asked, agreed = self._follower.work(live, now_s, eligible=eligible, busy=self._proposer.is_busy, term=term)

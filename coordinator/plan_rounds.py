@@ -4,7 +4,7 @@ of. Pure.
 The proposer runs one ballot at a time and returns how it has ended; this module begins ballots and acts on their ends.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shoal.coordinator.chain import PlanChain
 from shoal.coordinator.coordination_events import (
@@ -28,7 +28,7 @@ from shoal.coordinator.proposer import Carried, GivenUp, Progress, Proposer
 from shoal.coordinator.replan_policy import ReplanPolicy
 from shoal.coordinator.search_schedule import SearchJob
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Done, HeartbeatReply, PlanLive, PlanVote, Refusal, Reset, TermGrant
+from shoal.protocol.messages import Done, HeartbeatReply, Holding, PlanLive, PlanVote, Refusal, Reset, TermGrant
 from shoal.protocol.plan import Mandate, SignedPlan
 
 
@@ -54,14 +54,14 @@ class PlanRounds:
         self._proposer, self._follower, self._leader = proposer, follower, leader
         self._adopt = adopt
 
-    def found_run(self, now_s: float) -> list[Command]:
-        """Make the first plan alone, as only the owner may, if it is time."""
+    def found_run(self, own: Sequence[Holding], now_s: float) -> list[Command]:
+        """Make the first plan alone, as only the owner may, if it is time. Args: own: the snapshots on our disk."""
         watch = self._follower.watch
         if not watch.head_known:
             return []
         if watch.run_exists(now_s):
             return [Note(text="waiting for word of the plan that this run has")]
-        found, reason = self._policy.first_plan(now_s)
+        found, reason = self._policy.first_plan(now_s, own=own)
         match found:
             case Layout():
                 return [

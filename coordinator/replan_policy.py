@@ -21,7 +21,7 @@ from shoal.coordinator.reachability import Pair
 from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import held_keys
-from shoal.protocol.messages import HandOver, Reset
+from shoal.protocol.messages import HandOver, Holding, Reset
 from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
 
 LOOKING_FOR_FIRST = "looking for a first layout"
@@ -150,8 +150,12 @@ class ReplanPolicy:
 
     # --- what should come next ---
 
-    def first_plan(self, now_s: float) -> tuple[Next, str]:
-        """The run's first layout, as soon as enough peers are alive. Returns: (layout or search, why not yet)."""
+    def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
+        """The run's first layout, as soon as enough peers are alive.
+
+        Args: own: the snapshots on our disk. Without a plan nothing is certified: the owner goes by what it has itself.
+        Returns: (layout or search, why not yet).
+        """
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
         if len(peers) < spec.swarm.min_peers:
@@ -161,7 +165,8 @@ class ReplanPolicy:
         awaits_links = self._schedule.awaits_links(len(peers), now_s)
         if awaits_links and not view.survey.links.is_enough([peer.peer for peer in peers], now_s):
             return None, f"measuring the links between {len(peers)} peers"
-        disks = view.disks(now_s)
+        ages = {(held.era, held.version) for held in own}
+        disks = view.disks(now_s).only(lambda age: None if age in ages else frozenset())
         swarm = self._swarm(peers, now_s)
         layout = self._schedule.found_for(None, swarm)
         if layout is None and len(peers) > 1 and self._schedule.awaits_first(swarm, now_s):

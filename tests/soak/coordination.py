@@ -208,20 +208,6 @@ class Game:
             has_data=True,
         )
 
-        def heartbeat() -> Heartbeat:
-            live = coordination.plan
-            stage = live.plan.stage_of(port.peer_id) if live else None
-            return Heartbeat(
-                advert=advert,
-                plan_sequence=live.plan.sequence if live else 0,
-                plan_digest=live.digest if live else "",
-                era=live.plan.era if live else 0,
-                stage=stage,
-                version=0,
-                synced=stage is not None,
-                draining=False,
-            )
-
         coordination = Coordination(
             endpoint=endpoint,
             directory=port.directory,
@@ -230,16 +216,34 @@ class Game:
             owner=owner.peer_id,
             allocator=GreedyAllocator(),
             store=PlanStore(port.disk),
-            heartbeat=heartbeat,
+            heartbeat=lambda: self._beat(port, coordination.plan, advert),
             callbacks=Callbacks(on_plan=lambda signed: self._obeys(name, signed)),
             rng=self._world.rng(f"coordination/{name}"),
         )
+        self._tamper(name, coordination)
         falls_in = 1 + int(self._rng.expovariate(1.0 / FALLS_MEAN))
         peer = self._peers[name] = Peer(port=port, coordination=coordination, falls_in=falls_in)
         self._let_it_fall(peer, endpoint)
         task = port.spawn(self._start(peer))
         self._began.add(task)
         self._say(f"{name} begins")
+
+    def _beat(self, port: SimPeer, live: SignedPlan | None, advert: Advert) -> Heartbeat:
+        """What a peer says of itself: it holds whatever a plan gives it."""
+        stage = live.plan.stage_of(port.peer_id) if live else None
+        return Heartbeat(
+            advert=advert,
+            plan_sequence=live.plan.sequence if live else 0,
+            plan_digest=live.digest if live else "",
+            era=live.plan.era if live else 0,
+            stage=stage,
+            version=0,
+            synced=stage is not None,
+            draining=False,
+        )
+
+    def _tamper(self, name: str, coordination: Coordination) -> None:
+        """Make a liar of a peer, in games that have one."""
 
     async def _start(self, peer: Peer) -> None:
         try:
