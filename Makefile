@@ -4,7 +4,7 @@ PYTHON ?= $(or $(firstword $(foreach v,3.11 3.12 3.13 3.14,$(shell python$(v) -c
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo demo-tune test check bench lab soak soak-memory soak-coordination soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-daemons soak-attack soak-dividing bench-gpu bench-live bench-staleness
+.PHONY: setup demo demo-tune test check bench lab soak soak-memory soak-coordination soak-insiders soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-daemons soak-attack soak-dividing bench-gpu bench-live bench-staleness
 
 COMPILED := .venv/.compiled
 
@@ -77,7 +77,7 @@ bench-staleness: .venv/.study
 	touch $@
 
 # All of them, a working day on two cores.
-soak: soak-stops soak-daemons soak-memory soak-coordination soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-attack soak-experts soak-dividing
+soak: soak-stops soak-daemons soak-memory soak-coordination soak-insiders soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-chaos soak-goodput soak-attack soak-experts soak-dividing
 
 # Thirty minutes of demo; says how each peer's memory grew.
 soak-memory: setup
@@ -86,6 +86,10 @@ soak-memory: setup
 # Ten thousand small swarms of coordinators under every fault at once. ARGS='--seeds 500' for less.
 soak-coordination: setup
 	$(BIN)/python tests/soak/coordination.py $(ARGS)
+
+# A thousand small swarms in each of which one member lies. ARGS='--seeds 100' for less.
+soak-insiders: setup
+	$(BIN)/python tests/soak/insiders.py $(ARGS)
 
 # A million frames with flipped bits through the codec, two minutes. ARGS=20000 for less.
 soak-frames: setup

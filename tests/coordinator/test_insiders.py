@@ -1,0 +1,42 @@
+"""The first seeds of `tests/soak/insiders.py`, shortened; and that it finds what it looks for."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from shoal.coordinator.certificates import Certificates
+from shoal.coordinator.judge import Judge
+
+pytestmark = pytest.mark.sim
+
+SEEDS = 40
+
+
+@pytest.fixture(autouse=True)
+def certified():
+    """Nothing is taken at its word here."""
+
+
+@pytest.fixture
+def insiders(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "soak"))
+    return importlib.import_module("insiders")
+
+
+def play(insiders, seed):
+    return insiders.InsiderGame(seed, duration_s=10.0).play()
+
+
+def test_one_liar_costs_the_others_nothing(insiders):
+    verdicts = [play(insiders, seed) for seed in range(SEEDS)]
+    assert {verdict.seed: verdict.flaws for verdict in verdicts if verdict.flaws} == {}
+    assert sum(verdict.num_plans for verdict in verdicts) > 3 * SEEDS, "else nothing was at stake"
+
+
+def test_where_voters_look_at_nothing_a_liar_moves_the_run(insiders, monkeypatch):
+    monkeypatch.setattr(Certificates, "layers", lambda self, age: None)
+    monkeypatch.setattr("shoal.coordinator.core.certified_flaw", lambda *args, **named: "")
+    monkeypatch.setattr(Judge, "flaw", lambda *args, **named: "")
+    flaws = [flaw for seed in range(SEEDS) for flaw in play(insiders, seed).flaws]
+    assert any("went back to version" in flaw for flaw in flaws)
