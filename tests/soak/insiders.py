@@ -56,6 +56,8 @@ class InsiderGame(Game):
         super().__init__(seed, **how)
         self._liar = self._names[-1]
         self._lies = frozenset(self._rng.sample(LIES, 2))
+        self._ahead = self._rng.choice((0, 0, 1))
+        """How many eras what it forges is ahead of the live one."""
         self._tell(f"{self._liar} {' and '.join(sorted(self._lies))}")
 
     # --- what the members say ---
@@ -81,8 +83,8 @@ class InsiderGame(Game):
         every = all_layer_keys(self._spec.model)
         replace, era = msgspec.structs.replace, beat.era
         if "forges" in self._lies:
-            forged = tuple(Holding(era=era + more, version=FORGED, layers=every) for more in (0, 1))
-            beat = replace(beat, holdings=(*forged, *beat.holdings))
+            forged = Holding(era=era + self._ahead, version=FORGED, layers=every)
+            beat = replace(beat, holdings=(forged, *beat.holdings))
         if "boasts" in self._lies:
             beat = replace(beat, version=FORGED, stage=beat.stage or 0, synced=True)
         if "signs" in self._lies and live is not None:
