@@ -282,6 +282,8 @@ class ReplanPolicy:
     def foreseen(self, layout: Layout, now_s: float) -> Layout:
         """`layout` with how its tensors are to travel and how fast its stages should be, for the plan that is made
         of it."""
+        if layout.foreseen is not None:
+            return layout  # it is the live one's, and so is what was foreseen of it
         formats = layout.formats or self.view.choose_formats(layout.stages, now_s)
         foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s, formats), len(layout.stages))
         return replace(layout, foreseen=foreseen, formats=formats)
@@ -610,7 +612,12 @@ def _certifies(live: Plan, newest: tuple[int, int]) -> tuple[Layout, str]:
     """The live layout again, in a plan that certifies what has been signed since."""
     reason = f"step {newest[1]} is certified"
     layout = Layout(
-        stages=live.stages, spares=live.spares, reason=reason, formats=live.formats, following=live.following
+        stages=live.stages,
+        spares=live.spares,
+        reason=reason,
+        foreseen=live.foreseen,
+        formats=live.formats,
+        following=live.following,
     )
     return layout, reason
 

@@ -18,6 +18,7 @@ from internet.emulator import Internet
 from scenario import Event, Host, Scenario
 from shoal.deploy.children import CLI, Child, Children, last_line
 from shoal.deploy.control.control_socket import ask
+from shoal.deploy.control.invite_book import DEFAULT_SEATS
 from shoal.deploy.demo.crew import environment
 from shoal.deploy.demo.step_book import StepBook
 from shoal.deploy.report import Committed, Contribution, Joined, Obeys, Ready, Report, Status, StepDone, read_report
@@ -96,7 +97,7 @@ class RealSwarm:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     used: "_Used | None" = None
     key: InviteKey | None = None
-    """What lets any number of peers in; the host's own invite has few seats."""
+    """What lets any number of peers in, where there are more than the host's own invite has seats for."""
     _missing: dict[PeerID, float] = field(default_factory=dict)
     _seen: set[PeerID] = field(default_factory=set)
     _ending: bool = False
@@ -125,8 +126,10 @@ class RealSwarm:
         if not invites:
             raise NoSwarm("nobody has an invite")
         peer.invited_s = time.monotonic()
-        invite = msgspec.structs.replace(parse_invite(invites[0]), key=self.key)
-        await self.swarm.tell(peer.child, f"{invite.encode()}\n")
+        invite = invites[0]
+        if self.key is not None:
+            invite = msgspec.structs.replace(parse_invite(invite), key=self.key).encode()
+        await self.swarm.tell(peer.child, f"{invite}\n")
 
     async def happen(self, event: Event) -> None:
         peer, internet, host = self.peers[event.host], self.internet, event.host
@@ -326,8 +329,9 @@ async def _until_first_step(real: RealSwarm) -> None:
     first, *others = (real.peers[host.name] for host in scenario.hosts)
     await _wait_for(real, lambda: bool(first.invite), scenario.file.waits_s, "the run's host is not up")
 
-    made = await asyncio.to_thread(ask, real.folder / first.host.name, "invite-new")
-    real.key = parse_invite(made["invite"]).key
+    if len(others) > DEFAULT_SEATS:
+        made = await asyncio.to_thread(ask, real.folder / first.host.name, "invite-new")
+        real.key = parse_invite(made["invite"]).key
 
     async def let_in(peer: Peer) -> None:
         await asyncio.sleep(peer.host.joins_s)

@@ -50,9 +50,9 @@ def passed(witness: Witness) -> Verdict:
 @pytest.mark.parametrize(
     ("peers", "side", "kind", "steps"),
     [
-        (6, ("n0", "n1", "n2"), FaultKind.CUT, 8),
+        (6, ("n0", "n1", "n2"), FaultKind.CUT, 32),
         (5, ("n0", "n1", "n2"), FaultKind.CUT, 32),
-        (6, ("n0", "n2", "n4"), FaultKind.ONE_WAY_CUT, 8),
+        (6, ("n0", "n2", "n4"), FaultKind.ONE_WAY_CUT, 32),
     ],
     ids=["50/50", "60/40", "one-way"],
 )
