@@ -75,14 +75,13 @@ class Certificates:
     def is_due(self) -> bool:
         """Whether a plan could certify a whole version that is newer than those of the live one."""
         plan = self._plan
-        return plan is not None and max(self._whole(self._all), default=()) > max(
-            self._whole(plan.certified), default=()
-        )
+        newest = max(_whole(plan.certified, self._wanted), default=(0, 0)) if plan is not None else self.newest
+        return self.newest > newest
 
     @property
     def newest(self) -> tuple[int, int]:
         """(era, version) of the newest version that is certified whole; (0, 0): none is."""
-        return max(self._whole(self._all), default=(0, 0))
+        return max(_whole(self._all, self._wanted), default=(0, 0))
 
     @property
     def are_any(self) -> bool:
@@ -100,7 +99,7 @@ class Certificates:
 
         Args: restored: (restore_era, restore_version) of that plan.
         """
-        whole = sorted(self._whole(self._all))[-KEPT:]
+        whole = sorted(_whole(self._all, self._wanted))[-KEPT:]
         oldest = min(whole, default=(-1, 0))
         kept = (entry for entry in self._all if entry.age >= oldest or entry.age == restored)
         return tuple(sorted(kept, key=lambda entry: (entry.age, entry.keys)))
@@ -109,13 +108,6 @@ class Certificates:
     def _all(self) -> tuple[Certified, ...]:
         known = tuple(entry.bare for entry in self._plan.certified) if self._plan is not None else ()
         return known + self._new
-
-    def _whole(self, entries: Iterable[Certified]) -> list[tuple[int, int]]:
-        """The (era, version) at which every layer of the model is certified."""
-        found: dict[tuple[int, int], set[str]] = {}
-        for entry in entries:
-            found.setdefault(entry.age, set()).update(entry.keys)
-        return [age for age, keys in found.items() if keys >= self._wanted]
 
     def _proven(self, plan: Plan) -> Iterator[Certified]:
         """What a majority of a group's jury has said."""
@@ -133,9 +125,20 @@ class Certificates:
                     yield Certified(era, version, proofs, tuple(signatures))
 
 
+def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[int, int]]:
+    """The (era, version) at which all the wanted layers are certified."""
+    found: dict[tuple[int, int], set[str]] = {}
+    for entry in entries:
+        found.setdefault(entry.age, set()).update(entry.keys)
+    return [age for age, keys in found.items() if keys >= wanted]
+
+
 def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) -> str:
-    """Say what `plan`, the successor of `base`, certifies without proof, or begins at without a certificate; empty:
-    nothing."""
+    """Say what `plan`, the successor of `base`, certifies without proof, forgets, or begins at without a certificate;
+    empty: nothing."""
+    newest = max(_whole(base.certified, frozenset(held_keys(model, placed=bool(base.experts)))), default=None)
+    if newest is not None and layers_at(base.certified, newest) != layers_at(plan.certified, newest):
+        return f"version {newest[1]} of era {newest[0]} is certified no more"
     known = {entry.bare for entry in base.certified}
     for entry in plan.certified:
         if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds)):

@@ -147,6 +147,18 @@ def test_a_voter_takes_no_certificate_without_signatures(plan):
     assert "no group holds these layers" in certified_flaw(others, plan, MODEL, holds=believe)
 
 
+def test_a_voter_lets_no_plan_forget_the_newest_version_that_is_certified(plan):
+    every = (Certified(0, 50, attested(plan, group, 50).proofs) for group in range(3))
+    base = successor(plan, certified=tuple(every))
+    assert certified_flaw(successor(base, certified=base.certified), base, MODEL, holds=believe) == ""
+    for certified in ((), base.certified[1:]):
+        forgets = successor(base, certified=certified)
+        flaw = certified_flaw(forgets, base, MODEL, holds=believe)
+        assert flaw == "version 50 of era 0 is certified no more"
+    part = successor(plan, certified=base.certified[:2])
+    assert certified_flaw(successor(part), part, MODEL, holds=believe) == "", "a part is no version to go back to"
+
+
 def test_a_voter_follows_no_plan_to_a_version_that_nobody_has_certified(plan):
     back = successor(plan, era=1, restore_era=0, restore_version=4800, fresh=True)
     flaw = certified_flaw(back, plan, MODEL, holds=believe)
