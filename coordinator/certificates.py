@@ -136,8 +136,9 @@ def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[i
 def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) -> str:
     """Say what `plan`, the successor of `base`, certifies without proof, forgets, or begins at without a certificate;
     empty: nothing."""
-    newest = max(_whole(base.certified, frozenset(held_keys(model, placed=bool(base.experts)))), default=None)
-    if newest is not None and layers_at(base.certified, newest) != layers_at(plan.certified, newest):
+    wanted = frozenset(held_keys(model, placed=bool(base.experts)))
+    newest = max(_whole(base.certified, wanted), default=(0, 0))
+    if max(_whole(plan.certified, wanted), default=(0, 0)) < newest:
         return f"version {newest[1]} of era {newest[0]} is certified no more"
     known = {entry.bare for entry in base.certified}
     for entry in plan.certified:
@@ -145,8 +146,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) ->
             return flaw
     at = plan.restore_era, plan.restore_version
     begins = plan.era != base.era and plan.restore_version > 0 and not plan.mandate
-    wanted = held_keys(model, placed=bool(plan.experts))
-    if begins and not layers_at(plan.certified, at).keys() >= set(wanted):
+    if begins and not layers_at(plan.certified, at).keys() >= wanted:
         return f"era {plan.era} begins at version {at[1]} of era {at[0]}, which its makers have not certified"
     return ""
 
