@@ -241,7 +241,9 @@ class Proposer:
         ballot = self._ballot
         assert ballot is not None
         ballot.offer(plan, now_s + self._patience_s)
-        if self._chain.vote(self._me, ballot.term, plan, ballot.base).accepted:
+        # Another's plan, which we finish, is judged like any that we are offered: we are asked for our vote, too.
+        is_ours = plan.plan.coordinator == self._me
+        if is_ours and self._chain.vote(self._me, ballot.term, plan, ballot.base).accepted:
             ballot.agreed |= self._own_vote(ballot.base, vote_body(ballot.term, plan.digest))
         return self._begun(now_s)
 

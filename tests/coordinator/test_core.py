@@ -641,7 +641,9 @@ def test_what_a_dead_coordinator_left_half_voted_is_finished_first(make_core, ma
     commands = core.handle(Answered(peer=e, asked=request, reply=TermGrant(granted=True, term=2)), now_s=now_s)
     offer = asks(commands, PlanOffer)[c]
     assert (offer.plan, offer.term) == (half.envelope, 2)
-    for voter in (c, d, e):
+    assert core.chain.accepted is None, "it judges another's plan like everybody else, before it votes for it"
+    assert asks(commands, PlanOffer)[core.me] == offer
+    for voter in (core.me, c, d, e):
         commands = core.handle(
             Answered(peer=voter, asked=offer, reply=PlanVote(accepted=True, term=2, signature=b"yes")), now_s=now_s
         )
