@@ -67,7 +67,14 @@ def answer_offer(
 
 
 def answer_standing(chain: PlanChain, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
-    """Tell the owner or a voter where we stand. Args: own: what we said of ourselves last."""
+    """Say which plan this peer obeys, which state it holds, and whether it leaves: the owner asks before a recovery, a
+    voter before it refuses a plan.
+
+    Args:
+        own: this peer's last heartbeat.
+        leaves: this peer is about to leave the run.
+        revision: of the spec that this peer trains by.
+    """
     return Standing(
         live=chain.live.link if chain.live else b"",
         term=max(chain.granted_term, chain.order[0]),

@@ -1,4 +1,4 @@
-"""Which versions the run may go back to: those that a majority of the places of every group has signed. Pure.
+"""Decides to which versions a run may go back: most members of each group must have signed their layers. Pure.
 
 A coordinator collects what members attest in their heartbeats and puts what a majority of a group has signed into its
 next plan; voters check the signatures before they vote. `protocol/certificate.py` says what is signed.
@@ -51,7 +51,8 @@ class Certificates:
         self._new = tuple(self._proven(plan))
 
     def hear(self, peer: PeerID, attested: Iterable[Attested], *, holds: Holds) -> None:
-        """A member's heartbeat attests versions. Whatever has no place, or signs something else, is ignored."""
+        """Count what `peer` has signed of its group's layers. What is ignored: versions of layers that the live plan does
+        not give to `peer`, and signatures that do not hold."""
         plan = self._plan
         if plan is None:
             return

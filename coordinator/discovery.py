@@ -28,8 +28,8 @@ DIALS_MAX = 16
 """How many peers are introduced at the same time. Dialling one that is gone takes seconds."""
 MOVE_S = 5.0
 MOVES_AT_ONCE = 4
-"""A peer may name other addresses so many times at once, and then every `MOVE_S`: each time we dial them, whosever they
-are. An honest peer learns some of its addresses in its first minute, and repeats them in every heartbeat."""
+"""How many times in a row a peer may name new addresses, before it has to wait `MOVE_S` for each further time. We dial
+what it names, and the addresses may belong to somebody else. An honest peer learns its own in its first minute."""
 
 
 def peers_key(run: str) -> str:
