@@ -51,8 +51,8 @@ class Certificates:
         self._new = tuple(self._proven(plan))
 
     def hear(self, peer: PeerID, attested: Iterable[Attested], *, holds: Holds) -> None:
-        """Count what `peer` has signed of its group's layers. What is ignored: versions of layers that the live plan does
-        not give to `peer`, and signatures that do not hold."""
+        """Count what `peer` has signed of the layers that the live plan gives to it. Other layers, and signatures that
+        do not hold, are ignored."""
         plan = self._plan
         if plan is None:
             return

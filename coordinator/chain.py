@@ -169,7 +169,7 @@ class PlanChain:
         return Grant(granted=True, accepted=self.accepted, accepted_term=self.accepted_term)
 
     def must_judge(self, plan: SignedPlan) -> bool:
-        """Whether this peer has not voted for `plan` yet, and `plan` may follow the live plan: then its content matters."""
+        """Whether this peer has not voted for `plan` yet, and `plan` may follow the live plan."""
         live, voted = self.live, self.accepted
         is_known = voted is not None and voted.digest == plan.digest
         return live is not None and not is_known and not link_flaw(plan, live)

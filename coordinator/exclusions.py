@@ -70,7 +70,7 @@ class Exclusions:
         return tuple(data for data in self.orders if data not in carried)
 
     def _is_news(self, order: Exclusion) -> bool:
-        """Whether the order tells us more than those that we have: it names a new key, or is the owner's newest order."""
+        """Whether the order tells us more than ours do: it names a new key, or is the owner's newest order."""
         if not {key for known in self._orders for key in known.keys}.issuperset(order.keys):
             return True
         return bool(order.signature) and all(order.number > known.number for known in self._orders if known.signature)

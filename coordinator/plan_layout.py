@@ -46,6 +46,19 @@ class Layout:
     formats: Formats | None = None
     """How tensors travel (`Plan.formats`); None: not chosen yet."""
 
+    @classmethod
+    def of(cls, plan: Plan, reason: str) -> "Layout":
+        """The layout of `plan` once more: nobody moves, and what was foreseen of it stands."""
+        return cls(
+            stages=plan.stages,
+            spares=plan.spares,
+            reason=reason,
+            ends_at=plan.ends_at,
+            following=plan.following,
+            foreseen=plan.foreseen,
+            formats=plan.formats,
+        )
+
     def places(self) -> Places:
         """The layout without shares: two layouts with equal places move nobody."""
         return _places(self.stages, self.spares)

@@ -274,16 +274,7 @@ class Proposer:
         if (found := ballot.found) is not None:
             return self._offer(found, now_s)
         how = "hand-over" if ballot.handed_over else "take-over"
-        reason = f"term {ballot.term}: {how} from {base.coordinator[-8:]}"
-        layout = Layout(
-            stages=base.stages,
-            spares=base.spares,
-            reason=reason,
-            ends_at=base.ends_at,
-            following=base.following,
-            foreseen=base.foreseen,
-            formats=base.formats,
-        )
+        layout = Layout.of(base, f"term {ballot.term}: {how} from {base.coordinator[-8:]}")
         return self._offer(self.make(ballot.base, ballot.term, layout, now_s), now_s)
 
     def _given_up(self, reason: str, *, outbid: bool) -> GivenUp:

@@ -208,7 +208,8 @@ class ReplanPolicy:
             # Whoever leaves may be the last that can vote for it.
             leaves = any(map(view.roster.draining, live.members))
             if leaves or (is_quiet and now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s):
-                return _certifies(live, view.certificates.newest)
+                certified = Layout.of(live, f"step {view.certificates.newest[1]} is certified")
+                return certified, certified.reason
         if is_quiet and live.following and not live.ends_at:
             return self._prepared(live, peers, disks, now_s)
         if is_quiet:
@@ -606,20 +607,6 @@ class ReplanPolicy:
     def _beginning(self, live: Plan | None, disks: Disks) -> Beginning:
         view = self.view
         return next_beginning(live, view.roster, disks, view.spec.model, placed=view.places_experts)
-
-
-def _certifies(live: Plan, newest: tuple[int, int]) -> tuple[Layout, str]:
-    """The live layout again, in a plan that certifies what has been signed since."""
-    reason = f"step {newest[1]} is certified"
-    layout = Layout(
-        stages=live.stages,
-        spares=live.spares,
-        reason=reason,
-        foreseen=live.foreseen,
-        formats=live.formats,
-        following=live.following,
-    )
-    return layout, reason
 
 
 def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
