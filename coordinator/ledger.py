@@ -257,9 +257,13 @@ class Ledger:
         self.staleness_mean = will.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
-        """The records of the steps that are due, in the order of steps. With `flush`, all that have a loss are due."""
+        """The records of the steps that are due, in the order of steps: a step waits for those before it.
+
+        Args: flush: all that have a loss are due.
+        """
         records = []
         self._confirm(flush=flush)
+        waits = False
         for step in sorted(self._untold):
             by_stage = self._reports.get(step, {})
             complete = len(by_stage) == self._stages_of(step)
@@ -267,7 +271,9 @@ class Ledger:
                 complete = self.done  # the run's last record carries its last validation
             if step >= self.step:
                 self._untold[step] = now_s  # some stage is still at it, and cannot have reported
-            if flush or complete or now_s >= self._untold[step] + self._patience_s:
+            due = flush or complete or now_s >= self._untold[step] + self._patience_s
+            waits = waits or not due
+            if not waits:  # nor does an earlier step wait: people read steps in their order
                 del self._untold[step]
                 self._told.append(step)
                 records.append(self._record(step, by_stage, now_s, term=term, peers=peers))

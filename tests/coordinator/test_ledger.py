@@ -67,6 +67,15 @@ def test_a_step_is_told_after_a_while_though_a_stage_is_missing(ledger):
     assert not ledger.has_reported(1), "it may still come"
 
 
+def test_a_step_is_told_after_those_before_it(ledger):
+    """A new coordinator heard all of step 1 while a report of step 0 had gone to the one before it."""
+    ledger.note_commits([commit(2, 0, loss=5.5), *(commit(stage, 1, loss=5.0) for stage in range(3))], 0.0)
+    for stage in range(3):
+        ledger.note_version(stage, 2)
+    assert tell(ledger, PATIENCE_HEARTBEATS - 0.01) == []
+    assert [record.step for record in tell(ledger, PATIENCE_HEARTBEATS)] == [0, 1]
+
+
 def test_a_stage_that_has_not_committed_a_step_yet_is_waited_for(ledger):
     ledger.note_commits([commit(2, 0, loss=5.5), commit(1, 0)], 0.0)
     assert tell(ledger, 100.0) == [], "stage 0 commits last, after a step of minutes where those are slow"
