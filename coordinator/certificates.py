@@ -4,7 +4,7 @@ A coordinator collects what members attest in their heartbeats and puts what a m
 next plan; voters check the signatures before they vote. `protocol/certificate.py` says what is signed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from shoal.protocol.certificate import Attested, Certified, Proofs, jury, layers_at
 from shoal.protocol.identity import PeerID
@@ -14,6 +14,9 @@ from shoal.protocol.spec import ModelSpec
 
 Holds = Callable[[PeerID, bytes, bytes], bool]
 """(signer, signature, body of a `state` statement) -> whether the signer has said so."""
+
+AreEnough = Callable[[Set[PeerID], Sequence[PeerID]], bool]
+"""(members of a jury that have signed, the jury) -> whether that certifies a version (`Electorate.are_enough`)."""
 
 KEPT = 2
 """Plans certify so many whole versions, as many as each peer keeps of each group of layers."""
@@ -26,9 +29,11 @@ class Certificates:
 
     Args:
         placed: plans of the run say who holds which expert.
+        are_enough: tells whose signatures certify a version.
     """
 
-    def __init__(self, model: ModelSpec, *, placed: bool) -> None:
+    def __init__(self, model: ModelSpec, *, placed: bool, are_enough: AreEnough) -> None:
+        self._are_enough = are_enough
         self._model, self._wanted = model, frozenset(held_keys(model, placed=placed))
         self._plan: Plan | None = None
         self._said: dict[tuple[str, ...], dict[PeerID, dict[tuple[int, int], Attested]]] = {}
@@ -122,7 +127,7 @@ class Certificates:
                 for age, word in by_peer.get(peer, {}).items():
                     votes.setdefault((age, word.proofs), []).append((at, word.signature))
             for ((era, version), proofs), signatures in votes.items():
-                if 2 * len(signatures) > len(signers):
+                if self._are_enough({signers[at] for at, _ in signatures}, signers):
                     yield Certified(era, version, proofs, tuple(signatures))
 
 
@@ -134,7 +139,7 @@ def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[i
     return [age for age, keys in found.items() if keys >= wanted]
 
 
-def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) -> str:
+def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds, are_enough: AreEnough) -> str:
     """Say what `plan`, the successor of `base`, certifies without proof, forgets, or begins at without a certificate;
     empty: nothing."""
     wanted = frozenset(held_keys(model, placed=bool(base.experts)))
@@ -143,7 +148,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) ->
         return f"version {newest[1]} of era {newest[0]} is certified no more"
     known = {entry.bare for entry in base.certified}
     for entry in plan.certified:
-        if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds)):
+        if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds, are_enough)):
             return flaw
     at = plan.restore_era, plan.restore_version
     begins = plan.era != base.era and plan.restore_version > 0 and not plan.mandate
@@ -152,14 +157,17 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) ->
     return ""
 
 
-def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, holds: Holds) -> str:
+def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, holds: Holds, are_enough: AreEnough) -> str:
     groups = range(len(base.stages) + len(base.experts))
     group = next((group for group in groups if group_keys(model, base, group) == entry.keys), None)
     what = f"version {entry.version} of {entry.keys[0] if entry.keys else 'nothing'}"
     if group is None:
         return f"{what} is certified, and no group holds these layers"
     signers = jury([member.peer for member in base.group_members(group)], base.previous)
-    signed = {at for at, sign in entry.signatures if 0 <= at < len(signers) and holds(signers[at], sign, entry.body)}
-    if 2 * len(signed) <= len(signers):
-        return f"{len(signed)} of {len(signers)} members have signed {what}, which is no majority"
+    places = ((signers[at], sign) for at, sign in entry.signatures if 0 <= at < len(signers))
+    signed = {peer for peer, sign in places if holds(peer, sign, entry.body)}
+    if not are_enough(signed, signers):
+        return (
+            f"{len(signed)} of {len(signers)} members have signed {what}, which is no majority, or of one invite alone"
+        )
     return ""
