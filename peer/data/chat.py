@@ -1,17 +1,19 @@
-"""Conversations as text: rows of a chat set, written by the vocabulary's chat template, with the places of the answers.
+"""Conversations as text: the vocabulary's chat template renders rows of a chat set, and the places of the answers are
+noted.
 
-The template is a Jinja program that lies beside the tokenizer.json (`chat_template.jinja`, or in
-`tokenizer_config.json`). It runs in Jinja's sandbox, sees no clock, and writes what transformers would write, so the
-same rows are the same text on every machine.
+The template is a Jinja program beside the tokenizer.json (`chat_template.jinja`, or in `tokenizer_config.json`). It
+runs in Jinja's sandbox, sees no clock, and writes what transformers would write, so the same rows give the same text on
+every machine.
 
-**Which text is an answer.** Where the template marks its answers (`{% generation %}`), what it marks. Otherwise an
-answer is what the template adds to the conversation so far, asked to begin an answer, when the answer is there. So it
-has the token that ends a turn, which a model must learn to write. A template may write an earlier answer otherwise once
-more has been said (leaving out its thoughts, say); then only the last one is learnt, as nobody would ask for the others
-so. An answer whose message has a `weight` of 0 is not learnt.
+**Which text is an answer.** If the template marks its answers with `{% generation %}`, those marks decide. Otherwise an
+answer is the difference between two renderings: the conversation so far with the prompt for an answer, and the same
+with the answer. So it includes the token that ends a turn, which a model must learn to write. A template may render an
+earlier answer differently once more messages follow (for example without its thoughts); then only the last answer is
+learnt, because no prompt would ask for the others in that form. An answer whose message has a `weight` of 0 is not
+learnt.
 
-**What is not read.** A conversation that calls tools or has thoughts beside its answers would be written without them,
-and an empty answer teaches to end a turn at once: such a row is left out.
+**Skipped rows.** A conversation with tool calls or separate thoughts would be rendered without them, and an empty
+answer teaches to end a turn at once: such a row is skipped.
 """
 
 import json
@@ -27,12 +29,13 @@ from shoal.peer.data.account import Unusable
 from shoal.protocol.errors import DataError
 
 TEMPLATE_BYTES_MAX: Final = 4 << 20
-"""The most bytes of a file with a chat template, which has some kilobytes beside a vocabulary's added tokens."""
+"""The most bytes of a file with a chat template; templates have some kilobytes, but a config also lists added
+tokens."""
 CHATML: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""How conversations are written where a run's tokens are bytes."""
+"""The template of runs whose tokens are bytes."""
 TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -41,11 +44,11 @@ _QUESTION: Final = "How do fish sleep?"
 _ANSWER: Final = "With open eyes."
 
 Spans = tuple[tuple[int, int], ...]
-"""Places in a text, [begin, end) in characters each."""
+"""Places in a text, each [begin, end) in characters."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part of a message's content, where that is a list."""
+    """An element of a message's content, if that is a list."""
 
     type: str = "text"
     text: str | None = None
@@ -55,7 +58,7 @@ class Message(msgspec.Struct, frozen=True):
     role: str
     content: str | list[Part] | None = None
     weight: float | None = None
-    """0: what it says is not learnt."""
+    """0: the message is not learnt."""
     tool_calls: Any = None
     function_call: Any = None
     reasoning_content: Any = None
@@ -68,11 +71,11 @@ class Message(msgspec.Struct, frozen=True):
 
 
 _NOT_READ: Final = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message that a template would write and ours is not given."""
+"""Fields of a message that a template would render and that we do not pass to it."""
 
 
 class ChatRow(msgspec.Struct, frozen=True):
-    """What is read of a line, a row or an example of a chat set."""
+    """The fields read from a row of a chat set."""
 
     messages: list[Message] | None = None
     prompt: str | list[Message] | None = None
@@ -84,13 +87,13 @@ FIELDS: Final = ChatRow.__struct_fields__
 
 
 class ChatTemplate:
-    """A chat template, compiled.
+    """A compiled chat template.
 
     Args:
         source: the Jinja text.
-        special: what it knows of the vocabulary: `bos_token`, `eos_token` ...
-        name: what to call it in a message.
-    Raises: DataError: jinja2 is not installed, or cannot read it.
+        special: the vocabulary's `bos_token`, `eos_token` ... for the template.
+        name: its name in messages.
+    Raises: DataError: jinja2 is not installed, or cannot compile it.
     """
 
     def __init__(self, source: str, special: Mapping[str, str], *, name: str) -> None:
@@ -98,19 +101,20 @@ class ChatTemplate:
         self.digest = blake3(json.dumps([source, sorted(special.items())]).encode()).hexdigest()
         self._name = name
         self._special: dict[str, Any] = dict(special)
-        self._answers: list[tuple[int, int]] = []  # of the rendering that goes on
+        self._answers: list[tuple[int, int]] = []  # of the current rendering
         self._written: list[str] = []
         try:
             self._template = _environment(self._mark).from_string(source)
-        except Exception as error:  # jinja2's own, or what it raises on absurd programs
+        except Exception as error:  # jinja2's own errors, or what it raises on absurd programs
             raise DataError(f"{name} is not a chat template: {_first_line(error)}") from error
         self._marks = "endgeneration" in source
 
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
-        """The text of a conversation, and its answers: those of the assistant, from message `learn_from` on.
+        """Render a conversation. Return its text and the places of the assistant's answers from message `learn_from`
+        on.
 
-        Raises: Unusable: something in it is not read, or an answer is empty; or the template refuses it, or does not
-            write an answer where it was asked for one.
+        Raises: Unusable: the conversation has a field that we do not read or an empty answer, the template refuses it,
+        or an answer is not where the template's prompt for an answer ends.
         """
         is_learnt = [index >= learn_from and message.is_learnt for index, message in enumerate(messages)]
         for message, learn in zip(messages, is_learnt, strict=True):
@@ -142,37 +146,38 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict[str, str]], *, answers: bool = False) -> tuple[str, Spans]:
         self._answers, self._written = [], []
-        # transformers says that there are neither, and templates ask in different ways.
+        # transformers passes both as None, and templates test for them in different ways.
         given = self._special | {"tools": None, "documents": None, "add_generation_prompt": answers}
         try:
             for piece in self._template.generate(messages=messages, **given):
                 self._written.append(piece)
         except Unusable:
             raise
-        except Exception as error:  # a template is a program, and raises what it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise Unusable(f"{self._name} cannot write this: {_first_line(error)}") from error
         return "".join(self._written), tuple(self._answers)
 
     def question(self, asked: str) -> str:
-        """What a user asks, up to where the answer begins. Raises: DataError: the template refuses it."""
+        """Render a user's message up to the beginning of the answer. Raises: DataError: the template refuses it."""
         return self._render([{"role": "user", "content": asked}], answers=True)[0]
 
     def end_of_turn(self) -> str:
-        """What stands behind an answer, without blanks; empty if nothing does. Raises: as `question`."""
+        """Return the text after an answer without white space; may be empty. Raises: DataError: the template refuses
+        it."""
         said = [{"role": "user", "content": _QUESTION}, {"role": ASSISTANT, "content": _ANSWER}]
         return self._render(said)[0].partition(_ANSWER)[2].strip()
 
     def _mark(self, answer: str) -> str:
-        """Told of each answer that the template marks, before it is written."""
+        """Note an answer that the template marks, just before it is written."""
         start = sum(map(len, self._written))
         self._answers.append((start, start + len(answer)))
         return answer
 
 
 def load_template(tokenizer: Path | None) -> ChatTemplate:
-    """The chat template beside a tokenizer.json; None: of bytes, which have one of their own.
+    """Load the chat template beside a tokenizer.json; without a tokenizer (bytes), ChatML.
 
-    Raises: DataError: there is none.
+    Raises: DataError: there is no template.
     """
     if tokenizer is None:
         return ChatTemplate(CHATML, {}, name="shoal's own chat template")
@@ -183,7 +188,7 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
     if os.path.lexists(own):
         return ChatTemplate(_read(own).decode(errors="replace"), special, name=str(own))
     found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates by name
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     if not isinstance(found, str):
@@ -195,10 +200,10 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
 
 
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
-    """What a row of a chat set says.
+    """Render a row of a chat set.
 
-    Returns: (the text; its answers; whether a template wrote it, and so what stands around it too).
-    Raises: Unusable: it has no answer to learn, or something that is not read; or the template refuses it.
+    Returns: (the text, the places of its answers, True if a template wrote it and so all tokens around it).
+    Raises: Unusable: it has no answer, has something that we do not read, or the template refuses it.
     """
     prompt, completion = row.prompt, row.completion
     if row.tools:
@@ -236,7 +241,7 @@ def _check_is_read(message: Message, *, is_learnt: bool) -> None:
 
 
 def _environment(mark: Any) -> Any:
-    """As transformers makes it, so that templates written for it mean the same here; but for the clock."""
+    """Build the environment that transformers builds, without the clock, so that its templates mean the same here."""
     try:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
@@ -245,8 +250,6 @@ def _environment(mark: Any) -> Any:
         raise DataError("chats need the jinja2 library: pip install 'shoal[data]'") from error
 
     class Generation(Extension):
-        """The tag around answers."""
-
         tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
         def parse(self, parser: Any) -> Any:
@@ -274,7 +277,7 @@ def _refuse(reason: object) -> None:
 
 
 def _text(message: Message) -> str:
-    """Its content as text. Raises: Unusable: there is something else in it."""
+    """Return the content as text. Raises: Unusable: it has a part that is no text."""
     if isinstance(message.content, list):
         for part in message.content:
             if part.type != "text" or part.text is None:
@@ -293,7 +296,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _token(value: object) -> str | None:
-    """A special token, which a config has as a text or as a table with its `content`."""
+    """Return a special token, which a config has as a string or as a table with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

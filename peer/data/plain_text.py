@@ -1,7 +1,7 @@
-"""Files of plain text: UTF-8, or UTF-16 behind its byte order mark. What is none is called by its name.
+"""Plain text files: UTF-8, or UTF-16 with a byte order mark. A file of another known kind is refused by the kind's
+name.
 
-A line that is no UTF-8 is left out, as long as such lines are few; where they are many the file is in another encoding,
-or no text.
+A few lines that are not UTF-8 are skipped; many of them mean another encoding, or no text.
 """
 
 import codecs
@@ -16,9 +16,9 @@ from shoal.peer.data.rows import GZIP, UTF_16
 from shoal.protocol.errors import DataError
 
 PROBE_BYTES: Final = 64 * 1024
-"""How much of a file decides whether it is text: a folder may hold large binaries."""
+"""The part of a file that decides whether it is text: a folder may hold large binaries."""
 _GOOD_PER_BAD: Final = 9
-"""Lines that are text for each one that is none. A single bad one needs a single good one."""
+"""Valid lines that must come with each invalid one. A single invalid line needs a single valid one."""
 _UTF_32: Final = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 _KINDS: Final = (
     (GZIP, "gzip", "unpack it"),
@@ -34,7 +34,7 @@ _ARRAY: Final = re.compile(rb'\s*\[\s*\{\s*"')
 
 
 def read_text(path: Path) -> tuple[bytes, list[int]]:
-    """Returns: (the text as UTF-8, the numbers of the lines that are left out).
+    """Read a text file. Returns: (the text as UTF-8, the numbers of the skipped lines).
 
     Raises: Unusable: it is no text. DataError: it cannot be read.
     """
@@ -62,7 +62,7 @@ def read_text(path: Path) -> tuple[bytes, list[int]]:
 
 
 def check_is_prose(text: bytes) -> None:
-    """Raises: Unusable: it has rows, and its name hides them."""
+    """Raises: Unusable: the file has rows, though its name does not say so."""
     line = text[:PROBE_BYTES].lstrip().partition(b"\n")[0]
     try:
         has_objects = line.startswith(b"{") and bool(msgspec.json.decode(line))
@@ -86,7 +86,7 @@ def _check_kind(start: bytes) -> None:
 
 
 def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
-    """The numbers of the lines that are no UTF-8 text; the last line of a part may end anywhere.
+    """Return the numbers of the lines that are not UTF-8; the last line of a part may end anywhere.
 
     Raises: Unusable: they are too many.
     """
@@ -104,7 +104,7 @@ def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
 
 
 def _is_text(text: bytes, *, is_whole: bool) -> bool:
-    """Whether it is UTF-8 without NUL; what is not whole may end inside a character."""
+    """True if it is UTF-8 without NUL; a text that is not whole may end inside a character."""
     if b"\0" in text:
         return False
     try:

@@ -1,8 +1,8 @@
-"""Rows of a file: JSON lines, a JSON array, CSV or Parquet. Each is read as a stream, compressed with gzip or not, in
-UTF-8 or, with its byte order mark, in UTF-16.
+"""Rows of a file: JSON lines, a JSON array, CSV or Parquet, read as a stream. Text may be compressed with gzip, and is
+UTF-8, or UTF-16 with a byte order mark.
 
-A row that cannot be read stands there as an `Unusable`, and the next one follows. A file that is cut off or damaged is
-refused as a whole.
+A row that cannot be read becomes an `Unusable`, and the next one follows. A truncated or damaged file is refused as a
+whole.
 """
 
 import codecs
@@ -27,31 +27,33 @@ PARQUET: Final = ".parquet"
 GZIP: Final = b"\x1f\x8b"
 UTF_16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _ROW_MAX: Final = 64 << 20
-"""Characters of a row of JSON, or of a cell of CSV: behind a quote that is never closed everything else is one cell."""
+"""The most characters of a JSON row or a CSV cell: after a quote that is never closed the rest of the file is one
+cell."""
 _CHUNK: Final = 1 << 20
 _BATCH: Final = 1024
-"""Rows of a Parquet file that are in memory at a time."""
+"""The most rows of a Parquet file in memory at a time."""
 _BETWEEN: Final = re.compile(r"[\s,]*")
 
 
 class Row(NamedTuple):
     unit: Literal["line", "row"]
-    """What `number` counts, from 1 on."""
+    """The unit of `number`, which counts from 1."""
     number: int
     value: Any
-    """A line of JSON as bytes; otherwise a row as a dict, an element of an array, or why there is none."""
+    """A JSON line as bytes, a row as a dict, an element of an array, or an `Unusable`."""
     done: float
-    """The share of the file that has been read with it."""
+    """The share of the file read so far."""
 
 
 def has_rows(path: Path) -> bool:
-    """Whether a file of this name has rows; every other one is a text."""
+    """True if a file of this name has rows; every other file is a text."""
     return path.name.removesuffix(".gz").endswith((*_JSON, *_CSV, PARQUET))
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Args: columns: all that is wanted of a row; more may come.
+    """Read the rows of a file.
 
+    Args: columns: the fields needed; a row may have more.
     Raises: DataError: the file cannot be read to its end.
     """
     name = path.name.removesuffix(".gz")
@@ -65,7 +67,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             yield from _json_lines(path)
         else:
             yield from _json_values(path)
-    except (OSError, EOFError, UnicodeError, zlib.error) as error:  # a cut gzip ends in EOFError
+    except (OSError, EOFError, UnicodeError, zlib.error) as error:  # a truncated gzip raises EOFError
         raise DataError(f"cannot read {path}: {first_line(error)}") from error
 
 
@@ -75,7 +77,7 @@ def first_line(error: BaseException) -> str:
 
 
 class _Opened:
-    """A file's content, unpacked, behind its byte order mark."""
+    """A file's content, decompressed, after its byte order mark."""
 
     def __init__(self, raw: IO[bytes], data: Any, size: int) -> None:
         self._raw, self._data, self._size = raw, data, max(1, size)
@@ -90,7 +92,7 @@ class _Opened:
         return self._data if self._encoding == "utf-8" else (line.encode() for line in self.text(newline="\n"))
 
     def text(self, newline: str) -> TextIOWrapper:
-        """What is not UTF-8 becomes a lone surrogate."""
+        """Decode the content; a byte that is not UTF-8 becomes a lone surrogate."""
         return TextIOWrapper(self._data, self._encoding, errors="surrogateescape", newline=newline)
 
 
@@ -104,7 +106,7 @@ def _opened(path: Path) -> Iterator[_Opened]:
 
 
 def _has_json_lines(path: Path, name: str) -> bool:
-    """Whether each line is a value, and not a part of an array or of a single object."""
+    """True if each line is a value; False if the file is one array or one object."""
     with _opened(path) as opened:
         first = next((line for line in opened.lines() if line.strip()), b"").lstrip()
     if first.startswith(b"["):
@@ -128,7 +130,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json_values(path: Path) -> Iterator[Row]:
-    """The elements of an array, or the only value that there is."""
+    """Yield the elements of an array, or the single value of the file."""
     decoder = json.JSONDecoder()
     with _opened(path) as opened:
         text = opened.text(newline="")
@@ -197,7 +199,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             names = file.schema_arrow.names
             wanted = [name for name in columns if name in names]
             number, total = 0, max(1, file.metadata.num_rows)
-            # Without a wanted column a row says by its names what it has instead.
+            # If no needed column exists, the names of the others go into the message.
             for batch in file.iter_batches(batch_size=_BATCH, columns=wanted or names):
                 for value in batch.to_pylist():
                     number += 1

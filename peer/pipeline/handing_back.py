@@ -1,6 +1,5 @@
-"""What a replica does not make that pauses, or that is light and lags, goes back to whoever sent it, until that one has
-it.
-"""
+"""Rejecting microbatches: a replica that pauses, or a learner that lags, returns those that it does not compute to
+their sender and repeats the message until it is acknowledged."""
 
 import asyncio
 import logging
@@ -23,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
 _RETRIES: Final = 20
-"""Who sent a microbatch and cannot be told for so long finds out by itself that we are gone, or is gone."""
+"""Retries to one sender. A sender that cannot be reached for so long notices our absence itself, or is gone."""
 
 
 class HandingBack:
-    """Both sides of it, at one replica.
+    """Both sides of returning microbatches, at one replica.
 
     Args:
-        core: to be read.
-        post: hands the replica's core an event; raises `Refused` if it declines.
+        core: only read.
+        post: gives the replica's core an event; raises `Refused` if it declines.
         check: (source, microbatch); raises RemoteError if this run has no such microbatch.
-        on_unreachable: that peer does not answer.
+        on_unreachable: called with a peer that does not answer.
     """
 
     def __init__(
@@ -59,11 +58,12 @@ class HandingBack:
         self._endpoint.on(messages.HandBack, self._on_hand_back)
 
     def close(self) -> None:
-        """Take nothing back any more: whoever wants to give it then is told so, and does not take it for taken."""
+        """Accept nothing any more. A peer that returns a microbatch then gets an error, so it does not believe it
+        accepted."""
         self._endpoint.off(self._on_hand_back)
 
     def soon(self, command: HandBack) -> None:
-        """Tell whom it concerns, together with what else goes back to it in this turn."""
+        """Return a microbatch in one message with all others for the same peer in this turn of the loop."""
         if command.target not in self._gathered:
             self._gathered[command.target] = []
             self._tasks.spawn(self._tell(command.target), f"hand back to {command.target}")
@@ -83,15 +83,15 @@ class HandingBack:
                 logger.debug("cannot hand back yet: %s", error)
                 self._on_unreachable(target)
             except (Refused, RemoteError) as error:
-                logger.debug("nothing to hand back: %s", error)  # it is elsewhere now, and waits for nothing of ours
+                logger.debug("nothing to hand back: %s", error)  # its sender expects nothing from us any more
                 return
             else:
                 return
             await asyncio.sleep(_RETRY_S)
 
     async def _tell_lead(self, message: messages.HandBack) -> None:
-        """However long that takes: these are granted to us, and nobody else makes them. A lead that is ourselves has
-        nobody to give them to until somebody else is open, or the pause is over."""
+        """Return granted microbatches to the leader, and retry without end: they are granted to us, and nobody else
+        computes them. If we lead, wait until the pause is over or another member leads."""
         while True:
             lead = self._core.group.lead
             if lead is not None and (lead != self._endpoint.peer_id or not self._core.is_paused):

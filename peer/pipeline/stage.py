@@ -1,18 +1,19 @@
-"""The arithmetic of one replica: forward and backward with the weights each step wants, and the optimizer step.
+"""The arithmetic of one replica: forward and backward with the weights for each step, and the optimizer step.
 
-Every method runs on the device's one thread, as a job. What a microbatch was forwarded with it is backwarded with:
-its context holds the very tensors. Unless memory is short (`keep = "recompute"`) or the run's compensation wants it
-otherwise: then it holds the input only, and the backward runs the forward again with the weights for its step that the
-version of that moment has.
+Every method runs on the device's one thread, as a job. A backward uses the weights of its forward: the microbatch's
+context holds those tensors. There are two exceptions: with `keep = "recompute"`, or if the run's compensation asks for
+it, the context holds only the input, and the backward first repeats the forward with the weights that the current
+version gives for the microbatch's step.
 
-With `keep = "layers"` a context holds the weights, and what each layer read, and the backward runs one layer's forward
-at a time again: there is never the graph of more than one. So it is for all runs once a job has found no memory.
+With `keep = "layers"` the context holds the weights and each layer's input, and the backward repeats the forward of one
+layer at a time, so that the graph of at most one layer is in memory. Every run does so after a job has run out of
+memory.
 
-No job looks at a number of its device before its end, where it waits for what it sends anyway (`../model/finite.py`).
+No job reads a number from its device before its end, where it waits for the payload anyway (`../model/finite.py`).
 
-Where the experts are elsewhere, `trunk.py` is in the place of this.
+`trunk.py` replaces this module where the experts are on other peers.
 
-B samples   T tokens   D width   N parameters of the stage, its layers' flat buffers one behind the other
+B samples   T tokens   D width   N parameters of the stage; the layers' flat buffers follow one another
 """
 
 import logging
@@ -55,17 +56,18 @@ class _Context:
     labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, Tensor] | None
-    """The weights that the forward took, the same as autograd leaves, and the output [B, T, D] with its graph. None:
-    the backward runs the forward again."""
+    """The forward's weights, the same as autograd leaves, and the output [B, T, D] with its graph; None: the backward
+    repeats the forward."""
     read: tuple[WeightSet, Leaves, list[Tensor]] | None = None
-    """Of a backward that runs layer by layer: the forward's weights, the same as leaves, and each layer's input."""
+    """Kept if the backward runs layer by layer: the forward's weights, the same as leaves, and the input of each
+    layer."""
 
 
 class StageRuntime(Shard):
-    """One stage's layers at the current version, and what in-flight microbatches need of older ones.
+    """The layers of one stage, and the contexts of the microbatches between forward and backward.
 
     Args:
-        corpus: stage 0 only.
+        corpus: the run's text, at stage 0 only.
     """
 
     def __init__(
@@ -86,19 +88,21 @@ class StageRuntime(Shard):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
         self.compiled = compiled_layers(spec, device, dtype)
-        """None: layers run as they are."""
+        """None: the layers run uncompiled."""
         self._contexts: dict[Microbatch, _Context] = {}
         self._by_layer = spec.recomputes_by_layer
         self.flop = stage_flop(spec, self.keys)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """As `ActivationWire.travel_as`."""
+        """Set the wire formats; see `ActivationWire.travel_as`."""
         self._boundary.travel_as(leaving, coming)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
-        """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage.
+        """Run the forward of a stage that is not the last. `payload` is None at stage 0, which reads the data. Return
+        the activation for the next stage.
 
-        `contributes`: its gradient is wanted; a mate's sum has it otherwise.
+        Args:
+            contributes: the gradient of the weights is wanted. False: another group member's sum already has it.
         """
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
@@ -116,10 +120,11 @@ class StageRuntime(Shard):
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> tuple[float, bytearray | None]:
-        """The last stage: forward, loss and backward in one.
+        """Run forward, loss and backward of the last stage.
 
-        Returns: (loss in nats a token, gradient for the stage before; None if there is none). If the loss is not
-        finite, the gradient is zero and nothing is added: no non-finite number may reach an optimizer.
+        If the loss is not finite, the gradient is zero and nothing is added: no optimizer may see a number that is not
+        finite.
+        Returns: (loss in nats a token, gradient for the previous stage; None if this is stage 0).
         """
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
@@ -145,8 +150,9 @@ class StageRuntime(Shard):
         return value, gradient
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
-        """Gradient of our output -> gradient of our input (None at stage 0); `contribute` takes that of the weights."""
-        context = self._contexts[microbatch]  # until all is done: a job that runs out of memory is tried again
+        """Turn the gradient of our output into that of our input (None at stage 0). `contribute` adds that of the
+        weights."""
+        context = self._contexts[microbatch]  # kept until the end: a job that runs out of memory is retried
         grad_BTD = self._boundary.receive_gradient(payload)
         fine = finite(grad_BTD)
         if context.kept is not None:
@@ -162,7 +168,7 @@ class StageRuntime(Shard):
             self._collect(microbatch, weights, leaves, context.contributes)
             y_BTD = self._run_layers(leaves, context.x, context.labels, Mixture())
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
-        # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
+        # The gradient of an activation that was not finite is zero, but 0 x NaN is NaN in all weights before it.
         counts = self._contributions.zero_unless_finite(microbatch, fine)
         gradient = self._boundary.send_gradient(context.x, microbatch, fine)
         self._contexts.pop(microbatch, None)
@@ -174,7 +180,7 @@ class StageRuntime(Shard):
 
     @torch.no_grad()
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float:
-        """Forward at the committed version. Returns: the activation, or the loss at the last stage."""
+        """Run the forward at the committed version. Returns: the activation, or the loss at the last stage."""
         x, labels = self._boundary.receive(microbatch, payload)
         _, leaves = self._weights_of(microbatch)
         y = self._run_layers(leaves, x, labels, Mixture())
@@ -184,16 +190,17 @@ class StageRuntime(Shard):
 
     @torch.no_grad()
     def fixed(self) -> FixedStage:
-        """The stage at its committed version, for who computes with that for longer than it lasts. Within a job.
+        """Return the stage at its committed version, for a reader that uses it after the stage has stepped. Call it
+        within a job.
 
-        Raises: MemoryError: a step that has found no memory has to come first.
+        Raises: MemoryError: a step that ran out of memory has to finish first.
         """
-        _, leaves = self._weights_of(Microbatch(self.version, -1))  # as a validation has them
+        _, leaves = self._weights_of(Microbatch(self.version, -1))  # a validation microbatch gets the committed weights
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
     def make_room(self) -> None:
-        """Let every microbatch that waits for its backward run its forward again, as with `keep = "recompute"`, and
-        from now on layer by layer."""
+        """Let every open microbatch repeat its forward in its backward, as with `keep = "recompute"`, and from now on
+        layer by layer."""
         self._by_layer = True
         for microbatch, context in list(self._contexts.items()):
             context.x.grad = None
@@ -202,12 +209,12 @@ class StageRuntime(Shard):
         super().make_room()
 
     def forget(self, microbatch: Microbatch) -> None:
-        """Nobody will ask for the microbatch any more."""
+        """Drop all that is kept of a microbatch that nobody will ask for again."""
         self._contexts.pop(microbatch, None)
         super().forget(microbatch)
 
     def _run_layers(self, leaves: Leaves, x: Tensor, labels: Labels, mixture: Mixture) -> Tensor:
-        """All but the head, which ends in the loss."""
+        """Run all layers but the head, which is part of the loss."""
         if x.is_floating_point():
             x = x.to(self.dtype)
         for layer in self._layers(leaves, labels, mixture):
@@ -215,7 +222,7 @@ class StageRuntime(Shard):
         return x
 
     def _layers(self, leaves: Leaves, labels: Labels, mixture: Mixture) -> list[Callable[[Tensor], Tensor]]:
-        """The forward of each layer but the head."""
+        """Return the forward of each layer but the head."""
         rotary, documents = self._rotary, None
         if labels.begins_BT is not None:
             documents = Documents(labels.begins_BT)
@@ -238,7 +245,7 @@ class StageRuntime(Shard):
     def _read_by_layers(
         self, leaves: Leaves, x: Tensor, labels: Labels, mixture: Mixture
     ) -> tuple[Tensor, list[Tensor]]:
-        """As `_run_layers`, without a graph. Returns: (the output, what each layer read)."""
+        """Run `_run_layers` without a graph. Returns: (the output, the input of each layer)."""
         x = x.detach()
         if x.is_floating_point():
             x = x.to(self.dtype)
@@ -249,7 +256,7 @@ class StageRuntime(Shard):
         return x, read
 
     def _read_again(self, microbatch: Microbatch, context: _Context) -> tuple[WeightSet, Leaves, list[Tensor]]:
-        """With the weights for its step that the version of this moment has."""
+        """Repeat the forward with the weights that the current version gives for the microbatch's step."""
         weights, leaves = self._weights_of(microbatch)
         _, read = self._read_by_layers(leaves, context.x, context.labels, Mixture())
         return weights, leaves, read
@@ -271,7 +278,7 @@ class StageRuntime(Shard):
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):
             if grad_BTD is None or (key == EMBED and self.spec.adapter is not None):
-                return  # nothing before this trains
+                return  # no trained parameters before this layer
             x_leaf = x_read.detach().requires_grad_(x_read.is_floating_point())
             y_BTD = layer(x_leaf)
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
