@@ -1,8 +1,8 @@
-"""Decoder layers that `torch.compile` makes faster, compiled in the background.
+"""Decoder layers compiled by `torch.compile` in the background.
 
-A peer trains from its first microbatch on with the layers as `llama.py` has them, and takes the compiled ones when
-they are there. Where compiling fails it goes on without, and says so. All layers of one kind share one compiled layer,
-in all stages that this process will ever hold.
+A peer trains with the layers of `llama.py` from its first microbatch on and switches to the compiled ones when they are
+ready. If compiling fails, it logs that and goes on uncompiled. All layers of one kind share one compiled layer, in all
+stages that this process will ever hold.
 
 B samples   T tokens   D width
 """
@@ -27,16 +27,16 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 Layer = Callable[[tuple[Tensor, ...], Tensor, Rotary], Tensor]
-"""(a layer's tensors in its layout's order, behind them a subspace model's basis; activations [B, T, D]; rotary tables)
--> activations [B, T, D]."""
+"""(a layer's tensors in its layout's order, then a subspace model's basis; activations [B, T, D]; rotary tables) ->
+activations [B, T, D]."""
 DEVICES: Final = ("cuda",)
-"""Where layers are compiled. CPUs are no faster with it (`MEASURED.md`), a peer takes more memory, and a C++ compiler
-has to be there."""
+"""Device types on which layers are compiled. On a CPU it saves no time (`MEASURED.md`), costs memory, and needs a C++
+compiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What layers are compiled for."""
+    """The shapes for which layers are compiled."""
 
     model: ModelSpec
     num_samples: int
@@ -48,7 +48,7 @@ class CompiledLayers:
     """The dense layers of one model, compiled for microbatches of one shape. Compiling begins with `start`.
 
     Args:
-        backend: that of `torch.compile`.
+        backend: the backend of `torch.compile`.
     """
 
     def __init__(self, job: Job, *, backend: str | Callable[..., object] = "inductor") -> None:
@@ -58,11 +58,11 @@ class CompiledLayers:
         self._thread = threading.Thread(target=self._compile, name="compile layers", daemon=True)
 
     def start(self) -> None:
-        """Begin to compile, in a thread of its own."""
+        """Begin to compile in a separate thread."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all is compiled, or has failed: benchmarks and tests want to know which of the two they run."""
+        """Wait until compiling has ended or failed; for benchmarks and tests."""
         self._thread.join()
 
     def layer(self, key: str, params: Mapping[str, Tensor], rotary: Rotary) -> Callable[[Tensor], Tensor] | None:
@@ -81,13 +81,13 @@ class CompiledLayers:
             began_s = time.monotonic()
             try:
                 self._by_kind[kind] = self._compiled(index)
-            except Exception as error:  # of a compiler: whatever it is, training goes on without
+            except Exception as error:  # training goes on uncompiled, whatever the compiler's error
                 logger.warning("layers stay uncompiled, which is slower: %s", f"{error}".strip().split("\n")[0])
                 return
             logger.info("layers like layer %d are compiled, after %.0f s", index, time.monotonic() - began_s)
 
     def _compiled(self, index: int) -> Layer:
-        """Compile one layer. It is run once with gradients and once without, since torch compiles each at its first
+        """Compile one layer. Run it once with gradients and once without, because torch compiles each at its first
         call."""
         job, layout = self._job, layer_layout(self._job.model, f"layers.{index}")
         names = (*layout.names, BASIS) if job.model.subspace else layout.names
@@ -108,10 +108,10 @@ class CompiledLayers:
 
 
 def compiled_layers(spec: RunSpec, device: torch.device, dtype: torch.dtype) -> CompiledLayers | None:
-    """Return the compiled layers of a run, and begin to compile with the first call.
+    """Return the compiled layers of a run; the first call begins to compile.
 
-    None: layers are not compiled on this device, or not in this kind of model: which tokens an expert gets only the
-    device knows, and adapters read their base in few bits.
+    None: not on this device, or not for this kind of model. Sizes of expert groups are known only on the device, and
+    adapters decode a quantised base.
     """
     if device.type not in DEVICES or spec.model.num_experts or spec.adapter is not None:
         return None
@@ -133,5 +133,6 @@ def _uncompiled(model: ModelSpec, index: int, names: tuple[str, ...]) -> Layer:
 
 
 def _run(layer: Layer, tensors: tuple[Tensor, ...], rotary: Rotary, x_BTD: Tensor) -> Tensor:
-    """Run a layer. Whether an input wants a gradient is a part of what is compiled, so without gradients none does."""
+    """Run a layer. Torch compiles separately for inputs that need a gradient, so without gradients no input may need
+    one."""
     return layer(tensors, x_BTD if torch.is_grad_enabled() else x_BTD.detach(), rotary)
