@@ -1,5 +1,5 @@
-"""Runs of microbatches that are *open* at one expert's holder: their backwards have begun, and whoever runs them has
-not said yet that they are through."""
+"""Runs of microbatches that are *open* at one expert's holder: their backward has begun, and their sender has not
+reported the end."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,8 +12,8 @@ from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 
 AT_ONCE_MAX: Final = 4
-"""Runs of one microbatch by one sender, the latest: one may be settled while the next goes on, and one in between have
-been given up, which nobody tells us. Each has a gradient as large as the expert."""
+"""The most open runs of one microbatch by one sender; older ones are dropped. One may be settling while the next runs,
+and those between were given up, which is not reported. Each has a gradient as large as the expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,22 @@ class Run:
 
 @dataclass(slots=True)
 class OpenRun:
-    """Args:
-    gradient_N: None: nobody wants it.
-    weights: that the run began with, if they will be asked for.
+    """The gradient of a run.
+
+    Args:
+        gradient_N: None: the group has the microbatch already.
+        weights: those at the run's beginning, if the strategy will need them.
     """
 
     gradient_N: Tensor | None
     weights: WeightSet | None
     staleness_steps: int
     layers: set[int] = field(default_factory=set)
-    """Whose backward is in it."""
+    """Layers whose backward is in the gradient."""
 
 
 class OpenRuns:
-    """Of one expert; a gradient goes to `contributions` when its run is closed."""
+    """The open runs of one expert; the gradient of a closed run goes to `contributions`."""
 
     def __init__(self, contributions: Contributions) -> None:
         self._contributions = contributions
@@ -61,15 +63,15 @@ class OpenRuns:
         return opened
 
     def layers_done(self, run: Run) -> int:
-        """How many layers' backwards are in its gradient."""
+        """Return the number of layers whose backward is in the run's gradient."""
         opened = self._open.get(run)
         return len(opened.layers) if opened else 0
 
     def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
-        """It is through: its gradient may be contributed, `zero_N` if no token came.
+        """End a run: its gradient can be contributed, `zero_N` if no token came.
 
-        Args: zero_N: None: nobody wants it if no token came.
-        Returns: how many steps stale it is; None: it adds nothing.
+        Args: zero_N: None: do not contribute without tokens.
+        Returns: the staleness in steps; None: the run adds nothing.
         """
         opened = self._open.pop(run, None)
         if self._contributions.has(run.microbatch) or run.microbatch.step < version:
@@ -85,17 +87,17 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of `source`, which has died or begun anew: nobody will say that they are through.
+        """Forget the runs of `source`, which has died or restarted: nobody will report their end.
 
         Args:
-            successor: the incarnation as which it has begun anew. Its first tokens may come before the news of it, so
-                its own runs stay. None: the peer is gone, and all of its runs go.
+            successor: the incarnation after the restart. Its first tokens may arrive before the news of it, so its own
+                runs stay. None: the peer is gone, and all of its runs go.
         """
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)
 
     def forget_before(self, version: int) -> None:
-        """The steps did without them."""
+        """Forget runs of steps that were committed without them."""
         for run in [run for run in list(self._open) if run.microbatch.step < version]:
             self._open.pop(run, None)

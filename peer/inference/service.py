@@ -1,23 +1,23 @@
-"""What the model says to somebody outside, by the stages that train it, so that nobody needs all of it.
+"""Inference by the stages that train the model, so that no peer needs all of it.
 
-The way of a request through this file:
+The path of a request through this file:
 
-    asker ── InferenceRequest ──> the *entry*, any peer: `_on_request`
+    client ── InferenceRequest ──> the *entry*, any peer: `_on_request`
         ── InferenceInput ──> a member of stage 0: `_on_input` -> `_pass`, its layers
         ── InferenceInput ──> a member of stage 1: `_on_input` -> `_pass` ... the last stage
-        ── InferenceOutput ──> the entry: `_on_output` ── InferenceAnswer ──> asker
+        ── InferenceOutput ──> the entry: `_on_output` ── InferenceAnswer ──> client
 
-**One version.** All stages answer with the weights of one version, so that what a session remembers fits together and
-an evaluation is one of this version. Stage 0 says which, its committed one if the asker does not; each stage keeps the
-weights of that version while it is asked for, beside those that it trains on, and waits for it if it is a step behind.
-A stage that is past it says so, and the asker begins with a newer one.
+**One version.** All stages answer with the weights of one version, so that the caches of a session are consistent and
+an evaluation belongs to one version. The client may name it; else stage 0 takes its committed one. Each stage keeps the
+weights of that version while requests use it, beside those that it trains, and waits if it is a step behind. A stage
+that has passed the version says so, and the client begins again with a newer one.
 
-**Which member.** Of each stage the same one for as long as the asker says the same `way`, by a hash that everybody
-computes: nobody keeps a table. Where it is gone, or remembers nothing, the request fails, and the asker goes another
-way, with a session that begins anew.
+**Which member.** A hash chooses the member of each stage. It is the same one as long as the client sends the same
+`way`, without any table. If that member is gone, or has no cache, the request fails, and the client chooses another
+`way` and a new session.
 
-**Training goes first.** A peer computes one request at a time, and rests behind each so long that no more than
-`SHARE` of its time goes to them while it trains.
+**Training goes first.** A peer computes one request at a time. While it trains, it rests after each so long that
+requests take at most `SHARE` of its time.
 """
 
 import asyncio
@@ -53,30 +53,30 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARE: Final = 0.2
-"""Of a peer's time that goes to requests at most, while it trains."""
+"""The most of a peer's time that requests take while it trains."""
 ANSWER_S: Final = 45.0
-"""How long an entry waits for the stages."""
+"""Seconds that an entry waits for the stages."""
 _VERSION_S: Final = 15.0
-"""A request may be for a version that this stage has not committed yet, since other stages are a step ahead: it waits
-so long for the commit, and is then refused."""
+"""Seconds that a request waits for a version that this stage has not committed yet (other stages may be a step
+ahead)."""
 _LOOK_S: Final = 0.05
 _ERA_S: Final = 1.0
-"""How often an entry that waits looks whether the layers are divided as before."""
+"""The interval at which a waiting entry checks whether the layers are still divided in the same way."""
 _DIVIDED: Final = "the layers have just been divided otherwise"
 
 
 class _Past(Refused):
-    """The version that was asked for is gone, since the stage has stepped."""
+    """The requested version is gone, because the stage has stepped."""
 
 
 class InferenceService:
-    """One peer's part: as an entry, and as a member of a stage.
+    """One peer's part in inference: as an entry, and as a member of a stage.
 
     Args:
-        replica: what the peer holds now.
-        plan: that it follows.
-        cannot_reach: whether the last tries towards a peer have failed.
-        tasks: what this peer does in the background.
+        replica: the peer's current replica, if any.
+        plan: the plan that it follows.
+        cannot_reach: True if the last tries to reach a peer failed.
+        tasks: this peer's background tasks.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class InferenceService:
         endpoint.on_frame(InferenceInput, self._on_input)
 
     def free(self) -> None:
-        """Let everything go that is kept for askers: they begin anew."""
+        """Drop all that is kept for clients; their sessions begin anew."""
         self._sessions.clear()
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class InferenceService:
             until_s = self._clock.now_s() + ANSWER_S
             while not (await asyncio.wait([answer], timeout=_ERA_S))[0]:
                 if self._endpoint.era != era:
-                    raise self._no(_DIVIDED)  # an answer that is on its way is of the era before, and is not taken
+                    raise self._no(_DIVIDED)  # an answer under way belongs to the previous era and would be ignored
                 if self._clock.now_s() >= until_s:
                     raise self._no(f"the stages gave no answer within {ANSWER_S:.0f} s")
             output = answer.result()
@@ -193,7 +193,7 @@ class InferenceService:
             self._num_waiting -= 1
 
     async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> float:
-        """Our layers, and on to the next stage, or back.
+        """Run our layers, and send the result to the next stage or the entry.
 
         Returns: seconds of the device. Raises: Refused.
         """
@@ -214,7 +214,7 @@ class InferenceService:
 
     @torch.inference_mode()
     def _work(self, stage: FixedStage, version: int, meta: InferenceInput, payload: Payload) -> Payload:
-        """On the device's thread."""
+        """Compute on the device's thread."""
         question = self._wire.decode(meta, payload)
         session: Session = (meta.entry, meta.session)
         now_s, memory = self._clock.now_s(), None
@@ -235,7 +235,7 @@ class InferenceService:
         return _bytes(token_K.to(torch.int32), logit_K)
 
     async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
-        """(version, our stage at it). Raises: Refused."""
+        """Return (version, our stage at that version). Raises: Refused."""
         until_s = self._clock.now_s() + _VERSION_S
         while True:
             replica, plan, now_s = self._replica(), self._plan(), self._clock.now_s()
@@ -261,7 +261,7 @@ class InferenceService:
             await asyncio.sleep(_LOOK_S)
 
     async def _keep(self, replica: Replica, runtime: StageRuntime) -> tuple[int, FixedStage]:
-        """Keep the committed version, in a job: no step is made meanwhile."""
+        """Keep the committed version. It runs in a job, so that no step comes between."""
         known = self._sessions.fixed(runtime.version, replica.layers, self._clock.now_s())
         if known is not None:
             return runtime.version, known
@@ -277,11 +277,11 @@ class InferenceService:
         return version, stage
 
     async def _with_memory(self, work: Callable[[], T], flop: float) -> Timed[T]:
-        """Run a job that answers a question.
+        """Run a job of a request.
 
-        Args: flop: what the job computes.
-        Raises: Refused: the device has no memory for it. All weights and keys that are kept for askers are dropped
-            then, so that training has their memory.
+        Args: flop: the arithmetic of the job.
+        Raises: Refused: the device has no memory for it. Then all that is kept for clients is dropped to free memory
+        for training.
         """
         try:
             return await self._compute.run("validate", work, flop=flop)
@@ -310,7 +310,7 @@ class InferenceService:
             await self._refuse(meta, refusal.reason)
 
     async def _send(self, meta: InferenceInput, payload: Payload) -> None:
-        """To the member of `meta.stage` that is on the request's way. Raises: Refused: nobody can be reached."""
+        """Send to the member of `meta.stage` chosen by the request's `way`. Raises: Refused: nobody can be reached."""
         plan = self._plan()
         if plan is None or meta.stage >= len(plan.stages):
             raise self._no("there is no plan yet")
@@ -336,7 +336,7 @@ class InferenceService:
     # --- what it takes ---
 
     def _flop_of(self, meta: InferenceInput) -> float:
-        """Of the tokens of one request, as a part of a microbatch's forward."""
+        """Return a request's FLOP: its share of a microbatch's forward."""
         replica = self._replica()
         training = self._spec.training
         share = meta.rows * meta.length / (training.microbatch_size * self._spec.model.context)
@@ -348,12 +348,12 @@ class InferenceService:
 
 
 def _has(plan: Plan, meta: InferenceInput) -> bool:
-    """Whether the receiver's stage begins where the sender says."""
+    """True if the stage begins at the sender's layer in our plan, too."""
     return meta.stage < len(plan.stages) and plan.stages[meta.stage].first_layer == meta.first_layer
 
 
 def _rank(peer: PeerID, meta: InferenceInput) -> bytes:
-    """The member with the lowest one is the way's: rendezvous hashing."""
+    """Rank a member for the request's `way`; the lowest rank is chosen (rendezvous hashing)."""
     return blake3(f"{peer}/{meta.entry}/{meta.way}".encode()).digest()
 
 
