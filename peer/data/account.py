@@ -69,5 +69,4 @@ class Account(msgspec.Struct):
         return tuple(f"left out of {source}: {entry}" for entry in sorted(self.left_out, key=lambda e: -e.count))
 
     def behind(self, sentence: str) -> str:
-        """Append the sentences to a sentence about the source."""
         return "; ".join((sentence, *self.sentences("it")))

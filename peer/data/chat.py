@@ -175,10 +175,8 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Path | None) -> ChatTemplate:
-    """Load the chat template beside a tokenizer.json; without a tokenizer (bytes), ChatML.
-
-    Raises: DataError: there is no template.
-    """
+    """Load the chat template beside a tokenizer.json; without a tokenizer (bytes), ChatML. Raises: DataError: there is
+    no template."""
     if tokenizer is None:
         return ChatTemplate(CHATML, {}, name="shoal's own chat template")
     folder = tokenizer.parent

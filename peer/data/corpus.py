@@ -45,7 +45,6 @@ class Corpus:
     digest: str
     """BLAKE3 (64 hex digits) of the tokens and the split; with several sources the digests of all, joined."""
     vocab_size: int = 256
-    """Tokens are below it."""
     tokenizer_digest: str = ""
     """BLAKE3 of the tokenizer.json; empty for bytes."""
     start_D: NDArray[np.int64] | None = None
@@ -55,7 +54,6 @@ class Corpus:
     account: Account = field(default_factory=Account)
     """The rows and files that were skipped."""
     others: tuple["Corpus", ...] = ()
-    """The other sources of a run that has several."""
     weights: tuple[float, ...] = (1.0,)
     """The weights of all sources, this one first."""
 
@@ -65,7 +63,6 @@ class Corpus:
 
     @property
     def tokens_in_training(self) -> int:
-        """Return the number of training tokens in all sources."""
         return sum(source.num_training for source in self.sources)
 
     @property

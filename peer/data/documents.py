@@ -135,10 +135,8 @@ def read_documents(spec: DataSpec, template: ChatTemplate | None, account: Accou
 
 
 def read_texts(files: Files, account: Account) -> Iterator[tuple[str, bytes]]:
-    """Read the name and the text of each file that has a text.
-
-    Raises: DataError: a file cannot be read, or none has a text.
-    """
+    """Read the name and the text of each file that has a text. Raises: DataError: a file cannot be read, or none has a
+    text."""
     has_any = False
     for named in _texts(files.paths, files, account):
         has_any = True

@@ -109,7 +109,6 @@ class Packs:
         self.num_left_out = len(start_D) - len(taken_D)
         """Conversations dropped because all their answers are beyond a sample's end."""
         self.num_learnt = int(learnt_D.sum())
-        """Learnt tokens."""
         if not len(taken_D):
             raise DataError(f"no conversation has an answer within {context} tokens")
         self._start_D, self._kept_D = start_D, kept_D
@@ -149,10 +148,7 @@ class Packs:
 
 def _best_fit(size_D: NDArray[np.int64], *, capacity: int) -> list[list[int]]:
     """Pack items of these sizes, each at most `capacity`, by best-fit decreasing: largest first, each into the fullest
-    bin with room for it.
-
-    Returns: the indices of the items in each bin, in the order of packing.
-    """
+    bin with room for it. Returns: the indices of the items in each bin, in the order of packing."""
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `with_room`, rising

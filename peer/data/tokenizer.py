@@ -33,7 +33,6 @@ Places = NDArray[np.int64]
 
 class Tokenizer(Protocol):
     vocab_size: int
-    """Tokens are below it."""
     digest: str
     """BLAKE3 of the file; empty for bytes."""
     end_of_text: int | None

@@ -27,8 +27,6 @@ _LOOK_S: Final = 0.5
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A frame under way."""
-
     holder: PeerID
     step: int
     size: int

@@ -51,7 +51,6 @@ class HolderRouter(Router):
     me: PeerID
 
     def follow(self, holders: Mapping[PeerID, float], senders: Mapping[PeerID, float]) -> None:
-        """Follow a new plan (see `sent_by`)."""
         shares = sent_by(self.me, holders, senders) if holders else {}
         if shares != self.shares:
             self.set_shares(shares)

@@ -54,7 +54,6 @@ class ExpertDispatch:
         self._asking = Asking(surroundings, has_others=self._has_others)
         self._unsettled = 0
         self._absent: set[PeerID] = set()
-        """Peers known to be lost."""
         self._places: dict[PeerID, dict[int, int]] = {}
         """Holder -> expert -> incarnation, of all places in its Hello, open or not."""
         self._tasks = Tasks(surroundings.listeners.on_failure)
@@ -82,7 +81,6 @@ class ExpertDispatch:
             router.follow({member.peer: member.share for member in members}, senders)
 
     def heard(self, peer: PeerID, hello: Hello) -> None:
-        """Process a peer's Hello."""
         self._absent.discard(peer)
         before, places = self._places.get(peer, {}), {place.group: place for place in hello.experts}
         now: dict[int, int] = {}
@@ -96,7 +94,6 @@ class ExpertDispatch:
             self._asking.give_up(peer)  # it lost some of its experts; the others are asked for again
 
     def lost(self, peer: PeerID) -> None:
-        """Process that a peer has died or cannot be reached."""
         self._absent.add(peer)
         self._places.pop(peer, None)
         for router in self._routers.values():

@@ -42,7 +42,6 @@ class ExpertTenure(Tenure):
 
     @property
     def place(self) -> ExpertPlace:
-        """The tenure's entry in our Hello."""
         return ExpertPlace(
             group=self.group_id,
             incarnation=self.incarnation,
@@ -61,7 +60,6 @@ class ExpertTenure(Tenure):
         return self.core.group.lacks(microbatch.step, microbatch.index)
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
-        """Report that the expert's gradient of the microbatch is complete."""
         self.handle(Contributed(microbatch, staleness_steps, again, loss))
 
     # --- what it works at ---

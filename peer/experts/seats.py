@@ -64,7 +64,6 @@ class ExpertSeats:
 
     @property
     def places(self) -> tuple[ExpertPlace, ...]:
-        """Our Hello's list of expert places."""
         return tuple(tenure.place for tenure in self.tenures)
 
     @property

@@ -52,7 +52,6 @@ class Room:
         return True
 
     def leave(self, peer: PeerID) -> None:
-        """Return one of the peer's places."""
         self._taken[peer] -= 1
         if not self._taken[peer]:
             del self._taken[peer]

@@ -76,12 +76,10 @@ class ExpertServer:
         self.wake()
 
     def wake(self) -> None:
-        """Check the waiting requests again: an expert has another version, or is gone."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def num_pending(self, work: ExpertWork) -> int:
-        """Return the number of waiting requests that name the expert of `work`."""
         return sum(
             request.meta.stage == work.stage and any(expert == work.expert for expert, _ in request.meta.counts)
             for request in self._pending.values()

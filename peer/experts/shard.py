@@ -100,7 +100,6 @@ class ExpertShard(Shard):
         return len(self._open)
 
     def layers_done(self, run: Run) -> int:
-        """Return the number of layers whose backward is in the run's gradient."""
         return self._open.layers_done(run)
 
     def close(self, run: Run, *, wanted: bool) -> int | None:
@@ -115,7 +114,6 @@ class ExpertShard(Shard):
         return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of a peer that has died, or restarted as incarnation `successor`: see `OpenRuns.drop`."""
         self._open.drop(source, successor)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:

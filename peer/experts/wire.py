@@ -56,7 +56,6 @@ class TokenWire:
         return spans
 
     def room(self, nbytes: int) -> Payload:
-        """Return zeros to write to."""
         return bytearray(nbytes)
 
     def part(self, payload: Payload, span: slice) -> Payload:
@@ -64,11 +63,9 @@ class TokenWire:
         return memoryview(payload)[span]
 
     def write(self, into: Payload, span: slice, part: Payload) -> None:
-        """Write a part. Args: into: made by `room`."""
         memoryview(into)[span] = part
 
     def joined(self, parts: Iterable[Payload]) -> Payload:
-        """Join parts in order."""
         return bytearray().join(parts)
 
     def check_tokens(self, meta: ExpertTokens, payload: Payload, source: PeerID) -> None:

@@ -100,5 +100,4 @@ class ExpertWork:
             self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, again=again)
 
     def source_lost(self, peer: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of a peer that has died, or restarted as incarnation `successor`: see `OpenRuns.drop`."""
         self.runtime.drop(peer, successor)

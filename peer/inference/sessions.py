@@ -54,7 +54,6 @@ class Sessions:
         return not self._fixed
 
     def fixed(self, version: int, layers: Layers, now_s: float) -> FixedStage | None:
-        """Return the stage at `version`, if it is kept."""
         found = self._fixed.get(version)
         if found is None or found.layers != layers:
             return None
@@ -95,7 +94,6 @@ class Sessions:
         return known.memory
 
     def remembered(self, session: Session, length: int) -> None:
-        """Record that the session's cache has `length` tokens now."""
         if session in self._known:
             self._known[session].length = length
 

@@ -106,7 +106,6 @@ class InferenceWire:
         )
 
     def _activation(self, meta: InferenceInput, x: Payload, tokens_BT: Tensor | None) -> Tensor:
-        """Return `Question.x`."""
         if meta.stage == 0:
             assert tokens_BT is not None, "a question without tokens"
             return tokens_BT

@@ -58,7 +58,6 @@ class CompiledLayers:
         self._thread = threading.Thread(target=self._compile, name="compile layers", daemon=True)
 
     def start(self) -> None:
-        """Begin to compile in a separate thread."""
         self._thread.start()
 
     def wait(self) -> None:

@@ -30,7 +30,6 @@ class Documents:
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def positioned(self, rotary: Rotary) -> Rotary:
-        """Return the rotary tables at these positions."""
         return at_positions(rotary, self.position_BT)
 
     def mask(self, window: int, dtype: torch.dtype) -> Tensor:

@@ -245,7 +245,6 @@ class AdaptedLayer(dict[str, Tensor]):
         return product
 
     def rows(self, name: str, index: Tensor) -> Tensor:
-        """Return rows of the matrix `name`."""
         return self._frozen.matrices[name].rows(index, self._frozen.dtype)
 
     def matrix(self, name: str) -> Tensor:

@@ -75,10 +75,8 @@ class KeysValues:
 def stream(
     model: ModelSpec, params_by_key: Mapping[str, Params], prompt: Sequence[int], sampler: Sampler
 ) -> Iterator[int]:
-    """Continue `prompt` without end: one token at a time, on the device of the parameters.
-
-    Raises: ValueError: the prompt is empty.
-    """
+    """Continue `prompt` without end: one token at a time, on the device of the parameters. Raises: ValueError: the
+    prompt is empty."""
     if not prompt:
         raise ValueError("the prompt must have at least one token")
     return _stream(model, params_by_key, list(prompt), sampler)
@@ -92,10 +90,8 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> bytes:
-    """Continue `prompt` by `num_tokens` bytes and return only the continuation.
-
-    Raises: ValueError: the prompt is empty, or the vocabulary is larger than bytes.
-    """
+    """Continue `prompt` by `num_tokens` bytes and return only the continuation. Raises: ValueError: the prompt is
+    empty, or the vocabulary is larger than bytes."""
     if not prompt:
         raise ValueError("the prompt must have at least one byte")
     if model.vocab_size > 256:

@@ -78,10 +78,8 @@ class LayerLayout:
         return leaves
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copy tensors into a flat buffer; the inverse of `views`.
-
-        Raises: ValueError: a tensor is missing or unknown, or a shape differs.
-        """
+        """Copy tensors into a flat buffer; the inverse of `views`. Raises: ValueError: a tensor is missing or unknown,
+        or a shape differs."""
         if set(tensors) != set(self.names):
             raise ValueError(f"layer {self.key} wants {sorted(self.names)}, not {sorted(tensors)}")
         for name, shape in zip(self.names, self.shapes, strict=True):

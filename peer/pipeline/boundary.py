@@ -38,7 +38,6 @@ class Boundary:
         self._wire = ActivationWire(spec)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Set the wire formats; see `ActivationWire.travel_as`."""
         self._wire.travel_as(leaving, coming)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
@@ -57,7 +56,6 @@ class Boundary:
         return tokens_BT.to(self._device), labels.to(self._device)
 
     def send(self, y_BTD: Tensor, labels: Labels) -> bytearray:
-        """Encode the activation for the next stage."""
         return self._wire.encode_activation(y_BTD.detach(), labels)
 
     def loss(self, params: llama.Params, x_BTD: Tensor, labels: Labels) -> Tensor:

@@ -54,14 +54,12 @@ class Hold:
         self._cargo: dict[Microbatch, Cargo] = {}
 
     def of(self, microbatch: Microbatch) -> Cargo:
-        """Return the cargo of `microbatch`; an empty one if it is new."""
         cargo = self._cargo.get(microbatch)
         if cargo is None:
             cargo = self._cargo[microbatch] = Cargo()
         return cargo
 
     def get(self, microbatch: Microbatch) -> Cargo | None:
-        """Return the cargo of `microbatch`, if there is any."""
         return self._cargo.get(microbatch)
 
     def job(self, job: Job, microbatch: Microbatch) -> tuple[Callable[[], Any], float]:
@@ -100,7 +98,6 @@ class Hold:
         return cargo.is_wanted
 
     def forget(self, microbatch: Microbatch) -> None:
-        """Drop all that is kept of a microbatch that nobody will ask for again."""
         cargo = self._cargo.pop(microbatch, None)
         if cargo is not None:
             self._abandon(cargo)

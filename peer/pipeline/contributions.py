@@ -53,7 +53,6 @@ class Summed:
     """The weights at which its gradients were taken, if the compensation corrects; None: all at the step's own
     weights."""
     num: int
-    """The number of gradients in it."""
 
 
 class Contributions:
@@ -84,7 +83,6 @@ class Contributions:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have a sum."""
         return sorted(self._sums)
 
     def has(self, microbatch: Microbatch) -> bool:
@@ -119,10 +117,7 @@ class Contributions:
 
     def contribute(self, microbatch: Microbatch, *, version: int, apart: bool) -> bool | None:
         """Add the gradient to its step's sum, or hold it out if `apart` and there is room. Call it just before
-        announcing it.
-
-        Returns: True if it is held out; None if its step is over and it is in no sum.
-        """
+        announcing it. Returns: True if it is held out; None if its step is over and it is in no sum."""
         finished = self._finished.pop(microbatch, None)
         if microbatch.step < version:
             return None

@@ -125,7 +125,6 @@ class Shard:
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
-        """Return version 0, made from the run's seed."""
         return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
@@ -249,7 +248,6 @@ class Shard:
             torch.accelerator.memory.empty_cache()
 
     def _move_out(self) -> None:
-        """Move what `Offload` keeps in host memory there."""
         if self.state is not None:
             self.state = self._offload.state(self.state)
         if self._step is not None:
@@ -257,7 +255,6 @@ class Shard:
         self._contributions.move_out()
 
     def forget(self, microbatch: Microbatch) -> None:
-        """Drop the gradient of a microbatch that nobody will ask for again."""
         self._contributions.forget(microbatch)
 
     # --- for subclasses, within a job ---

@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """A microbatch between its forward and its backward."""
-
     x: Tensor
     labels: Labels
     contributes: bool
@@ -94,7 +92,6 @@ class StageRuntime(Shard):
         self.flop = stage_flop(spec, self.keys)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Set the wire formats; see `ActivationWire.travel_as`."""
         self._boundary.travel_as(leaving, coming)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
@@ -191,10 +188,7 @@ class StageRuntime(Shard):
     @torch.no_grad()
     def fixed(self) -> FixedStage:
         """Return the stage at its committed version, for a reader that uses it after the stage has stepped. Call it
-        within a job.
-
-        Raises: MemoryError: a step that ran out of memory has to finish first.
-        """
+        within a job. Raises: MemoryError: a step that ran out of memory has to finish first."""
         _, leaves = self._weights_of(Microbatch(self.version, -1))  # a validation microbatch gets the committed weights
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
@@ -209,7 +203,6 @@ class StageRuntime(Shard):
         super().make_room()
 
     def forget(self, microbatch: Microbatch) -> None:
-        """Drop all that is kept of a microbatch that nobody will ask for again."""
         self._contexts.pop(microbatch, None)
         super().forget(microbatch)
 
@@ -222,7 +215,6 @@ class StageRuntime(Shard):
         return x
 
     def _layers(self, leaves: Leaves, labels: Labels, mixture: Mixture) -> list[Callable[[Tensor], Tensor]]:
-        """Return the forward of each layer but the head."""
         rotary, documents = self._rotary, None
         if labels.begins_BT is not None:
             documents = Documents(labels.begins_BT)

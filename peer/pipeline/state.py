@@ -79,7 +79,6 @@ class StageState:
     here."""
 
     def proofs(self) -> tuple[tuple[str, str], ...]:
-        """Return (layer, its proof) for each layer, in order."""
         return tuple((key, layer.proof()) for key, layer in self.layers.items())
 
     def digest(self) -> str:

@@ -76,8 +76,6 @@ _Graph = tuple[Tensor, list[_Cut]]
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """A microbatch between its forward and its backward."""
-
     x: Tensor
     labels: Labels
     contributes: bool
@@ -117,13 +115,11 @@ class StageTrunk(Shard):
         self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Set the wire formats; see `ActivationWire.travel_as`."""
         self._boundary.travel_as(leaving, coming)
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> Calling[bytearray]:
-        """Do what `StageRuntime.forward` does."""
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
         recomputes = self.spec.training.recomputes
@@ -135,7 +131,6 @@ class StageTrunk(Shard):
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> Calling[tuple[float, bytearray | None]]:
-        """Do what `StageRuntime.loss` does."""
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
         y_BTD, cuts = yield from self._run_layers(leaves, x, labels, self.expert_loads, grad=True)
@@ -152,7 +147,6 @@ class StageTrunk(Shard):
         return value, self._boundary.send_gradient(x, microbatch, fine)
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> Calling[bytearray | None]:
-        """Do what `StageRuntime.backward` does."""
         context = self._contexts.pop(microbatch)
         grad_BTD = self._boundary.receive_gradient(payload)
         weights, leaves, graph = context.kept or (*self._weights_of(microbatch), None)
@@ -170,7 +164,6 @@ class StageTrunk(Shard):
         return self._boundary.send_gradient(context.x, microbatch, fine)
 
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Calling[bytearray | float]:
-        """Do what `StageRuntime.validate` does."""
         x, labels = self._boundary.receive(microbatch, payload)
         _, leaves = self._weights_of(microbatch)
         y, _ = yield from self._run_layers(leaves, x, labels, None, grad=False)
@@ -180,7 +173,6 @@ class StageTrunk(Shard):
         return self._boundary.send(y, labels)
 
     def forget(self, microbatch: Microbatch) -> None:
-        """Drop all that is kept of a microbatch that nobody will ask for again."""
         self._contexts.pop(microbatch, None)
         super().forget(microbatch)
 

@@ -39,9 +39,7 @@ FRESHER: Final = 1.5
 class OpenGradients(Protocol):
     """This member's own gradients of steps that are not committed yet."""
 
-    def num(self, step: int) -> int:
-        """Return the number of gradients of `step`."""
-        ...
+    def num(self, step: int) -> int: ...
 
     def seen(self, step: int) -> OpenSum | None:
         """Return the sum of all `num` gradients; None if there are none."""
