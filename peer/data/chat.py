@@ -1,16 +1,14 @@
-"""Conversations as text: the vocabulary's chat template renders rows of a chat set, and the places of the answers are
-noted.
+"""Conversations as text, rendered by the vocabulary's chat template, with the places of the answers.
 
 The template is a Jinja program beside the tokenizer.json (`chat_template.jinja`, or in `tokenizer_config.json`). It
 runs in Jinja's sandbox, sees no clock, and writes what transformers would write, so the same rows give the same text on
 every machine.
 
 **Which text is an answer.** If the template marks its answers with `{% generation %}`, those marks decide. Otherwise an
-answer is the difference between two renderings: the conversation so far with the prompt for an answer, and the same
-with the answer. So it includes the token that ends a turn, which a model must learn to write. A template may render an
-earlier answer differently once more messages follow (for example without its thoughts); then only the last answer is
-learnt, because no prompt would ask for the others in that form. An answer whose message has a `weight` of 0 is not
-learnt.
+answer is what the template adds to the conversation so far, rendered with the prompt for an answer. So it includes the
+token that ends a turn, which a model must learn to write. A template may render an earlier answer differently once more
+messages follow (for example without its thoughts); then only the last answer is learnt, because no prompt would ask for
+the others in that form. An answer with a `weight` of 0 is not learnt.
 
 **Skipped rows.** A conversation with tool calls or separate thoughts would be rendered without them, and an empty
 answer teaches to end a turn at once: such a row is skipped.
@@ -35,7 +33,7 @@ CHATML: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The template of runs whose tokens are bytes."""
+"""The template of runs with bytes as tokens."""
 TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")

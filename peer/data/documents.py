@@ -191,10 +191,7 @@ def _nothing(files: Files, account: Account) -> DataError:
 
 
 class _Reader:
-    """Converts rows to documents.
-
-    Args: field: the field with the text, unless a template renders chats.
-    """
+    """Converts rows to documents: their text in `field`, or a chat rendered by the template."""
 
     def __init__(self, field: str, template: ChatTemplate | None) -> None:
         self._field, self._template = field, template

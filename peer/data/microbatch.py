@@ -27,7 +27,7 @@ FEISTEL_ROUNDS = 4
 ROUND = 1024
 """Samples in a round, in which every source has its share. A weight below one sample counts as one."""
 _STEPS_KEPT = 16
-"""Steps whose numbers of learnt tokens are cached: more than are ever in flight."""
+"""Steps for which the numbers of learnt tokens are cached: more than are ever in flight."""
 
 _Chosen = tuple[Samples, int]
 """A source's samples, and the number of one."""

@@ -81,11 +81,8 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The vocabulary of a tokenizer.json.
+    """The vocabulary of the tokenizer.json `data`, called `name` in messages.
 
-    Args:
-        data: the file's content.
-        name: its name in messages.
     Raises: DataError: the library is not installed, or cannot read it.
     """
 

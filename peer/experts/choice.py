@@ -17,7 +17,7 @@ def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID
     shares.
 
     A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The rest goes to the
-    holders whose share exceeds their own tokens, in proportion to the excess.
+    holders with a share above their own tokens, in proportion to the excess.
 
     Args:
         holders: holder of one expert -> its share of the tokens, > 0; need not sum to 1.

@@ -2,9 +2,8 @@
 
 Each expert gets one holder for a whole microbatch (`choice.py`): ourselves up to the plan's shares, else by the shares
 and by what each holder has of ours already. A layer is one frame to each holder, without padding. A holder that dies,
-refuses or is unreachable is replaced for the rest of the microbatch. The replacement repeats the backwards that the
-lost holder had done, when the microbatch is *settled*: then each holder is told that the microbatch is finished, and
-counts it.
+refuses or is unreachable is replaced for the rest of the microbatch. When the microbatch is *settled*, the replacement
+repeats the backwards that the lost holder had done, and each holder is told to count the microbatch.
 
 If an expert has no holder, and none of those in the plan can be reached, its tokens are passed by: they continue by the
 residual, and are counted.
@@ -71,7 +70,7 @@ class ExpertDispatch:
     def is_idle(self) -> bool:
         return self._unsettled == 0
 
-    # --- who is there ---
+    # --- membership ---
 
     def follow(self, plan: Plan) -> None:
         self._plan = plan
@@ -179,7 +178,7 @@ class ExpertDispatch:
         spans: dict[int, slice],
         output: Payload,
     ) -> list[int]:
-        """Returns: the experts whose rows are in `output` now: all of `experts`, or none."""
+        """Returns: the experts with their rows in `output` now: all of `experts`, or none."""
         pieces = [self._wire.part(call.tokens, spans[expert]) for expert in experts]
         if call.gradients is not None:
             pieces += [self._wire.part(call.gradients, spans[expert]) for expert in experts]

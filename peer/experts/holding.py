@@ -95,7 +95,7 @@ class ExpertTenure(Tenure):
         self.stepped(*timed.value)
         self.work.wake()
 
-    # --- who is there, and life ---
+    # --- membership ---
 
     def _near(self) -> list[tuple[PeerID, ...]]:
         plan = self.core.plan

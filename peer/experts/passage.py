@@ -1,4 +1,4 @@
-"""One run of a microbatch through a stage whose experts are on other peers, and the holders of its parts."""
+"""One run of a microbatch through a stage with its experts on other peers, and the holders of its parts."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class Part:
     """Layer -> (tokens, gradients) of its backward, kept until the run is settled, because a replacement must repeat
     it."""
     done: set[int] = field(default_factory=set)
-    """Layers whose backward the present holder has done."""
+    """Layers that the present holder has run backward."""
 
     def lose(self) -> None:
         self.avoid, self.holder = self.holder, None

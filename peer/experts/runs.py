@@ -39,7 +39,7 @@ class OpenRun:
     weights: WeightSet | None
     staleness_steps: int
     layers: set[int] = field(default_factory=set)
-    """Layers whose backward is in the gradient."""
+    """Layers that the gradient includes."""
 
 
 class OpenRuns:
@@ -63,7 +63,7 @@ class OpenRuns:
         return opened
 
     def layers_done(self, run: Run) -> int:
-        """Return the number of layers whose backward is in the run's gradient."""
+        """Return the number of layers that the run's gradient includes."""
         opened = self._open.get(run)
         return len(opened.layers) if opened else 0
 

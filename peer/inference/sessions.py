@@ -1,4 +1,4 @@
-"""What one stage keeps for inference: the weights of recent versions, and the keys and values of sessions."""
+"""The weights of recent versions, and the keys and values of sessions, that a stage keeps for inference."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Backward from several tensors whose gradients are given."""
+"""Backward from several tensors with given gradients."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,10 +1,8 @@
 """A decoder layer's mixture of experts as in Mixtral and Qwen3-MoE: a router sends each token to K of E SwiGLUs.
 
 The load-balancing loss of a layer depends only on that layer's router. So its gradient enters in the layer's own
-backward, and no message carries it to the last stage and back: the model trains on loss + `router_aux_loss` * the sum
-of all layers' balance, wherever it is cut. With adapters, routers and experts are frozen, so there is no balance.
-
-`Experts` leaves open where experts are computed; an implementation must be differentiable in tokens and weights.
+backward, without messages between stages: the model trains on loss + `router_aux_loss` * the sum of all layers'
+balance, wherever it is cut. With adapters, routers and experts are frozen, and there is no balance.
 
 Sources: Mixtral (2024, arXiv 2401.04088, section 2.1), its weights and names; Switch Transformers (2021, arXiv
 2101.03961, equations 4 to 6), the balance, here over all K choices of a token and divided by K, so that it is 1 for an
@@ -30,7 +28,7 @@ from shoal.protocol.tensors import EXPERT_MATRICES, expert_name, router_name
 
 
 class Experts(Protocol):
-    """Computes the experts of a layer."""
+    """Computes the experts of a layer, here or on other peers."""
 
     def __call__(self, layer_index: int, x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
@@ -39,8 +37,8 @@ class Experts(Protocol):
             x_ND: the tokens, of any floating dtype.
             chosen_NK: int64, different experts for each token.
             weight_NK: float32, their weights; a token's add up to 1.
-        Returns: [N, D] in the dtype of `x_ND`, differentiable in `x_ND` and `weight_NK`. A token whose experts were all
-        unavailable has a row of zeros: the residual carries it on.
+        Returns: [N, D] in the dtype of `x_ND`, differentiable in `x_ND` and `weight_NK`. A token without available
+        experts has a row of zeros: the residual carries it on.
         """
         ...
 

@@ -66,7 +66,7 @@ class Subspace:
 
     @classmethod
     def of(cls, spec: RunSpec, device: torch.device) -> "Subspace":
-        """Return the subspace of a run whose model has one; cached by device."""
+        """Return the subspace of a run that has one; cached by device."""
         return _made(spec.seed, spec.model.dim, spec.model.subspace, device)
 
     def constants(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -23,12 +23,7 @@ from shoal.protocol.wire_format import WireFormat
 
 
 class Boundary:
-    """The ends of one stage.
-
-    Args:
-        first_layer: index of the stage's first layer.
-        corpus: the run's text, at stage 0 only.
-    """
+    """The ends of the stage that begins at `first_layer`. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(self, spec: RunSpec, *, first_layer: int, corpus: Corpus | None, device: torch.device) -> None:
         self._spec = spec

@@ -1,19 +1,17 @@
 """The sums of gradients of each step until it is committed.
 
-The sum of a step holds exactly the gradients that the group has been told of: a gradient waits aside until it is
-announced, and one that may have to be omitted is held out of the sum.
+A sum holds exactly the gradients that the group has been told of. A gradient waits aside until it is announced; one
+that may have to be omitted is held out.
 
-**Two threads.** The event loop decides in which order gradients are announced and sums are requested; it touches no
-tensor. It puts each such order into a queue. The next thread that works with tensors (the device's thread at the
-beginning of a job, or a thread that makes a sum) runs the queue in that order, one thread at a time. So a sum holds
-what had been announced when it was requested, whenever it is made.
+**Two threads.** The event loop announces gradients and requests sums, and touches no tensor. It puts each such order
+into a queue; the next thread that works with tensors (a job, or a thread that makes a sum) runs the queue in order. So
+a sum holds what had been announced when it was requested, whenever it is made.
 
-**One tensor a step.** A sum is as large as the stage, so it is returned without a copy. A gradient that comes later is
-added into a new tensor, and the returned one stays unchanged. A sum that a strategy reads (`seen`) is copied only if a
-gradient comes while it reads.
+**One tensor a step.** A sum is as large as the stage and is returned without a copy. A later gradient is added into a
+new tensor. A sum that a strategy reads (`seen`) is copied only if a gradient comes meanwhile.
 
-**The optimizer step closes the sum.** The step needs only the reduced gradient. The sum and the places are as large as
-the stage, so they are freed before the new state is made. A later request for the sum gets None, not zeros.
+**The optimizer step closes the sum.** It needs only the reduced gradient, so the sum and the places are freed before
+the new state is made. A later request gets None, not zeros.
 """
 
 import logging
@@ -70,7 +68,7 @@ class Contributions:
         self._corrects = corrects
         self._offload = offload or Offload(vectors.host)
         self._sums: dict[int, Tensor] = {}  # by step
-        self._given: set[int] = set()  # steps whose sum was returned without a copy
+        self._given: set[int] = set()  # steps with a sum that was returned without a copy
         self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: the reads of its sum and places that are alive
         self._nums: dict[int, int] = {}  # by step: the number of gradients in its sum
         self._told: deque[Callable[[], None]] = deque()  # orders of the loop that no thread has run yet

@@ -1,16 +1,12 @@
 """The arithmetic of one replica: forward and backward with the weights for each step, and the optimizer step.
 
-Every method runs on the device's one thread, as a job. A backward uses the weights of its forward: the microbatch's
-context holds those tensors. There are two exceptions: with `keep = "recompute"`, or if the run's compensation asks for
-it, the context holds only the input, and the backward first repeats the forward with the weights that the current
-version gives for the microbatch's step.
-
-With `keep = "layers"` the context holds the weights and each layer's input, and the backward repeats the forward of one
-layer at a time, so that the graph of at most one layer is in memory. Every run does so after a job has run out of
-memory.
+Every method runs on the device's one thread, as a job. A microbatch's context keeps the weights of its forward for its
+backward. With `keep = "recompute"`, or if the compensation asks for it, it keeps only the input, and the backward first
+repeats the forward with the weights that the current version gives for the microbatch's step. With `keep = "layers"` it
+keeps the weights and each layer's input, and the backward repeats the forward of one layer at a time, so that at most
+one layer's graph is in memory. Every run does the latter after a job has run out of memory.
 
 No job reads a number from its device before its end, where it waits for the payload anyway (`../model/finite.py`).
-
 `trunk.py` replaces this module where the experts are on other peers.
 
 B samples   T tokens   D width   N parameters of the stage; the layers' flat buffers follow one another
@@ -62,11 +58,7 @@ class _Context:
 
 
 class StageRuntime(Shard):
-    """The layers of one stage, and the contexts of the microbatches between forward and backward.
-
-    Args:
-        corpus: the run's text, at stage 0 only.
-    """
+    """The layers of one stage, and the contexts of open microbatches. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(
         self,

@@ -109,11 +109,10 @@ def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) ->
 
 
 def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, version: int) -> LayerState | None:
-    """Make one optimizer step from `version` with the reduced gradient; the gradient of each unit of the layer is
-    clipped by its own norm.
+    """Make one optimizer step from `version` with the reduced gradient, clipped for each unit of the layer separately.
 
-    A unit whose gradient is not finite stays unchanged, since no optimizer may see such numbers. So the step of a layer
-    equals the steps of its units bit for bit, even if they are on different peers. `key` may name a unit.
+    A unit stays unchanged if its gradient is not finite, since no optimizer may see such numbers. So the step of a
+    layer equals the steps of its units bit for bit, even if they are on different peers. `key` may name a unit.
     Returns: the layer at `version + 1`; None if no unit's gradient is finite.
     """
     return step_layer_clipped(spec, key, layer, clipped(spec, key, grad_N), version)
@@ -142,7 +141,7 @@ class Clipped(NamedTuple):
     gradient_N: Tensor | None
     """float32 [N], ready for the optimizer; None: no unit's gradient is finite, and the layer stays unchanged."""
     spoilt: tuple[str, ...]
-    """The units whose gradient is not finite; it is zero in `gradient_N`."""
+    """The units with a gradient that is not finite; it is zero in `gradient_N`."""
     square: float
     """The squared 2-norm of the gradient before clipping, without spoilt units and without the matrix of a tied head,
     which counts with the embedding."""

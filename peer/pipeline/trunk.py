@@ -1,11 +1,10 @@
-"""The arithmetic of a stage whose experts are on other peers: attention, routers, norms and both ends of the model.
+"""The arithmetic of a stage with its experts on other peers: attention, routers, norms and both ends of the model.
 
-It does what `stage.py` does, but each job is a generator: it yields one call to the experts of each layer and continues
-with their answer. Attention and router come before a call; their results (residual stream, weights of the chosen
-experts, tokens sorted by expert) are kept with their graph. The part after the call begins with new autograd leaves:
-the residual stream, the weights, and the experts' output. So the backward goes back part by part and nothing runs
-twice: it takes the leaves' gradients, sends those of the output to the experts, and continues with their answer through
-the part before.
+Each job is a generator: it yields one call to the experts of each layer and continues with their answer. The results
+before a call (residual stream, weights of the chosen experts, tokens sorted by expert) are kept with their graph. The
+part after the call begins with new autograd leaves: the residual stream, the weights, and the experts' output. So
+nothing runs twice: the backward takes the leaves' gradients, sends those of the output to the experts, and continues
+with their answer through the part before.
 
 Rows are rounded to the wire's dtype on the way to the experts. The gradient of the rounding is taken as 1, as
 everywhere on the wire.
@@ -84,11 +83,8 @@ class _Context:
 
 
 class StageTrunk(Shard):
-    """The layers of one stage without their experts. `flop` counts a job up to its first call.
-
-    Args:
-        corpus: the run's text, at stage 0 only.
-    """
+    """The layers of one stage without their experts. Jobs do what those of `StageRuntime` do; `flop` counts a job up to
+    its first call. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(
         self,

@@ -1,19 +1,18 @@
 """The weights of one stage that are alive, and which of them a step gets.
 
 Theory of operation. A set of weights is held by its users: a microbatch between forward and backward, a gradient that
-will be corrected, the cache of sets made at the current version. The last reference frees it; only Python counts
-references.
+will be corrected, the cache of sets made at the current version. The last reference frees it.
 
 How many can there be? The current version is one. Each step ahead, t in (v, v + s_max], has at most one: it is made
-when the step's first microbatch comes, and as long as something holds it, later microbatches of that step get the same
-one, even if a newer version could give a better one. A commit turns a step ahead into the current one: new microbatches
-get w_t itself, but older ones may still hold their set. So at most 1 + s_max + 1 are alive. (A new set at every version
+when the step's first microbatch comes, and as long as something holds it, later microbatches of that step share it,
+even if a newer version could give a better one. A commit turns a step ahead into the current one: new microbatches get
+w_t itself, but older ones may still hold their set. So at most 1 + s_max + 1 are alive. (A new set at every version
 would allow up to (s_max + 1)(s_max + 2) / 2: the same at s_max = 1, but 6 and not 4 at s_max = 2.) Strategies that
-predict nothing need no such rule: their sets are past versions, at most s_max + 1.
+predict nothing hold past versions, at most s_max + 1.
 
 A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen half as many again, if
-there is room. There is room if few microbatches are in flight, because those that the previous step admitted early have
-returned. If there is no room for the first set of a step, its microbatches use the current weights until there is.
+there is room, which is so if few microbatches are in flight. If there is no room for the first set of a step, its
+microbatches use the current weights until there is.
 """
 
 import logging

@@ -4,16 +4,15 @@ The shape follows from the run spec, never from the sender. If the run has sever
 sender's, and the receiver tells the format by the number of bytes (bf16 and int8 have equal sizes only for 66 numbers,
 which no real model has). So a payload can be read under any plan, and is resent unchanged.
 
-In formats of few bits (`kernels/codec`) activations are rounded to nearest. Gradients are rounded stochastically, so
-that they are unbiased; the random numbers depend on the microbatch and the layer, so a repeated backward gives the same
-bytes.
+In formats of few bits (`kernels/codec`) activations are rounded to nearest, gradients stochastically, so that they are
+unbiased. The random numbers depend on the microbatch and the layer, so a repeated backward gives the same bytes.
 
-An activation is followed by its labels: the target of each token, with one bit for the beginning of a document if the
-run masks documents or does not learn all targets, and then also the microbatch's weight.
+An activation is followed by its labels: the target of each token; if the run masks documents or does not learn all
+targets, also the microbatch's weight and, as a bit of each target, the beginnings of documents.
 
-In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers, and
-likewise for gradients. The receiver needs the tokens to restore them. If all targets are learnt, each target is the
-next token, so only the first token of each sample is sent; otherwise all are.
+In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers, likewise
+for gradients. The receiver needs the tokens to restore them. If all targets are learnt, each target is the next token,
+so only the first token of each sample is sent; otherwise all are.
 
 B samples   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """

@@ -36,11 +36,8 @@ class Seen:
 
 
 class Compensation(ABC):
-    """A strategy for one layer. Subclasses implement `_ahead`, and set those flags that differ.
-
-    Args:
-        optimizer: a name of `shoal.kernels.optimizer.OPTIMIZERS`.
-    """
+    """A strategy for one layer trained by `optimizer` (a name of `OPTIMIZERS`). Subclasses implement `_ahead`, and set
+    those flags that differ."""
 
     stash: ClassVar[bool] = True
     """The backward uses the kept weights of the forward. False: it repeats the forward with `weights` of the current
@@ -62,10 +59,8 @@ class Compensation(ABC):
         """Return ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
 
         At staleness 0 (or less: a repair) it is `layer.param_N` itself with every strategy.
-
-        Args:
-            seen: the gradients of each step from the layer's version on; None: there are none. Only if the strategy
-                `sees`.
+        Args: seen: the gradients of each step from the layer's version on, for a strategy that `sees`; None: there are
+        none.
         """
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 

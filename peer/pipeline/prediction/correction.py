@@ -15,7 +15,7 @@ STRENGTH = 0.04
 class DelayCompensation(Stash):
     """g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ), elementwise; ŵ are the weights of the version at the forward.
 
-    g g stands in for the diagonal of the Hessian. For a mean over B tokens whose noise dominates, B g g would be the
+    g g stands in for the diagonal of the Hessian. For a mean over B tokens dominated by noise, B g g would be the
     Fisher information, so λ depends on the batch size. The correction is linear in ŵ: for several microbatches of one
     step at different ŵ, mean gradient and mean displacement suffice, apart from g itself being a mean.
     Source: DC-ASGD (Zheng et al., 2017, arXiv 1609.08326), equation 10.
