@@ -124,7 +124,7 @@ class ChatTemplate:
             if any(message.weight == 0 for message in messages[learn_from:]):
                 learns = [message.is_learnt for message in messages[learn_from:] if message.role == ASSISTANT]
                 if len(answers) != len(learns):
-                    raise Unusable("a `weight` of 0, in a chat whose template does not mark each answer")
+                    raise Unusable("a `weight` of 0, with a template that does not mark each answer")
                 answers = [span for span, learn in zip(answers, learns, strict=True) if learn]
             return text, tuple(answers)
         answers = []
@@ -137,7 +137,7 @@ class ChatTemplate:
                 answers.append((len(before), len(after)))
             elif index == len(said) - 1:
                 raise Unusable(
-                    f"{self._name} does not write an answer where it says that one begins",
+                    f"{self._name} does not write an answer after its own prompt for one",
                     "mark answers in it with {% generation %} and {% endgeneration %}",
                 )
         return text, tuple(answers)
@@ -190,7 +190,7 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
     if not isinstance(found, str):
         raise DataError(
             f"there is no chat template beside {tokenizer}: put one there as {TEMPLATE_FILE}, "
-            "from the model that the vocabulary is of or another with the same special tokens"
+            "from the vocabulary's own model or another with the same special tokens"
         )
     return ChatTemplate(found, special, name=f"the chat template in {folder / _CONFIG_FILE}")
 
@@ -288,7 +288,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(_read(path), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path} is no tokenizer's config: {_first_line(error)}") from error
+        raise DataError(f"{path} is not a tokenizer config: {_first_line(error)}") from error
 
 
 def _token(value: object) -> str | None:
@@ -305,7 +305,7 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     if len(data) > TEMPLATE_BYTES_MAX:
-        raise DataError(f"{path} is too large to have a chat template in it")
+        raise DataError(f"{path} is too large for a file with a chat template")
     return data
 
 

@@ -187,7 +187,7 @@ def _read_chats(
     packed = pack(spec, tokenizer, template=template, cache=cache, on_progress=on_progress)
     num, split = packed.about.num_documents, packed.about.num_training
     if num < 2:
-        few = f"{where} has one conversation to learn: training and validation take one each"
+        few = f"{where} has one conversation to learn: training and validation need one each"
         raise DataError(packed.about.account.behind(few))
     assert packed.counted_N is not None
     text_N, counted_N = torch.from_numpy(packed.token_N), torch.from_numpy(packed.counted_N)

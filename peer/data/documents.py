@@ -32,7 +32,7 @@ LIBRARY_FOLDERS_LEFT_OUT: Final = frozenset(
 ROWS_TRIED: Final = 100
 """If none of a source's first rows up to this number is usable, the owner has named a wrong field or format."""
 _NO_CHATS: Final = Unusable(
-    "text, and chats are rows of JSON, CSV, Parquet or a data set", 'for text, remove format = "chat" below [data]'
+    "text, but a chat needs rows of JSON, CSV, Parquet or a data set", 'for text, remove format = "chat" below [data]'
 )
 _FIELDS_NAMED: Final = 6
 _INDEX: Final = re.compile(r"\[[^]]*\]")
@@ -301,7 +301,7 @@ def _read_hub(spec: DataSpec) -> Iterator[Row]:
         try:
             row = next(rows, None)
         except Exception as error:
-            raise DataError(f"cannot read the data set {name} beyond row {number}: {first_line(error)}") from error
+            raise DataError(f"cannot read the data set {name} after row {number}: {first_line(error)}") from error
         if row is None:
             return
         number += 1
@@ -313,7 +313,7 @@ def _names(value: object) -> list[str]:
     if isinstance(value, bytes):
         value = _lenient(value)
     if not isinstance(value, Mapping):
-        raise Unusable("no JSON object")
+        raise Unusable("not a JSON object")
     return list(map(str, value))
 
 

@@ -92,7 +92,7 @@ def pack(
         return _opened(folder, packed, mapped=True)
     except OSError as error:
         where = cache or tempfile.gettempdir()
-        raise DataError(f"cannot keep the prepared text in {where}: {error.strerror or error}") from error
+        raise DataError(f"cannot store the prepared text in {where}: {error.strerror or error}") from error
 
 
 def training_texts(
@@ -185,7 +185,7 @@ def _write_for_good(folder: Path, source: _Source, on_progress: OnProgress | Non
             os.mkdir(unfinished)  # the context manager removes it
     found = _known(folder)
     if found is None:
-        raise DataError(f"cannot keep the prepared text in {folder}")
+        raise DataError(f"cannot store the prepared text in {folder}")
     return found
 
 

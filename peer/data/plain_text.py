@@ -25,9 +25,9 @@ _KINDS: Final = (
     (b"BZh", "bzip2", "unpack it"),
     (b"\xfd7zXZ\0", "xz", "unpack it"),
     (b"\x28\xb5\x2f\xfd", "zstd", "unpack it"),
-    (b"PK\x03\x04", "zip (so are .docx, .xlsx and .epub)", "take the text out of it"),
-    (b"%PDF", "PDF", "take the text out of it"),
-    (b"PAR1", "Parquet", "give its name .parquet as its end"),
+    (b"PK\x03\x04", "zip (as are .docx, .xlsx and .epub)", "extract its text"),
+    (b"%PDF", "PDF", "extract its text"),
+    (b"PAR1", "Parquet", "rename it to end in .parquet"),
 )
 _CONTROL: Final = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _ARRAY: Final = re.compile(rb'\s*\[\s*\{\s*"')
@@ -69,9 +69,9 @@ def check_is_prose(text: bytes) -> None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         has_objects = False
     if has_objects:
-        raise Unusable("JSON lines in a file that is not called so", "give its name .jsonl as its end")
+        raise Unusable("JSON lines in a file without that suffix", "rename it to end in .jsonl")
     if _ARRAY.match(text[:PROBE_BYTES]):
-        raise Unusable("a JSON array in a file that is not called so", "give its name .json as its end")
+        raise Unusable("a JSON array in a file without that suffix", "rename it to end in .json")
 
 
 def _check_kind(start: bytes) -> None:
@@ -96,8 +96,8 @@ def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
     good = sum(map(bool, lines)) - len(bad)
     if good < (_GOOD_PER_BAD * len(bad) if len(bad) > 1 else 1):
         if _CONTROL.search(text):
-            raise Unusable("no text but binary data")
-        raise Unusable("not UTF-8 (Latin-1 or Windows-1252, it seems)", "iconv -f WINDOWS-1252 -t UTF-8 makes it so")
+            raise Unusable("binary data, not text")
+        raise Unusable("not UTF-8 (perhaps Latin-1 or Windows-1252)", "convert it with iconv -f WINDOWS-1252 -t UTF-8")
     return bad
 
 

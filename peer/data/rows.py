@@ -153,9 +153,9 @@ def _json_values(path: Path) -> Iterator[Row]:
                 at = end
                 continue
             if is_whole or len(buffer) - at > _ROW_MAX:
-                reason = "not JSON" if is_whole else f"no JSON, or a value of more than {_ROW_MAX >> 20} MB"
+                reason = "not JSON" if is_whole else f"not JSON, or a value of more than {_ROW_MAX >> 20} MB"
                 if number:
-                    raise DataError(f"{path} is cut off or damaged behind row {number}: {reason}")
+                    raise DataError(f"{path} is truncated or damaged after row {number}: {reason}")
                 if at < len(buffer) or is_array:
                     yield Row("row", 1, Unusable(reason), 1.0)
                 return
@@ -177,14 +177,14 @@ def _csv(path: Path) -> Iterator[Row]:
                 cells = next(reader, None)
             except csv.Error as error:
                 if "end of data" in str(error) or "field limit" in str(error):
-                    raise DataError(f"{path}, line {number}: a quote begins a cell and none ends it") from error
+                    raise DataError(f"{path}, line {number}: a quoted cell is never closed") from error
                 yield Row("line", number, Unusable("a quote inside a cell, which must be doubled"), opened.done())
                 continue
             if cells is None:
                 return
             value: Any = dict(zip(names, cells, strict=False))
             if len(cells) != len(names):
-                value = Unusable(f"{len(cells)} cells below a first line of {len(names)}")
+                value = Unusable(f"{len(cells)} cells, but the first line has {len(names)}")
             if cells:
                 yield Row("line", number, value, opened.done())
 

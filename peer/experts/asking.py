@@ -91,12 +91,12 @@ class Asking:
         if asked is None or asked.holder != source or asked.answer.done():
             return  # a late answer
         if meta.refused:
-            logger.info("%s takes no tokens: %s", source[-8:], meta.refused)
+            logger.info("%s refuses tokens: %s", source[-8:], meta.refused)
             asked.give_up()
             return
         if len(payload) != asked.size:
             asked.give_up()
-            raise RemoteError(source, f"answered with {len(payload)} bytes of tokens where {asked.size} are due")
+            raise RemoteError(source, f"answered with {len(payload)} bytes of tokens instead of {asked.size}")
         self._patience.answered(source, asked.step, sent_s=asked.sent_s, now_s=self._s.clock.now_s())
         asked.answer.set_result(payload)
 

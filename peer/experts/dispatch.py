@@ -301,7 +301,7 @@ class ExpertDispatch:
         for expert in experts:
             self.num_passed_by += call.counts[expert]
             logger.warning(
-                "nobody holds expert %d of stage %d: %d tokens of %s pass it by",
+                "no peer holds expert %d of stage %d: %d tokens of %s bypass it",
                 expert,
                 self._stage,
                 call.counts[expert],

@@ -130,7 +130,7 @@ class ExpertSeats:
             self._draining.add(group)
             self._tasks.spawn(self._leave(group, tenure), f"leave group {group}")
         elif renew or (before is not None and plan.since_in(self._me, group) > before.plan.sequence):
-            logger.warning("group %d: our state may not be our mates' any more: fetching it", group)
+            logger.warning("group %d: our state may differ from the group's: fetching it", group)
             await self._drop(group)
         else:
             tenure.follow(plan)

@@ -95,7 +95,7 @@ class ExpertServer:
         if not self.senders.admits(source):
             self._refuse(source, meta, "does not know the sender as a member of the run", room_of=STRANGER)
         elif not self._room.take(source):
-            self._refuse(source, meta, "has too much to do", room_of=source)
+            self._refuse(source, meta, "is overloaded", room_of=source)
         else:
             request = self._pending[key] = _Request(source, meta, payload)
             self._tasks.spawn(self._serve(key, request), f"tokens of ({meta.step}, {meta.index})")
@@ -188,14 +188,14 @@ class ExpertServer:
         try:
             await self._endpoint.send(source, output, payload, priority=priority)
         except Unreachable as error:
-            logger.info("cannot give tokens back: %s", error)  # the sender asks again if it is still there
+            logger.info("cannot return tokens: %s", error)  # the sender asks again if it is still there
 
     # --- the end of a run ---
 
     async def _on_done(self, source: PeerID, message: ExpertDone) -> Done:
         self._wire.check_microbatch(message.step, message.index, source)
         if message.index < 0:
-            raise RemoteError(source, "says that a validation is to be counted")
+            raise RemoteError(source, "reports a validation as a contribution")
         if not self.senders.admits(source):
             raise Refused(self._endpoint.peer_id, "does not know the sender as a member of the run")
         run = run_of(source, message)
@@ -203,7 +203,7 @@ class ExpertServer:
         self._check_near(works, message.step)
         for work, (_, layers) in zip(works, message.experts, strict=True):
             if message.step >= work.version and layers > 0 and not work.has_whole(run, layers):
-                raise Refused(self._endpoint.peer_id, f"has not all of microbatch {run.microbatch}")
+                raise Refused(self._endpoint.peer_id, f"lacks layers of microbatch {run.microbatch}")
         for work in works:
             work.close_run(run, again=message.again)
         return Done()

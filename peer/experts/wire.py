@@ -73,12 +73,12 @@ class TokenWire:
         self.check_microbatch(meta.step, meta.index, source)
         experts = [expert for expert, _ in meta.counts]
         if not experts or experts != sorted(set(experts)) or not 0 <= experts[0] <= experts[-1] < self._num_experts:
-            raise RemoteError(source, "sent tokens to experts that this run has not, or to one twice")
+            raise RemoteError(source, "sent tokens for unknown experts, or twice for one")
         if not all(0 < count <= self.tokens for _, count in meta.counts):
-            raise RemoteError(source, f"sent an expert another number of tokens than 1 to {self.tokens}")
+            raise RemoteError(source, f"sent an expert no tokens, or more than {self.tokens}")
         wanted = sum(count for _, count in meta.counts) * self.row_bytes * (2 if meta.backward else 1)
         if len(payload) != wanted:
-            raise RemoteError(source, f"sent {len(payload)} bytes of tokens where it announced {wanted}")
+            raise RemoteError(source, f"sent {len(payload)} bytes of tokens, but announced {wanted}")
         if meta.backward and meta.index < 0:
             raise RemoteError(source, "sent gradients of a validation")
 
@@ -87,4 +87,4 @@ class TokenWire:
         training = self._training
         known = -training.validation_microbatches <= index < training.microbatches_per_step
         if not (0 <= step <= training.steps and known):
-            raise RemoteError(source, f"sent microbatch ({step}, {index}), which this run has not")
+            raise RemoteError(source, f"sent microbatch ({step}, {index}), which this run does not have")

@@ -62,7 +62,7 @@ ahead)."""
 _LOOK_S: Final = 0.05
 _ERA_S: Final = 1.0
 """The interval at which a waiting entry checks whether the layers are still divided in the same way."""
-_DIVIDED: Final = "the layers have just been divided otherwise"
+_DIVIDED: Final = "the layers have just been repartitioned"
 
 
 class _Past(Refused):
@@ -121,7 +121,7 @@ class InferenceService:
     async def _on_request(self, source: PeerID, request: InferenceRequest) -> InferenceAnswer:
         length = self._wire.check_request(request, source)
         if self._asking[source] >= INFERENCES_OF_ONE_MAX or self._asking.total() >= INFERENCES_MAX:
-            raise Refused(self._endpoint.peer_id, "has too many questions at once: ask again in a moment")
+            raise Refused(self._endpoint.peer_id, "has too many requests at once: ask again in a moment")
         self._asking[source] += 1
         self._num_asked += 1
         serial = self._num_asked
@@ -164,7 +164,7 @@ class InferenceService:
     async def _on_output(self, source: PeerID, output: InferenceOutput) -> Done:
         answer, plan = self._answers.get(output.serial), self._plan()
         if not output.refused and (plan is None or source not in plan.stages[-1].peers):
-            raise RemoteError(source, "answers a question, and is not of the last stage")
+            raise RemoteError(source, "answered a request, but is not in the last stage")
         if answer is not None and not answer.done():
             answer.set_result(output)
         return Done()
@@ -174,7 +174,7 @@ class InferenceService:
     async def _on_input(self, source: PeerID, meta: InferenceInput, payload: Payload) -> None:
         self._wire.check_input(meta, payload, source)
         if self._num_waiting >= INFERENCES_MAX:
-            self._tasks.spawn(self._refuse(meta, "a peer of a stage has too many questions"), "refuse a question")
+            self._tasks.spawn(self._refuse(meta, "a peer of a stage has too many requests"), "refuse a question")
             return
         self._num_waiting += 1
         self._tasks.spawn(self._serve(meta, payload), f"question {meta.serial}")
@@ -223,7 +223,7 @@ class InferenceService:
                 self._sessions.begin(session, version, stage, self._session_bytes(stage), now_s)
             memory = self._sessions.memory(session, version, meta.position, now_s)
             if memory is None:
-                raise self._no("nothing is remembered of the tokens before")
+                raise self._no("the cache of the tokens before is gone")
         y_BTD = stage.run(question.x, position=meta.position, begins_BT=question.begins_BT, memory=memory)
         if meta.session:
             self._sessions.remembered(session, meta.position + meta.length)
@@ -240,12 +240,12 @@ class InferenceService:
         while True:
             replica, plan, now_s = self._replica(), self._plan(), self._clock.now_s()
             if replica is None or plan is None or replica.stage != meta.stage:
-                raise self._no("the peer that is asked holds another stage by now")
+                raise self._no("the peer now holds another stage")
             if replica.layers[0] != meta.first_layer:
                 raise self._no(_DIVIDED)
             runtime = replica.runtime
             if not isinstance(runtime, StageRuntime):
-                raise self._no("the experts of this run are placed on peers of their own, whom nobody can ask yet")
+                raise self._no("this run places its experts on separate peers, which cannot be asked yet")
             wanted = meta.version
             if wanted < 0 and not self._sessions.has_room(now_s):
                 wanted = self._sessions.newest(replica.layers)
@@ -253,7 +253,7 @@ class InferenceService:
                 return wanted, stage
             if replica.is_ready and runtime.state is not None:
                 if 0 <= wanted < runtime.version:
-                    raise _Past(self._endpoint.peer_id, f"version {wanted} is gone: stage {meta.stage} is further")
+                    raise _Past(self._endpoint.peer_id, f"version {wanted} is gone: stage {meta.stage} has passed it")
                 if wanted in (-1, runtime.version):
                     return await self._keep(replica, runtime)
             if now_s >= until_s:
@@ -266,7 +266,7 @@ class InferenceService:
         if known is not None:
             return runtime.version, known
         if not self._sessions.has_room(self._clock.now_s()):
-            raise self._no("a peer of a stage keeps other versions for others who ask")
+            raise self._no("a peer of a stage keeps other versions for other clients")
 
         def keep() -> tuple[int, FixedStage]:
             return runtime.version, runtime.fixed()
@@ -289,7 +289,7 @@ class InferenceService:
             if not is_out_of_memory(error):
                 raise
             self.free()
-            raise self._no("a peer of a stage has no memory for it") from error
+            raise self._no("a peer of a stage has no memory for the request") from error
 
     def _expire_soon(self) -> None:
         if self._expiry is None:
@@ -325,7 +325,7 @@ class InferenceService:
         try:
             await self._endpoint.ask(meta.entry, output, Done)
         except (Unreachable, Refused, RemoteError) as error:
-            logger.info("cannot answer question %d of %s: %s", meta.serial, meta.entry[-8:], error)
+            logger.info("cannot answer request %d of %s: %s", meta.serial, meta.entry[-8:], error)
 
     async def _refuse(self, meta: InferenceInput, why: str, *, is_past: bool = False) -> None:
         await self._answer(meta, InferenceOutput(serial=meta.serial, refused=why, is_past=is_past))

@@ -53,7 +53,7 @@ class InferenceWire:
             raise RemoteError(source, f"asks about {rows} rows in {num} bytes")
         self._check_place(rows, length, request.position, request.session, source)
         if len(request.targets) not in (0, num) or len(request.begins) not in (0, rows * length):
-            raise RemoteError(source, "asks with other numbers of tokens, targets and beginnings")
+            raise RemoteError(source, "asks with different numbers of tokens, targets and beginnings")
         if request.begins and request.position:
             raise RemoteError(source, "asks about documents in the middle of a session")
         self._check_known(request.tokens, source)
@@ -70,7 +70,7 @@ class InferenceWire:
         tokens = meta.rows * meta.length
         size = sum(self._sizes(meta, tokens))
         if len(payload) != size:
-            raise RemoteError(source, f"sent {len(payload):,} bytes for a question of {size:,}")
+            raise RemoteError(source, f"sent {len(payload):,} bytes for a request of {size:,}")
         _, token_part, target_part, _ = self._parts(meta, payload)
         self._check_known(token_part, source)
         self._check_known(target_part, source, ignored=True)
@@ -120,7 +120,7 @@ class InferenceWire:
         token_N = np.frombuffer(tokens, np.int32)
         known_N = (token_N >= 0) & (token_N < self._model.vocab_size)
         if not (known_N | (token_N == IGNORED) if ignored else known_N).all():
-            raise RemoteError(source, f"names a token that the model does not know: it has {self._model.vocab_size}")
+            raise RemoteError(source, f"names a token outside the vocabulary of {self._model.vocab_size}")
 
     def _check_place(self, rows: int, length: int, position: int, session: int, source: PeerID) -> None:
         if position < 0 or position + length > self._model.context:
@@ -130,7 +130,7 @@ class InferenceWire:
         if session and rows > 1:
             raise RemoteError(source, f"begins a session with {rows} rows")
         if position and not session:
-            raise RemoteError(source, "goes on behind tokens of no session")
+            raise RemoteError(source, "continues tokens without a session")
 
     def _parts(self, meta: InferenceInput, payload: Payload) -> list[memoryview]:
         """Split a payload by `_sizes`; missing parts are empty."""

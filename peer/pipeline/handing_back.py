@@ -80,10 +80,10 @@ class HandingBack:
             try:
                 await self._endpoint.ask(target, message, Done)
             except Unreachable as error:
-                logger.debug("cannot hand back yet: %s", error)
+                logger.debug("cannot return microbatches yet: %s", error)
                 self._on_unreachable(target)
             except (Refused, RemoteError) as error:
-                logger.debug("nothing to hand back: %s", error)  # its sender expects nothing from us any more
+                logger.debug("the sender no longer needs the microbatches: %s", error)
                 return
             else:
                 return
@@ -98,14 +98,14 @@ class HandingBack:
                 try:
                     await self._endpoint.ask(lead, message, Done)
                 except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("the lead does not take back: %s", error)
+                    logger.debug("the leader takes no microbatches back: %s", error)
                 else:
                     return
             await asyncio.sleep(_RETRY_S)
 
     async def _on_hand_back(self, source: PeerID, message: messages.HandBack) -> Done:
         if len(message.items) > QUEUED_MICROBATCHES_MAX:
-            raise RemoteError(source, f"hands {len(message.items)} microbatches back at once")
+            raise RemoteError(source, f"returned {len(message.items)} microbatches in one message")
         microbatches = [(Microbatch(step, index), begun) for step, index, begun in message.items]
         for microbatch, _ in microbatches:
             self._check(source, microbatch)
@@ -115,5 +115,5 @@ class HandingBack:
             elif message.stage == self._stage == 0:
                 self._post(WorkReturned(source, microbatch, begun))
             else:
-                raise Refused(self._endpoint.peer_id, f"is of stage {self._stage}, and sent nothing to {message.stage}")
+                raise Refused(self._endpoint.peer_id, f"is in stage {self._stage} and sends nothing to {message.stage}")
         return Done()

@@ -45,7 +45,7 @@ class Offload:
         if self.is_on or not self.is_possible:
             return False
         logger.warning(
-            "%s is full: moments and what corrects staleness go to the machine's memory, which makes steps slower",
+            "%s is full: optimizer moments and staleness corrections move to host memory, which makes steps slower",
             self._device,
         )
         self.is_on = True

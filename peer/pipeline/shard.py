@@ -274,7 +274,7 @@ class Shard:
             return light  # without moments nothing can be predicted
         state = self.state
         if state is None and self.is_stepping:
-            raise MemoryError("a step of the optimizer waits for memory")
+            raise MemoryError("an optimizer step waits for memory")
         assert state is not None, "a job before there are weights"
         return self._weights.of(state, state.version if microbatch.validates else microbatch.step)
 

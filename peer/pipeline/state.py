@@ -129,7 +129,7 @@ def step_layer_clipped(
     )
     after = LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
     for unit in gradient.spoilt:
-        logger.warning("at version %d the gradient of %s was not finite: it stays as it is", version, unit)
+        logger.warning("at version %d the gradient of %s is not finite: the unit stays unchanged", version, unit)
         for old_N, new_N, span in zip(layer.tensors, after.tensors, unit_spans(spec, key, unit), strict=True):
             new_N[span] = old_N[span]
     return after

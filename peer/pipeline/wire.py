@@ -188,4 +188,4 @@ class ActivationWire:
 def _check(num_bytes: int, wanted: Collection[int], source: PeerID) -> None:
     if num_bytes not in wanted:
         its = " or ".join(map(str, wanted))
-        raise RemoteError(source, f"sent a tensor of {num_bytes} bytes, this run's have {its}")
+        raise RemoteError(source, f"sent a tensor of {num_bytes} bytes; this run's have {its}")
