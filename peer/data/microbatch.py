@@ -37,7 +37,7 @@ def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Te
     """Return microbatch (step, index): int64 tokens [B, T], and labels.
 
     In an endless sequence of passes, each in its own order, it has the samples [(t M + i) B, (t M + i + 1) B).
-    Raises: DataError: the text has not even one sample. ValueError: no such microbatch.
+    Raises: DataError: a text is too short for one sample. ValueError: no such microbatch.
     """
     M = spec.training.microbatches_per_step
     if step < 0 or not 0 <= index < M:
@@ -59,7 +59,8 @@ def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Te
 
 
 def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
-    """Return the number of passes of the whole run over each source. Raises: DataError: one has not even one sample."""
+    """Return the number of passes of the whole run over each source. Raises: DataError: one is too short for one
+    sample."""
     training, counts = spec.training, shares(corpus.weights, ROUND)
     total = training.steps * training.microbatches_per_step * training.microbatch_size
     return tuple(

@@ -36,15 +36,15 @@ OnProgress = Callable[[float], None]
 _FORMAT: Final = 3
 _TOKENS, _META = "tokens.bin", "meta.json"
 _STARTS: Final = "documents.bin"
-"""int64 [D], where documents begin."""
+"""The file with the first token of each document, int64 [D]."""
 _COUNTED: Final = "counted.bin"
-"""uint8 [N], 1 if a token is learnt. Only for chats: of a text all tokens are."""
+"""The file of learnt tokens, uint8 [N], 1 if a token is learnt. Only for chats: of a text all tokens are."""
 _BATCH_CHARACTERS: Final = 1 << 20
 _HASH_BYTES: Final = 8
 
 
 class Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `meta.json`."""
+    """The content of `meta.json` beside the tokens."""
 
     dtype: str
     num_tokens: int

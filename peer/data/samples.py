@@ -43,9 +43,9 @@ class Blocks:
     """Blocks of T tokens; the token after a block is its last target.
 
     Args:
-        start_D: where documents begin, int64 [D], rising, if attention stays inside documents; None: it crosses them.
-            Then the first token of a document is no target either, since nothing visible predicts it.
-    Raises: DataError: there is not even one sample.
+        start_D: where documents begin, int64 [D], rising, if attention stays inside documents; then the first token
+            of one is no target, since nothing visible predicts it. None: attention crosses documents.
+    Raises: DataError: the text is too short for one sample.
     """
 
     def __init__(self, text_N: Tensor, context: int, start_D: NDArray[np.int64] | None = None) -> None:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
 """Seconds before a frame is sent again: it or its answer may be lost with its stream, or the holder waits for a
-version. After the last pause another holder is tried, if there is one, even if `patience.py` has no grounds to."""
+version. After the last pause another holder is tried, if there is one, even if `patience.py` sees no reason."""
 _LOOK_S: Final = 0.5
 """The interval at which slow holders are looked for."""
 

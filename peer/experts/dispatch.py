@@ -57,7 +57,7 @@ class ExpertDispatch:
         """Holder -> expert -> incarnation, of all places in its Hello, open or not."""
         self._tasks = Tasks(surroundings.listeners.on_failure)
         self.num_passed_by = 0
-        """Tokens passed by."""
+        """The number of tokens that bypassed an expert without a holder."""
 
     def install(self) -> None:
         self._s.endpoint.on_frame(ExpertOutput, self._on_output, stage=self._stage)

@@ -32,7 +32,7 @@ class ExpertTenure(Tenure):
         super().__init__(surroundings, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
-        """True if the group means the same expert and layers in `plan`."""
+        """True if the group still stands for the same expert and layers in `plan`."""
         at = self.group_id - len(plan.stages)
         if not 0 <= at < len(plan.experts):
             return False

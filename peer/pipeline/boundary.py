@@ -36,8 +36,8 @@ class Boundary:
         self._wire.travel_as(leaving, coming)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
-        """Return a microbatch's input and labels: the activation [B, T, D] of `payload`; if None (stage 0), the tokens
-        [B, T] of the data."""
+        """Return a microbatch's input and labels. The input is the activation [B, T, D] in `payload`, or at stage 0
+        (None) the tokens [B, T]."""
         if payload is not None:
             x_BTD, labels = self._wire.decode_activation(payload, self._device)
             return x_BTD.requires_grad_(not microbatch.validates), labels

@@ -1,4 +1,5 @@
-"""The sums of gradients of each step until it is committed.
+"""The sums of gradients of each step until it is committed, and their *places*: the weights at which stale gradients
+were taken.
 
 A sum holds exactly the gradients that the group has been told of. A gradient waits aside until it is announced; one
 that may have to be omitted is held out.
@@ -10,8 +11,8 @@ a sum holds what had been announced when it was requested, whenever it is made.
 **One tensor a step.** A sum is as large as the stage and is returned without a copy. A later gradient is added into a
 new tensor. A sum that a strategy reads (`seen`) is copied only if a gradient comes meanwhile.
 
-**The optimizer step closes the sum.** It needs only the reduced gradient, so the sum and the places are freed before
-the new state is made. A later request gets None, not zeros.
+**The optimizer step closes the sum.** It needs only the reduced gradient, so sum and places are freed before the new
+state is made. A later request gets None, not zeros.
 """
 
 import logging

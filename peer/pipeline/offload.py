@@ -1,9 +1,9 @@
 """Tensors that a replica keeps in host memory because its device is full.
 
 Jobs need the weights, the gradient of the running job and the sums of gradients (`coordinator/cost/memory.py` lists all
-uses). The moments and the places of gradients are read only by the optimizer step and by predictions for a step ahead;
-a sum that is being reduced passes through host memory anyway. Once a job has run out of memory these tensors stay on
-the host and return layer by layer for each use. The bits are the same; a step takes longer by the copies.
+uses). Moments and `Places` are read only by the optimizer step and by predictions for a step ahead; a sum that is being
+reduced passes through host memory anyway. Once a job has run out of memory these tensors stay on the host and return
+layer by layer for each use. The bits are the same; a step takes longer by the copies.
 
 Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the CPU runs the optimizer; here the device
 does, because its bits equal those of all members (`../known_answers.py`).
@@ -40,8 +40,8 @@ class Offload:
         return self._device.type in _APART
 
     def begin(self) -> bool:
-        """Keep moments and places in host memory from now on. Returns: True if that is new; False if it is on already,
-        or the device has no memory of its own."""
+        """Keep moments and `Places` in host memory from now on. Returns: False if nothing changes: it is on already, or
+        the device has no memory of its own."""
         if self.is_on or not self.is_possible:
             return False
         logger.warning(
