@@ -27,8 +27,7 @@ from shoal.peer.data.account import Unusable
 from shoal.protocol.errors import DataError
 
 TEMPLATE_BYTES_MAX: Final = 4 << 20
-"""The most bytes of a file with a chat template; templates have some kilobytes, but a config also lists added
-tokens."""
+"""The most bytes of a file with a chat template. A tokenizer_config.json also lists added tokens."""
 CHATML: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -99,7 +98,7 @@ class ChatTemplate:
         self.digest = blake3(json.dumps([source, sorted(special.items())]).encode()).hexdigest()
         self._name = name
         self._special: dict[str, Any] = dict(special)
-        self._answers: list[tuple[int, int]] = []  # of the current rendering
+        self._answers: list[tuple[int, int]] = []
         self._written: list[str] = []
         try:
             self._template = _environment(self._mark).from_string(source)
@@ -160,8 +159,7 @@ class ChatTemplate:
         return self._render([{"role": "user", "content": asked}], answers=True)[0]
 
     def end_of_turn(self) -> str:
-        """Return the text after an answer without white space; may be empty. Raises: DataError: the template refuses
-        it."""
+        """Return the text after an answer without white space. Raises: DataError: the template refuses it."""
         said = [{"role": "user", "content": _QUESTION}, {"role": ASSISTANT, "content": _ANSWER}]
         return self._render(said)[0].partition(_ANSWER)[2].strip()
 
@@ -173,8 +171,7 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Path | None) -> ChatTemplate:
-    """Load the chat template beside a tokenizer.json; without a tokenizer (bytes), ChatML. Raises: DataError: there is
-    no template."""
+    """Load the chat template beside a tokenizer.json; ChatML if None. Raises: DataError: there is none."""
     if tokenizer is None:
         return ChatTemplate(CHATML, {}, name="shoal's own chat template")
     folder = tokenizer.parent

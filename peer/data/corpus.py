@@ -52,7 +52,6 @@ class Corpus:
     packs: tuple[Packs, Packs] | None = None
     """Samples of conversations for training and validation; None: a text, which is cut into blocks."""
     account: Account = field(default_factory=Account)
-    """The rows and files that were skipped."""
     others: tuple["Corpus", ...] = ()
     weights: tuple[float, ...] = (1.0,)
     """The weights of all sources, this one first."""

@@ -135,8 +135,7 @@ def read_documents(spec: DataSpec, template: ChatTemplate | None, account: Accou
 
 
 def read_texts(files: Files, account: Account) -> Iterator[tuple[str, bytes]]:
-    """Read the name and the text of each file that has a text. Raises: DataError: a file cannot be read, or none has a
-    text."""
+    """Read name and text of each text file. Raises: DataError: a file cannot be read, or none has a text."""
     has_any = False
     for named in _texts(files.paths, files, account):
         has_any = True
@@ -240,7 +239,6 @@ class _Reader:
             raise Unusable(f"{what}: {why}") from error
 
     def _lacks(self, names: Sequence[str]) -> Unusable:
-        """Explain why a row with these fields has no text, or no chat."""
         only = ", ".join(name[:40] for name in names[:_FIELDS_NAMED]) + (", …" if len(names) > _FIELDS_NAMED else "")
         but = f", but {only}" if names else ""
         if self._template is not None:
@@ -318,7 +316,6 @@ def _names(value: object) -> list[str]:
 
 
 def _lenient(line: bytes) -> Any:
-    """Decode a line of JSON. Raises: Unusable."""
     try:
         return json.loads(line)
     except UnicodeDecodeError as error:

@@ -59,8 +59,7 @@ def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Te
 
 
 def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
-    """Return the number of passes of the whole run over each source. Raises: DataError: one is too short for one
-    sample."""
+    """Return how often the run passes over each source. Raises: DataError: one is too short for one sample."""
     training, counts = spec.training, shares(corpus.weights, ROUND)
     total = training.steps * training.microbatches_per_step * training.microbatch_size
     return tuple(

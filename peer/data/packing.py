@@ -52,8 +52,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens [0, num_training) are for training."""
     num_documents: int
     digest: str
-    """BLAKE3 (64 hex digits) of the tokens and the split; with document masks also of where documents begin, and for
-    chats of which tokens are learnt."""
+    """BLAKE3 (64 hex digits) of tokens and split; with masks also of `_STARTS`, for chats of `_COUNTED`."""
     account: Account
 
 
@@ -129,8 +128,6 @@ class _Source:
 
 @dataclass(slots=True)
 class _Side:
-    """The training or the validation part while it is written."""
-
     tokens: IO[bytes]
     counted: IO[bytes] | None
     num_tokens: int = 0
@@ -173,8 +170,7 @@ def _known(folder: Path) -> Packed | None:
 
 
 def _write_for_good(folder: Path, source: _Source, on_progress: OnProgress | None) -> Packed:
-    """Pack the source into `folder`. Several processes may do so at once: the first to finish wins, and all results are
-    the same."""
+    """Pack the source into `folder`. If several processes do so at once, the first wins; all are equal."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as unfinished:
         _write(Path(unfinished), source, on_progress)

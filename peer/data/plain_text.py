@@ -86,8 +86,7 @@ def _check_kind(start: bytes) -> None:
 
 
 def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
-    """Return the numbers of the lines that are not UTF-8; the last line of a part may end anywhere. Raises: Unusable:
-    they are too many."""
+    """Return the numbers of lines that are not UTF-8. Raises: Unusable: they are too many."""
     if _is_text(text, is_whole=is_whole):
         return []
     lines = text.split(b"\n")

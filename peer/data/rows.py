@@ -27,8 +27,7 @@ PARQUET: Final = ".parquet"
 GZIP: Final = b"\x1f\x8b"
 UTF_16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _ROW_MAX: Final = 64 << 20
-"""The most characters of a JSON row or a CSV cell: after a quote that is never closed the rest of the file is one
-cell."""
+"""The most characters of a row or cell: after an unclosed quote the rest of a CSV file is one cell."""
 _CHUNK: Final = 1 << 20
 _BATCH: Final = 1024
 """The most rows of a Parquet file in memory at a time."""

@@ -147,8 +147,8 @@ class Packs:
 
 
 def _best_fit(size_D: NDArray[np.int64], *, capacity: int) -> list[list[int]]:
-    """Pack items of these sizes, each at most `capacity`, by best-fit decreasing: largest first, each into the fullest
-    bin with room for it. Returns: the indices of the items in each bin, in the order of packing."""
+    """Pack items into bins of `capacity`: largest first, each into the fullest bin with room. Return each bin's
+    indices."""
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `with_room`, rising

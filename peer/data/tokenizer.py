@@ -43,8 +43,7 @@ class Tokenizer(Protocol):
     """Tokens after a document: the vocabulary's end of text, or a newline if it has none."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
-        """Encode texts. With `special`, text that looks like a special token becomes one; never use it for text from
-        others."""
+        """Encode texts. `special`: text may become special tokens; never use it for text from others."""
         ...
 
     def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
@@ -132,8 +131,7 @@ class Detokenizer:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._tokens: list[int] = []
         self._read = 0
-        """Tokens already returned as text. They are kept for context, because a token may decode differently at the
-        start."""
+        """Tokens already returned as text; kept because a token may decode differently at the start."""
 
     def feed(self, token: int) -> str:
         if isinstance(self._tokenizer, ByteTokenizer):

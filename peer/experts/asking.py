@@ -1,5 +1,5 @@
-"""Sends frames and end-of-run messages to holders of experts until they answer, or until another holder is the better
-choice. `dispatch.py` chooses the holder."""
+"""Sends frames and end-of-run messages to holders of experts until they answer or another holder is the better
+choice."""
 
 import asyncio
 import itertools
@@ -19,8 +19,8 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
-"""Seconds before a frame is sent again: it or its answer may be lost with its stream, or the holder waits for a
-version. After the last pause another holder is tried, if there is one, even if `patience.py` sees no reason."""
+"""Seconds until a frame is sent again: it or its answer may be lost with its stream. After the last, try another
+holder."""
 _LOOK_S: Final = 0.5
 """The interval at which slow holders are looked for."""
 

@@ -27,8 +27,8 @@ class ExpertCall:
 
 
 Calling = Generator[ExpertCall, Payload | None, T]
-"""A job that does `output = yield ExpertCall(...)`, [P, D] in the wire dtype, whenever it needs experts, and returns a
-`T`. It holds no torch mode over a `yield`, because other jobs run on the device's thread meanwhile."""
+"""A job that does `output = yield ExpertCall(...)`, [P, D] in the wire dtype, for each call, and returns a `T`. It
+holds no torch mode over a `yield`, because other jobs run meanwhile."""
 
 
 class JobInParts(Generic[T]):

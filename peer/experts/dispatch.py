@@ -105,8 +105,7 @@ class ExpertDispatch:
         return Passage(next(self._numbers), microbatch)
 
     async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
-        """Send one layer's rows to the experts. Return their output, [P, D] in the wire dtype; zero for tokens passed
-        by."""
+        """Send one layer's rows to the experts. Return their output, [P, D]; zero for tokens passed by."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
         todo, wait_s = {expert for expert in self._experts if call.counts[expert]}, _RETRY_S
@@ -147,8 +146,7 @@ class ExpertDispatch:
     # --- a layer ---
 
     def _choose(self, passage: Passage, experts: Sequence[int]) -> list[tuple[PeerID, list[int]]]:
-        """Return holder -> experts for one round of frames, in frames of limited size. Experts without a holder are
-        missing."""
+        """Return (holder, experts) for each frame. Experts without a holder are missing."""
         by_holder: dict[PeerID, list[int]] = {}
         for expert in experts:
             holder = self._holder(expert, passage.part(expert))

@@ -15,8 +15,7 @@ from shoal.protocol.plan import Plan
 
 
 class ExpertTenure(Tenure):
-    """Our tenure in group `group_id` of `plan`: one expert of all layers of a stage, which need not be our own
-    stage."""
+    """Our tenure in group `group_id` of `plan`: one expert of all layers of a stage, ours or another."""
 
     def __init__(self, surroundings: Surroundings, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
@@ -120,8 +119,7 @@ class ExpertTenure(Tenure):
         super().resume()
 
     def depart(self, plan: Plan) -> None:
-        """Follow a plan without us in this place while we drain: the present leader must be able to close our last
-        rounds."""
+        """Follow a plan without us while we drain: its leader must be able to close our last rounds."""
         if self.is_place_of(plan):
             self.follow(plan)
 

@@ -18,8 +18,7 @@ class Part:
     replaced: bool = False
     """True if another holder had the part before: it may be counted twice."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
-    """Layer -> (tokens, gradients) of its backward, kept until the run is settled, because a replacement must repeat
-    it."""
+    """Layer -> (tokens, gradients) of its backward, kept for a replacement until the run is settled."""
     done: set[int] = field(default_factory=set)
     """Layers that the present holder has run backward."""
 

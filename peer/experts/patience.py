@@ -12,8 +12,7 @@ from shoal.protocol.identity import PeerID
 
 LIMIT_S_MIN = 1.0
 LIMIT_TIMES = 4.0
-"""The limit, in units of the others' longest recent answer. That includes waits for a version, so it is seldom less
-than a step."""
+"""The limit, in units of the others' longest recent answer, which is seldom less than a step."""
 REMEMBERED = 256
 """The number of remembered answers, of all holders together."""
 APART = 20.0

@@ -1,5 +1,4 @@
-"""Runs of microbatches that are *open* at one expert's holder: their backward has begun, and their sender has not
-reported the end."""
+"""Runs of microbatches that are *open* at an expert's holder: begun with a backward, not reported as finished."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,8 +11,8 @@ from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 
 AT_ONCE_MAX: Final = 4
-"""The most open runs of one microbatch by one sender; older ones are dropped. One may be settling while the next runs,
-and those between were given up, which is not reported. Each has a gradient as large as the expert."""
+"""The most open runs of one microbatch by one sender; each has a gradient as large as the expert. One may be settling
+while the next runs; those between were given up without a report."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,7 @@ class ExpertServer:
             raise Refused(self._endpoint.peer_id, f"is far behind step {step}")
 
     def _held(self, stage: int, experts: list[int], layer: int | None = None) -> list[ExpertWork]:
-        """Return the experts' works, able to compute `layer` if given. Raises: Refused: one is not here, or not
-        ready."""
+        """Return the experts' works (for `layer`, if given). Raises: Refused: one is not here, or not ready."""
         works = [self._works.get((stage, expert)) for expert in experts]
         held = [work for work in works if work is not None and work.serves]
         if len(held) < len(experts):

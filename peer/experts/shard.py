@@ -27,8 +27,7 @@ from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
 
 
 class ExpertShard(Shard):
-    """Expert `expert` of the decoder layers [first_layer, last_layer). Jobs run on the device's one thread, the rest on
-    the loop's."""
+    """Expert `expert` of the decoder layers [first_layer, last_layer)."""
 
     def __init__(
         self,
@@ -52,8 +51,7 @@ class ExpertShard(Shard):
 
     @torch.no_grad()
     def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor:
-        """Run the expert of decoder layer `layer` with the weights of the microbatch's step: float32 [N, D] -> [N,
-        D]."""
+        """Run the expert of layer `layer` with the weights of the microbatch's step: float32 [N, D] -> [N, D]."""
         flat_N = self._wanted(microbatch).computed_in(self.dtype, self._key(layer))
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 

@@ -57,8 +57,7 @@ SHARE: Final = 0.2
 ANSWER_S: Final = 45.0
 """Seconds that an entry waits for the stages."""
 _VERSION_S: Final = 15.0
-"""Seconds that a request waits for a version that this stage has not committed yet (other stages may be a step
-ahead)."""
+"""Seconds that a request waits for a version that this stage has not committed yet."""
 _LOOK_S: Final = 0.05
 _ERA_S: Final = 1.0
 """The interval at which a waiting entry checks whether the layers are still divided in the same way."""

@@ -10,8 +10,7 @@ from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.protocol.identity import PeerID
 
 FIXED_MAX: Final = 2
-"""The most versions at once. Each takes as much memory as the stage's parameters; plans do not count it, so it is freed
-when a job runs out of memory."""
+"""The most versions at once. Each takes the memory of the stage's parameters until a job runs out of memory."""
 IDLE_S: Final = 60.0
 """Weights and sessions unused for so long are dropped. On a device that lends only a tenth, an answer takes long."""
 YIELDS_S: Final = 3.0
@@ -84,8 +83,7 @@ class Sessions:
         self._known[session] = _Known(version, stage.memory(), num_bytes, now_s)
 
     def memory(self, session: Session, version: int, position: int, now_s: float) -> Mapping[str, KeysValues] | None:
-        """Return the session's cache if it ends just before `position`, else None. Call `remembered` after the
-        forward."""
+        """Return the session's cache if it ends at `position`, else None. Call `remembered` after the forward."""
         known = self._known.get(session)
         if known is None or (known.version, known.length) != (version, position):
             return None

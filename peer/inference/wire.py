@@ -46,8 +46,7 @@ class InferenceWire:
         self._dtype = torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
 
     def check_request(self, request: InferenceRequest, source: PeerID) -> int:
-        """Check a request. Returns: T, the tokens of each row. Raises: RemoteError: this run's model cannot answer
-        it."""
+        """Check a request and return T, the tokens of each row. Raises: RemoteError: the model cannot answer it."""
         rows, num = request.rows, len(request.tokens)
         length, rest = divmod(num, TOKEN_BYTES * max(1, rows))
         if rows < 1 or length < 1 or rest or rows * length > INFERENCE_TOKENS_MAX:

@@ -27,11 +27,9 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 Layer = Callable[[tuple[Tensor, ...], Tensor, Rotary], Tensor]
-"""(a layer's tensors in its layout's order, then a subspace model's basis; activations [B, T, D]; rotary tables) ->
-activations [B, T, D]."""
+"""(tensors in the layout's order, then a subspace's basis; [B, T, D]; rotary tables) -> [B, T, D]."""
 DEVICES: Final = ("cuda",)
-"""Device types on which layers are compiled. On a CPU it saves no time (`MEASURED.md`), costs memory, and needs a C++
-compiler."""
+"""Device types for compiling. On a CPU it saves no time (`MEASURED.md`), costs memory, and needs a C++ compiler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +84,7 @@ class CompiledLayers:
             logger.info("layers like layer %d are compiled, after %.0f s", index, time.monotonic() - began_s)
 
     def _compiled(self, index: int) -> Layer:
-        """Compile one layer. Run it once with gradients and once without, because torch compiles each at its first
-        call."""
+        """Compile one layer and run it with and without gradients: torch compiles each case at its first call."""
         job, layout = self._job, layer_layout(self._job.model, f"layers.{index}")
         names = (*layout.names, BASIS) if job.model.subspace else layout.names
         layer: Layer = torch.compile(
@@ -132,6 +129,5 @@ def _uncompiled(model: ModelSpec, index: int, names: tuple[str, ...]) -> Layer:
 
 
 def _run(layer: Layer, tensors: tuple[Tensor, ...], rotary: Rotary, x_BTD: Tensor) -> Tensor:
-    """Run a layer. Torch compiles separately for inputs that need a gradient, so without gradients no input may need
-    one."""
+    """Run a layer. Without gradients detach its input, since torch compiles for `requires_grad` separately."""
     return layer(tensors, x_BTD if torch.is_grad_enabled() else x_BTD.detach(), rotary)

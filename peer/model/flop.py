@@ -16,19 +16,17 @@ ADAPTED_BACKWARD_PER_FORWARD: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFlop:
-    """Floating-point operations of one microbatch's jobs at a stage, or of their parts if the experts are on other
-    peers."""
+    """FLOP of one microbatch's jobs at a stage, or of their parts if the experts are on other peers."""
 
     forward: float
     backward: float
     loss: float
-    """The last stage's one job: forward, loss and backward. With `keep = "layers"` the forward of each layer but the
-    head runs twice; otherwise no forward is repeated."""
+    """The last stage's one job. With `keep = "layers"` it repeats the forward of each layer but the head."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Return the FLOP of a microbatch's jobs at a stage with the layers `keys`. In a run with adapters a backward is
-    one product: only the matrix's input has a gradient."""
+    """Return the FLOP of a microbatch's jobs at a stage with the layers `keys`. With adapters a backward is one
+    product: only a matrix's input has a gradient."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(forward_flop(spec.model, key, tokens) for key in keys)
     backward = BACKWARD_PER_FORWARD if spec.adapter is None else ADAPTED_BACKWARD_PER_FORWARD
@@ -69,8 +67,8 @@ def expert_flop(model: ModelSpec, num_tokens: int) -> float:
 
 
 def part_flop(keys: Sequence[str], flop: float) -> float:
-    """Return the FLOP of one part of a stage's forward, which has `flop` in total and is cut at each decoder layer of
-    `keys`, because the experts are on other peers."""
+    """Return the FLOP of one part of a stage's forward of `flop`, cut at each decoder layer of `keys` by its
+    experts."""
     return flop / (1 + sum(key not in (EMBED, HEAD) for key in keys))
 
 

@@ -39,9 +39,8 @@ def adapter_of(spec: RunSpec) -> AdapterSpec:
 
 
 def stored_base(spec: RunSpec, key: str, flat_N: Tensor) -> Tensor:
-    """Encode a layer's parameters, float32 [N] in the model's layout, in the formats of the run's base: the same bytes
-    on every machine. They are returned as float32 [Y / 4], because they travel as state does; as numbers they mean
-    nothing."""
+    """Encode a layer's parameters, float32 [N], in the formats of the run's base: the same bytes on every machine. They
+    travel as state does, so they are returned as float32 [Y / 4]; as numbers they mean nothing."""
     model, base = spec.model, adapter_of(spec).base
     views = layer_layout(model, key).views(flat_N)
     stored_Y = torch.zeros(base_bytes(model, base, key), dtype=torch.uint8)
@@ -221,8 +220,7 @@ class AdaptedLayer(dict[str, Tensor]):
         return y
 
     def _with_magnitudes(self, matrix: FrozenMatrix, x: Tensor, a_KC: Tensor, b_RK: Tensor, m_R: Tensor) -> Tensor:
-        """Return W' x, where W' is W + scale B A with each row scaled to the norm |w| + m: [..., columns] -> [...,
-        rows]."""
+        """Return W' x, W' being W + scale B A with rows scaled to the norms |w| + m: [..., columns] -> [..., rows]."""
         # The norms need W A^T: append A to x as K more tokens, and one product gives both.
         rows = math.prod(x.shape[:-1])
         both = matrix.times(torch.cat([x.reshape(rows, -1), a_KC.detach()]))

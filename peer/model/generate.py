@@ -47,8 +47,7 @@ class Sampler:
         return int(torch.multinomial(weights_V, 1, generator=self._generator))
 
     def _nucleus(self, weights_V: Tensor) -> Tensor:
-        """Set all weights to zero but those of the fewest likeliest tokens that together have `top_p`; at least one
-        stays."""
+        """Keep the fewest likeliest tokens that together have `top_p`, at least one; set others to zero."""
         ordered_V, index_V = weights_V.sort(descending=True, stable=True)
         before_V = ordered_V.cumsum(-1) - ordered_V
         return torch.zeros_like(weights_V).scatter(-1, index_V, ordered_V.where(before_V < self._top_p, 0.0))
@@ -75,8 +74,7 @@ class KeysValues:
 def stream(
     model: ModelSpec, params_by_key: Mapping[str, Params], prompt: Sequence[int], sampler: Sampler
 ) -> Iterator[int]:
-    """Continue `prompt` without end: one token at a time, on the device of the parameters. Raises: ValueError: the
-    prompt is empty."""
+    """Continue `prompt` without end, on the device of the parameters. Raises: ValueError: it is empty."""
     if not prompt:
         raise ValueError("the prompt must have at least one token")
     return _stream(model, params_by_key, list(prompt), sampler)

@@ -47,8 +47,7 @@ class LayerLayout:
     """Elements [0, num_decayed) are matrices."""
 
     matrices: tuple[tuple[int, int, int], ...] = field(init=False, compare=False)
-    """(first element, rows, columns) of the hidden matrices. Embedding and head are not among them: their rows are
-    independent vectors, one a token."""
+    """(first element, rows, columns) of the hidden matrices. Rows of embedding and head are independent vectors."""
     _ranges: tuple[tuple[str, tuple[int, ...], int, int], ...] = field(init=False, repr=False, compare=False)
     """(name, shape, first element, end) of each tensor."""
 
@@ -78,8 +77,7 @@ class LayerLayout:
         return leaves
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copy tensors into a flat buffer; the inverse of `views`. Raises: ValueError: a tensor is missing or unknown,
-        or a shape differs."""
+        """Copy tensors into a flat buffer, the inverse of `views`. Raises: ValueError: a name or a shape is wrong."""
         if set(tensors) != set(self.names):
             raise ValueError(f"layer {self.key} wants {sorted(self.names)}, not {sorted(tensors)}")
         for name, shape in zip(self.names, self.shapes, strict=True):
@@ -121,14 +119,14 @@ def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
 
 
 def state_layout(spec: RunSpec, key: str) -> LayerLayout:
-    """Return the layout of the trained parameters of a layer or unit: all, or its adapters. Embedding and head have no
-    adapters; their layouts are empty then."""
+    """Return the layout of a layer's or unit's trained parameters: all, or its adapters (none in embedding and
+    head)."""
     return layer_layout(spec.model, key) if spec.adapter is None else _adapter_layout(spec.model, spec.adapter, key)
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return `unit_slices` of the trained parameters. A tied matrix is a unit of its own in the head, because it must
-    be clipped as the embedding is."""
+    """Return `unit_slices` of the trained parameters. In the head a tied matrix is a unit, clipped as in the
+    embedding."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
@@ -137,8 +135,7 @@ def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
 
 @lru_cache(maxsize=64)
 def tied_spans(spec: RunSpec, keys: tuple[str, ...]) -> Mapping[str, slice]:
-    """Return the slices of a trained tied matrix among the parameters of `keys`, as embedding and as head; empty if
-    neither is there."""
+    """Return the slices of a trained tied matrix, as embedding and as head, among the parameters of `keys`."""
     spans: dict[str, slice] = {}
     if spec.trains_tied:
         starts = accumulate((state_layout(spec, key).numel for key in keys), initial=0)
@@ -166,8 +163,7 @@ def _layout_of(key: str, matrices: Shapes, vectors: Shapes) -> LayerLayout:
 
 
 def num_parameters(model: ModelSpec) -> int:
-    """Return the number of parameters of the exported model, where a tied matrix counts once. In training both ends of
-    the pipeline hold it."""
+    """Count the parameters of the exported model: a tied matrix once, though both ends of the pipeline hold it."""
     held = sum(layer_layout(model, key).numel for key in all_layer_keys(model))
     return held - (layer_layout(model, EMBED).numel if model.tied else 0)
 
@@ -186,8 +182,8 @@ def initial_parameters(spec: RunSpec, key: str) -> Tensor:
 
 
 def _initial_adapters(spec: RunSpec, key: str) -> Tensor:
-    """Return A uniform within 1 / sqrt(columns) of zero, as in PEFT, and all else zero, so that the model begins as its
-    base. A pure function of the run's spec."""
+    """Return A uniform within 1 / sqrt(columns) of zero, as in PEFT, and all else zero: the model begins as its
+    base."""
     layout = state_layout(spec, key)
     generator = _generator(f"{spec.seed} {key} adapter")
     flat_N = torch.zeros(layout.numel)

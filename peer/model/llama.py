@@ -27,13 +27,13 @@ from shoal.protocol.spec import ModelSpec
 Params = Mapping[str, Tensor]
 """Hugging Face tensor name -> tensor, of one layer; in a subspace model also the layer's constants (`subspace.py`)."""
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A cache of keys and values. It takes those of new tokens, [B, G, T, K] each, and returns those of all tokens so far,
-the new ones last. The `rotary` tables passed with it begin at the new tokens."""
+"""A cache: takes keys and values of new tokens, [B, G, T, K] each, and returns those of all tokens, the new ones last.
+The `rotary` tables passed with it begin at the new tokens."""
 
 
 GROUPED_WITH_MASK = ("cpu",)
-"""Devices on which torch documents a fused attention with a mask and grouped heads. On others all scores would be in
-memory; repeating keys and values takes less."""
+"""Devices on which torch documents a fused attention with a mask and grouped heads. Elsewhere keys and values are
+repeated, which takes less memory than all scores."""
 
 
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
@@ -94,8 +94,7 @@ def attend(
     *,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the first half of a layer. Returns: ([B, T, D] with the residual, the same normalised for the second
-    half)."""
+    """Run the first half of a layer. Returns: ([B, T, D] with the residual, the second half's normalised input)."""
     at, norms = f"model.layers.{index}.", model.decoder.norms
     normed_BTD = x_BTD if norms == "post" else _norm(model, params, at + "input_layernorm", x_BTD)
     out_BTW = _attention(model, index, params, normed_BTD, rotary, remember, documents)
@@ -134,8 +133,7 @@ def _head_matrix(params: Params) -> Tensor:
 
 
 def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean cross entropy in nats a token, float32 scalar. Targets of -100 do not count; NaN if all are
-    -100."""
+    """Return the mean cross entropy in nats a token, float32 scalar. Targets of -100 do not count."""
     return functional.cross_entropy(logits_BTV.flatten(0, -2).float(), targets_BT.flatten())
 
 
@@ -190,8 +188,7 @@ def _linear(params: Params, name: str, x: Tensor) -> Tensor:
 
 
 def _spread(model: ModelSpec, params: Params, y: Tensor) -> Tensor:
-    """Convert a layer's output to the residual stream's width, [..., W] -> [..., D]; only a subspace model changes
-    it."""
+    """Widen a layer's output to the residual stream, [..., W] -> [..., D]; a no-op without a subspace."""
     return functional.linear(y, params[BASIS]) if model.subspace else y
 
 
@@ -239,8 +236,7 @@ def _attention(
 def _attend(
     model: ModelSpec, query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, window: int, mask_B1TS: Tensor | None
 ) -> Tensor:
-    """Attend causally: each query sees its own key and those before, at most `window` keys (0: all). `mask_B1TS`,
-    values 0 or -inf, replaces this rule."""
+    """Attend to at most `window` keys up to each query's own (0: all). `mask_B1TS`, 0 or -inf, replaces this rule."""
     T, S = query_BHTK.shape[2], key_BGSK.shape[2]
     decoder = model.decoder
     scale = None if decoder.score_dim is None else decoder.score_dim**-0.5

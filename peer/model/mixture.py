@@ -57,8 +57,7 @@ class ExpertLoads:
         self._totals[layer_index] = counts_E if before is None else before + counts_E
 
     def totals(self) -> dict[str, tuple[int, ...]]:
-        """Return layer key -> tokens of each expert since the start. Readers take differences, so a lost report does no
-        harm."""
+        """Return layer key -> tokens of each expert since the start; readers take differences."""
         return {f"layers.{index}": tuple(totals_E.tolist()) for index, totals_E in sorted(self._totals.items())}
 
 
@@ -71,8 +70,8 @@ class Mixture:
     loads: ExpertLoads | None = None
     """Counts the run, if given."""
     balances: list[Tensor] | None = None
-    """Collects the layers' balances for the caller to add to its loss. None: each enters its own layer's backward with
-    `router_aux_loss`, as a term of the loss."""
+    """Collects the layers' balances for the caller's loss. None: each enters its own layer's backward with the weight
+    `router_aux_loss`."""
 
 
 LOCAL: Final = Mixture()

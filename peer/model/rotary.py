@@ -12,14 +12,12 @@ from shoal.protocol.decoder import RopeScaling
 from shoal.protocol.spec import ModelSpec
 
 Rotary = tuple[Tensor, Tensor]
-"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK): see `rotary_tables`. If samples differ in their positions, both begin
-with B and 1 (`at_positions`)."""
+"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK); from `at_positions`, with B and 1 before."""
 
 
 def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
-    """Return (cos, sin) of every position's angles, each [context, K]. The second half of K repeats the first; the
-    sines of the first half are negated. If window layers have another base, each is [context, 2, K], theirs at index
-    1."""
+    """Return (cos, sin) of every position's angles, each [context, K]; [context, 2, K] if window layers (index 1)
+    differ. The second half of K repeats the first; the sines of the first half are negated."""
     decoder = model.decoder
     tables = [_tables(model, model.rope_theta, decoder.rope)]
     if decoder.window_rope_theta is None:
@@ -96,6 +94,5 @@ def _scaled(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 
 def _pair_of(turns: float, scaling: RopeScaling, theta: float, pairs: int) -> float:
-    """Return the fractional index of the pair that turns `turns` times within the original context (2309.00071, section
-    3.2)."""
+    """Return the fractional index of the pair with `turns` turns in the original context (2309.00071, section 3.2)."""
     return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)

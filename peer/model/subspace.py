@@ -89,8 +89,7 @@ class Subspace:
         return grad_BTD.float() @ self.basis_DK
 
     def gradient_restored(self, grad_BTK: Tensor) -> Tensor:
-        """Convert dL/dc to dL/dx through `coordinates`, float32 [B, T, D]. The part of dL/dx outside the subspace is
-        missing; it trains nothing."""
+        """Convert dL/dc to dL/dx through `coordinates`, float32 [B, T, D], without its part outside the subspace."""
         return self._scaled(functional.linear(grad_BTK, self.basis_DK))
 
     def _fixed(self, tokens_BT: Tensor) -> Tensor:
@@ -112,8 +111,8 @@ def fixed_vectors(params: Mapping[str, Tensor], tokens_BT: Tensor, dtype: torch.
 
 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor) -> Tensor:
-    """Convert a trained layer to the same layer of `spec.model.whole`: embedding and projections are multiplied out, so
-    that any program for the model's family can use them. float32 on the CPU, in and out."""
+    """Convert a layer to that of `spec.model.whole`: embedding and projections multiplied out, as other programs for
+    the model's family expect them. float32 on the CPU, in and out."""
     plain, tensors = layer_layout(spec.model.whole, key), layer_layout(spec.model, key).views(param_N)
     if not spec.model.subspace or key == HEAD:
         return param_N

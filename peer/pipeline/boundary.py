@@ -36,8 +36,8 @@ class Boundary:
         self._wire.travel_as(leaving, coming)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
-        """Return a microbatch's input and labels. The input is the activation [B, T, D] in `payload`, or at stage 0
-        (None) the tokens [B, T]."""
+        """Return a microbatch's labels, and as input the activation [B, T, D], or at stage 0 (None) the tokens [B,
+        T]."""
         if payload is not None:
             x_BTD, labels = self._wire.decode_activation(payload, self._device)
             return x_BTD.requires_grad_(not microbatch.validates), labels
@@ -75,8 +75,8 @@ class Boundary:
         return self._wire.decode_gradient(payload, self._device)
 
     def send_gradient(self, x: Tensor, microbatch: Microbatch, fine: Tensor) -> bytearray | None:
-        """Encode the gradient of our input `x` for the previous stage: zero if none reached `x`, or if `fine`, bool [],
-        is False. None: `x` are tokens, which have no gradient."""
+        """Encode the gradient of our input `x`: zero if none reached it or `fine`, bool [], is False. None: `x` are
+        tokens."""
         if not x.is_floating_point():
             return None
         gradient = torch.zeros_like(x) if x.grad is None else x.grad

@@ -21,7 +21,6 @@ class Cargo:
     output: Payload | None = None
     """The next payload to send; kept until it is answered."""
     gradient: Payload | None = None
-    """The gradient, from its arrival until the backward."""
     waited_s: float = 0.0
     """How long the activation waited for its link."""
     passage: Passage | None = None
@@ -63,8 +62,7 @@ class Hold:
         return self._cargo.get(microbatch)
 
     def job(self, job: Job, microbatch: Microbatch) -> tuple[Callable[[], Any], float]:
-        """Return the job of a microbatch as a function for the device's thread, and its arithmetic in FLOP. Its input
-        leaves the cargo."""
+        """Return a microbatch's job for the device's thread and its FLOP. The job's input leaves the cargo."""
         runtime, cargo = self._runtime, self.of(microbatch)
         if job.kind == "backward":
             gradient, cargo.gradient = cargo.gradient, None
@@ -104,8 +102,7 @@ class Hold:
         self._runtime.forget(microbatch)
 
     def passage(self, experts: ExpertDispatch, job: Job, microbatch: Microbatch) -> Passage:
-        """Return the run of the microbatch through the experts: a new one for a forward, the same one for its
-        backward."""
+        """Return the microbatch's run through the experts: a new one for a forward, the same for its backward."""
         cargo = self.of(microbatch)
         if job.kind != "backward":
             self._abandon(cargo)

@@ -49,8 +49,7 @@ class Summed:
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """The weights at which its gradients were taken, if the compensation corrects; None: all at the step's own
-    weights."""
+    """The weights at which its gradients were taken; None: all at the step's own, or not needed."""
     num: int
 
 
@@ -68,7 +67,7 @@ class Contributions:
         self._vectors = vectors
         self._corrects = corrects
         self._offload = offload or Offload(vectors.host)
-        self._sums: dict[int, Tensor] = {}  # by step
+        self._sums: dict[int, Tensor] = {}
         self._given: set[int] = set()  # steps with a sum that was returned without a copy
         self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: the reads of its sum and places that are alive
         self._nums: dict[int, int] = {}  # by step: the number of gradients in its sum
@@ -85,13 +84,11 @@ class Contributions:
         return sorted(self._sums)
 
     def has(self, microbatch: Microbatch) -> bool:
-        """True if the gradient is here already: a microbatch may run again after a peer before us was lost. It counts
-        once."""
+        """True if the gradient is here already: after the loss of a peer a microbatch may run again. It counts once."""
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
 
     def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
-        """Register the tensor that the microbatch's backward writes to, and the weights at which it is taken if they
-        matter."""
+        """Register the tensor that the backward writes to and, if needed, the weights at which it is taken."""
         self._finished[microbatch] = (gradient_N, weights)
 
     def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
@@ -228,8 +225,7 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Return the places of the gradients in the sum and in `kept`; None: all at the step's own weights, or not
-        needed."""
+        """Return the places of the gradients in the sum and in `kept`; None: all at the step's own weights."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):
@@ -241,6 +237,5 @@ class Contributions:
         return there
 
     def _asked_for(self, step: int, indices: Indices | None) -> list[_Gradient]:
-        """Return those gradients held out for `step` that the request includes."""
         kept = self._apart.get(step, {})
         return [kept[index] for index in sorted(kept) if indices is None or has_index(indices, index)]

@@ -1,5 +1,4 @@
-"""Rejecting microbatches: a replica that pauses, or a learner that lags, returns those that it does not compute to
-their sender and repeats the message until it is acknowledged."""
+"""Returning microbatches: a paused replica or a lagging learner sends back those that it does not compute."""
 
 import asyncio
 import logging
@@ -58,8 +57,7 @@ class HandingBack:
         self._endpoint.on(messages.HandBack, self._on_hand_back)
 
     def close(self) -> None:
-        """Accept nothing any more. A peer that returns a microbatch then gets an error, so it does not believe it
-        accepted."""
+        """Accept no more microbatches: a peer that returns one gets an error instead of an acknowledgement."""
         self._endpoint.off(self._on_hand_back)
 
     def soon(self, command: HandBack) -> None:
@@ -90,8 +88,8 @@ class HandingBack:
             await asyncio.sleep(_RETRY_S)
 
     async def _tell_lead(self, message: messages.HandBack) -> None:
-        """Return granted microbatches to the leader, and retry without end: they are granted to us, and nobody else
-        computes them. If we lead, wait until the pause is over or another member leads."""
+        """Return granted microbatches to the leader, and retry without end: nobody else computes them. If we lead, wait
+        until the pause is over or another member leads."""
         while True:
             lead = self._core.group.lead
             if lead is not None and (lead != self._endpoint.peer_id or not self._core.is_paused):

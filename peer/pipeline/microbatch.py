@@ -23,14 +23,12 @@ Microbatch.__str__ = tuple.__repr__  # type: ignore[method-assign]
 # Printed as "(3, 1)" in every job's and frame's name. Inside the class mypy would take the line for a field.
 
 Indices = int
-"""A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. A plain number,
-because every event uses such sets, and `|`, `& ~` and `bit_count()` serve as the methods of a set. It travels as a
-bitmap (bit i of byte i // 8)."""
+"""A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. `|`, `& ~` and
+`bit_count()` serve as its methods. It travels as a bitmap (bit i of byte i // 8)."""
 
 
 def indices_from(bitmap: bytes, *, count: int) -> Indices:
-    """Read a bitmap. Bits at or above `count` are ignored: a peer cannot contribute microbatches that the step does not
-    have."""
+    """Read a bitmap. Bits at or above `count` are ignored: a peer cannot contribute what the step lacks."""
     return int.from_bytes(bitmap, "little") & ((1 << count) - 1)
 
 

@@ -40,8 +40,7 @@ class Offload:
         return self._device.type in _APART
 
     def begin(self) -> bool:
-        """Keep moments and `Places` in host memory from now on. Returns: False if nothing changes: it is on already, or
-        the device has no memory of its own."""
+        """Keep moments and `Places` in host memory from now on. Returns: False if that changes nothing."""
         if self.is_on or not self.is_possible:
             return False
         logger.warning(

@@ -33,8 +33,7 @@ from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
 
 Leaves = dict[str, dict[str, Tensor]]
-"""Layer key -> tensor name -> autograd leaf; in a subspace model also the layer's untrained tensors
-(`subspace.constants_of`)."""
+"""Layer key -> tensor name -> autograd leaf, or constant of a subspace (`subspace.constants_of`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,9 +41,7 @@ class _Step:
     """An optimizer step in progress. The old state of a layer is freed as soon as its new state exists."""
 
     version: int
-    """The version before the step."""
     old: dict[str, LayerState]
-    """The layers that have not stepped yet."""
     kept: WeightSet | None
     new: dict[str, LayerState] = field(default_factory=dict)
     skipped: int = 0
@@ -91,7 +88,6 @@ class Shard:
         """None before the first state has arrived, and during a step."""
         self._version = -1
         self._light: WeightSet | None = None
-        """The weights of a learner, which has no state."""
         self._step: _Step | None = None
         sizes = [state_layout(spec, key).numel for key in keys]
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(keys)}
@@ -111,7 +107,6 @@ class Shard:
 
     @property
     def is_stepping(self) -> bool:
-        """True if there is no state because a step is in progress."""
         return self._step is not None
 
     @property
@@ -149,7 +144,6 @@ class Shard:
         if self.spec.model.tied and EMBED in stored and HEAD in stored:
             begin = stored[HEAD][: stored[EMBED].numel()]
             if torch.equal(begin.view(torch.uint8), stored[EMBED].view(torch.uint8)):
-                # one matrix, stored once
                 head = stored[HEAD].to(self.device)
                 stored = {**stored, HEAD: head, EMBED: head[: begin.numel()]}
         self._base = {
@@ -260,16 +254,14 @@ class Shard:
     # --- for subclasses, within a job ---
 
     def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
-        """Return the weights for the microbatch's step, and the same as fresh autograd leaves, which collect only its
-        gradient."""
+        """Return the weights for the microbatch's step, and autograd leaves of them for its gradient alone."""
         self._contributions.settle()  # frees their memory, and shows them to the strategy
         weights = self._wanted_by(microbatch)
         leaves = {key: self._leaves_of(key, weights.computed_in(self.dtype, key)) for key in self.keys}
         return weights, leaves
 
     def _wanted_by(self, microbatch: Microbatch) -> WeightSet:
-        """Return the weights for the microbatch's step. Raises: MemoryError: a step that ran out of memory has to
-        finish first."""
+        """Raises: MemoryError: a step that ran out of memory has to finish first."""
         if (light := self._light) is not None:
             return light  # without moments nothing can be predicted
         state = self.state

@@ -50,11 +50,9 @@ class _Context:
     labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, Tensor] | None
-    """The forward's weights, the same as autograd leaves, and the output [B, T, D] with its graph; None: the backward
-    repeats the forward."""
+    """The forward's weights, their leaves, and the output [B, T, D] with its graph. None: repeat the forward."""
     read: tuple[WeightSet, Leaves, list[Tensor]] | None = None
-    """Kept if the backward runs layer by layer: the forward's weights, the same as leaves, and the input of each
-    layer."""
+    """If the backward runs layer by layer: the forward's weights, their leaves, and each layer's input."""
 
 
 class StageRuntime(Shard):
@@ -139,8 +137,8 @@ class StageRuntime(Shard):
         return value, gradient
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
-        """Turn the gradient of our output into that of our input (None at stage 0). `contribute` adds that of the
-        weights."""
+        """Convert the gradient of our output to that of our input (None at stage 0). See `contribute` for the
+        weights'."""
         context = self._contexts[microbatch]  # kept until the end: a job that runs out of memory is retried
         grad_BTD = self._boundary.receive_gradient(payload)
         fine = finite(grad_BTD)
@@ -181,12 +179,11 @@ class StageRuntime(Shard):
     def fixed(self) -> FixedStage:
         """Return the stage at its committed version, for a reader that uses it after the stage has stepped. Call it
         within a job. Raises: MemoryError: a step that ran out of memory has to finish first."""
-        _, leaves = self._weights_of(Microbatch(self.version, -1))  # a validation microbatch gets the committed weights
+        _, leaves = self._weights_of(Microbatch(self.version, -1))
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
     def make_room(self) -> None:
-        """Let every open microbatch repeat its forward in its backward, as with `keep = "recompute"`, and from now on
-        layer by layer."""
+        """Repeat the forward in the backward of every open microbatch, and from now on layer by layer."""
         self._by_layer = True
         for microbatch, context in list(self._contexts.items()):
             context.x.grad = None

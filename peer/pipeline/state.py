@@ -75,8 +75,7 @@ class StageState:
     version: int
     layers: Mapping[str, LayerState]
     gradient_norm: float | None = None
-    """The 2-norm, before clipping, of the reduced gradient of the step to this version; None: the step was not made
-    here."""
+    """The 2-norm of the reduced gradient of the step to this version, before clipping; None: made elsewhere."""
 
     def proofs(self) -> tuple[tuple[str, str], ...]:
         return tuple((key, layer.proof()) for key, layer in self.layers.items())
@@ -143,13 +142,11 @@ class Clipped(NamedTuple):
     spoilt: tuple[str, ...]
     """The units with a gradient that is not finite; it is zero in `gradient_N`."""
     square: float
-    """The squared 2-norm of the gradient before clipping, without spoilt units and without the matrix of a tied head,
-    which counts with the embedding."""
+    """The squared 2-norm before clipping, without spoilt units and the matrix of a tied head."""
 
 
 def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
-    """Clip each unit by its own norm, so that the step of an expert needs nothing from the peers with the rest of its
-    layer."""
+    """Clip each unit by its own norm, so that an expert steps without the peers with the rest of its layer."""
     slices = state_slices(spec, key)
     parts, spoilt, square = [], [], 0.0
     for unit, span in slices.items():
@@ -166,8 +163,8 @@ def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
 
 
 def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]:
-    """Return the place of a unit in each tensor of its layer's `LayerState`. With Muon the slice of the second moment
-    is empty for an expert, because matrices have none."""
+    """Return the slices of a unit in the tensors of its layer's `LayerState`; with Muon an expert has no second
+    moment."""
     span = state_slices(spec, key)[unit]
     missing = state_layout(spec, key).numel - moment2_numel(spec, key)  # the layer's first elements have none
     return span, span, slice(max(0, span.start - missing), max(0, span.stop - missing))

@@ -54,9 +54,7 @@ class _Front:
     routing: Routing
     groups: Groups
     h_BTD: Tensor
-    """The residual stream."""
     x_PD: Tensor
-    """The rows that go to the experts."""
     call: ExpertCall
 
 
@@ -177,8 +175,7 @@ class StageTrunk(Shard):
     def _run_layers(
         self, leaves: Leaves, x: Tensor, labels: Labels, loads: ExpertLoads | None, *, grad: bool
     ) -> Calling[_Graph]:
-        """Run the forward of all layers but the head, experts included. `loads` counts the tokens of each expert, if
-        given."""
+        """Run the forward of all layers but the head, experts included. `loads` counts the tokens, if given."""
         model, cuts = self.spec.model, list[_Cut]()
         documents = None if labels.begins_BT is None else Documents(labels.begins_BT)
         rotary = self._rotary if documents is None else documents.positioned(self._rotary)
@@ -229,8 +226,7 @@ class StageTrunk(Shard):
         return _Front(layer=layer, routing=routing, groups=groups, h_BTD=h_BTD, x_PD=x_PD, call=call)
 
     def _back_through(self, cuts: list[_Cut]) -> Calling[None]:
-        """Run the backward of all cuts, last layer first, and empty the list. The backward after the last cut is done
-        already."""
+        """Run the backward of all cuts, last layer first, and empty the list."""
         while cuts:
             cut = cuts.pop()
             front, routing = cut.front, cut.front.routing

@@ -106,8 +106,7 @@ class Weights:
         return weights
 
     def kept_of(self, state: StageState) -> WeightSet | None:
-        """Return the weights to keep after the step from `state`, which frees its layers one by one; None: keep
-        nothing."""
+        """Return the weights to keep after the step from `state`, which frees its layers; None: keep nothing."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
             # If staleness is admitted, `s_max + 2` copies are alive already; exact repair is not worth one more.
@@ -116,7 +115,6 @@ class Weights:
         return WeightSet({key: layer.param_N for key, layer in state.layers.items()}, state.version)
 
     def layer_stepped(self, key: str, before: LayerState, after: LayerState, version: int) -> None:
-        """Tell the strategy that a layer has stepped from `version`."""
         self._compensations[key].committed(before, after, hyperparameters(self._spec, key, version))
 
     def stepped(self, kept: WeightSet | None) -> None:

@@ -65,13 +65,12 @@ class ActivationWire:
         """Bytes of the labels of an activation, including the tokens of a subspace model."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Choose the formats of what we send, each out of `WireSpec.forward`: activations travel as `leaving`,
-        gradients as the counterpart of `coming`, the format of the previous stage's activations."""
+        """Choose the formats of what we send: activations travel as `leaving`, gradients as the counterpart of
+        `coming`, the previous stage's format. Both are of `WireSpec.forward`."""
         self._forward, self._backward = leaving, self._backward_of(coming)
 
     @property
     def activation_bytes(self) -> int:
-        """The size of an activation in the current format, without labels."""
         return tensor_bytes(self._forward, self._numel)
 
     @property
@@ -165,7 +164,6 @@ class ActivationWire:
         return self._subspace(device).gradient_restored(grad_BTW) if self._spec.model.subspace else grad_BTW
 
     def _write(self, x_BTW: Tensor, into: bytearray, form: WireFormat, *, key: tuple[int, int] | None = None) -> None:
-        """Write the tensor's bytes to the beginning of `into`."""
         if form in _DTYPES:
             torch.frombuffer(into, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTW).copy_(x_BTW)
         else:

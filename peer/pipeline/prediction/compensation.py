@@ -40,15 +40,12 @@ class Compensation(ABC):
     those flags that differ."""
 
     stash: ClassVar[bool] = True
-    """The backward uses the kept weights of the forward. False: it repeats the forward with `weights` of the current
-    version."""
+    """The backward uses the weights of the forward. False: it repeats the forward with the current `weights`."""
     predicts: ClassVar[bool] = True
     """`weights` makes a new tensor. False: it returns the layer's own."""
     sees: ClassVar[bool] = False
-    """`weights` uses this member's gradients of the open steps, so another call with more gradients gives better
-    weights."""
+    """`weights` uses this member's gradients of the open steps; more of them give better weights."""
     corrects: ClassVar[bool] = False
-    """`corrected` changes gradients."""
 
     def __init__(self, optimizer: str) -> None:
         self.optimizer = OPTIMIZERS[optimizer]
@@ -79,8 +76,7 @@ class Compensation(ABC):
     def committed(  # noqa: B027 - most have nothing to learn
         self, before: LayerState, after: LayerState, settings: Settings
     ) -> None:
-        """Learn from a step of the layer. `settings` are those of `before`. Not called if the step left the layer
-        unchanged."""
+        """Learn from a step of the layer; `settings` are those of `before`. Not called if the layer did not change."""
 
     @abstractmethod
     def _ahead(
