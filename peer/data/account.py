@@ -15,12 +15,8 @@ Unit = Literal["row", "line", "file"]
 
 
 class Unusable(DataError):
-    """A row or a file from which nothing can be learnt.
-
-    Args:
-        reason: what was found, such as "line 3: not JSON".
-        remedy: what the owner can do, if known.
-    """
+    """A row or a file that is not usable. `reason` says what was found, such as "line 3: not JSON", `remedy` what the
+    owner can do."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason}; {remedy}" if remedy else reason)

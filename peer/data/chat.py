@@ -6,12 +6,11 @@ every machine.
 
 **Which text is an answer.** If the template marks its answers with `{% generation %}`, those marks decide. Otherwise an
 answer is what the template adds to the conversation so far, rendered with the prompt for an answer. So it includes the
-token that ends a turn, which a model must learn to write. A template may render an earlier answer differently once more
-messages follow (for example without its thoughts); then only the last answer is learnt, because no prompt would ask for
-the others in that form. An answer with a `weight` of 0 is not learnt.
+token that ends a turn. A template may render an earlier answer differently once more messages follow (for example
+without its thoughts); then only the last answer is learnt. An answer with a `weight` of 0 is not learnt.
 
-**Skipped rows.** A conversation with tool calls or separate thoughts would be rendered without them, and an empty
-answer teaches to end a turn at once: such a row is skipped.
+**Skipped rows.** Tool calls and separate thoughts would be lost in the rendering, and an empty answer teaches to end a
+turn at once. Rows with these are skipped.
 """
 
 import json
@@ -84,12 +83,11 @@ FIELDS: Final = ChatRow.__struct_fields__
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A compiled chat template, called `name` in messages.
 
     Args:
         source: the Jinja text.
         special: the vocabulary's `bos_token`, `eos_token` ... for the template.
-        name: its name in messages.
     Raises: DataError: jinja2 is not installed, or cannot compile it.
     """
 
@@ -107,11 +105,10 @@ class ChatTemplate:
         self._marks = "endgeneration" in source
 
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
-        """Render a conversation. Return its text and the places of the assistant's answers from message `learn_from`
-        on.
+        """Render a conversation. Return its text and the places of the answers from message `learn_from` on.
 
-        Raises: Unusable: the conversation has a field that we do not read or an empty answer, the template refuses it,
-        or an answer is not where the template's prompt for an answer ends.
+        Raises: Unusable: a field that we do not read, an empty answer, a refusal of the template, or an answer that
+        does not follow the template's prompt for one.
         """
         is_learnt = [index >= learn_from and message.is_learnt for index, message in enumerate(messages)]
         for message, learn in zip(messages, is_learnt, strict=True):
@@ -196,7 +193,7 @@ def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
     """Render a row of a chat set.
 
     Returns: (the text, the places of its answers, True if a template wrote it and so all tokens around it).
-    Raises: Unusable: it has no answer, has something that we do not read, or the template refuses it.
+    Raises: Unusable: no answer, a field that we do not read, or a refusal of the template.
     """
     prompt, completion = row.prompt, row.completion
     if row.tools:

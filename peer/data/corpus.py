@@ -1,9 +1,8 @@
 """The text of a run as tokens, split into training and validation.
 
 `python-library` is the source of Python's standard library; anything else is a path or a data set of the hub
-(`documents.py`). Text files as bytes are read here; everything else is packed (`packing.py`). Files are read in the
-order of their names, so that every machine with the same files prepares the same tokens; `digest` shows whether it did.
-A run with several sources has one corpus a source.
+(`documents.py`). Text files as bytes are read here; everything else is packed (`packing.py`). Every machine with the
+same files prepares the same tokens; `digest` checks it.
 """
 
 from collections.abc import Sequence
@@ -111,8 +110,8 @@ def load_corpus(
 ) -> Corpus:
     """Read and split the text of `spec`, or of each of its sources.
 
-    Validation is whole files or documents, chosen by a hash of their names or texts, up to the wanted share. If whole
-    ones cannot come near the share (one file, or few large ones), it is the tail of all text.
+    Validation is whole files or documents, chosen by a hash of their names or texts, or the tail of all text if whole
+    ones cannot come near the wanted share.
 
     Args:
         context: tokens of a sample; training and validation must each have at least one sample.

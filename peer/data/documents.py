@@ -1,9 +1,7 @@
-"""Documents from files and folders of text or rows (`rows.py`) and from data sets of the Hugging Face hub;
-conversations from rows and data sets (`chat.py` renders them).
+"""Documents from files and folders of text or rows (`rows.py`), and from data sets of the Hugging Face hub.
 
-Each source is a stream in a fixed order, so that every machine with the same source reads the same documents, and rows
-are never in memory all at once. Unusable rows are skipped and counted (`account.py`); a source of rows is refused if
-nothing at its beginning is usable.
+A source is a stream in a fixed order, the same on every machine. Rows are never in memory all at once; unusable ones
+are skipped and counted (`account.py`). A source of rows is refused if nothing at its beginning is usable.
 """
 
 import json
@@ -82,10 +80,9 @@ def find_files(source: str) -> Files:
 
 
 def identify(spec: DataSpec) -> list[Any]:
-    """Identify a source and its present content without reading it.
+    """Identify a source and its present content without reading it. Raises: DataError.
 
     A data set of the hub is assumed not to change; the digest of the text read from it shows whether it did.
-    Raises: DataError.
     """
     if spec.source.startswith(HUB):
         return [spec.source, spec.subset, spec.split]
@@ -98,9 +95,9 @@ def read_documents(spec: DataSpec, template: ChatTemplate | None, account: Accou
     """Read the documents of one source in order.
 
     Args:
-        template: the chat template of the run's vocabulary, if the source is a chat; else None.
+        template: of the run's vocabulary, if the source is a chat; else None.
         account: records what is skipped.
-    Raises: DataError: something cannot be read, or nothing in the source is usable; one sentence says which.
+    Raises: DataError: something cannot be read, or nothing is usable; one sentence says which.
     """
     reader = _Reader(spec.field, template)
     has_any = False
@@ -254,9 +251,8 @@ class _Reader:
 def _documents(
     rows: Iterator[Row], reader: _Reader, account: Account, source: str, where: str = "", *, is_alone: bool
 ) -> Iterator[Document]:
-    """Convert rows to documents, and record the unusable ones.
+    """Convert rows to documents, and record the unusable ones; `where` stands before a row's number in messages.
 
-    Args: where: a prefix of the row's number in messages.
     Raises: DataError: the rows cannot be read, or none of the first ones is usable. A folder's file with one unusable
     JSON value is skipped instead: often it is not data but, say, settings.
     """

@@ -1,12 +1,10 @@
-"""The labels that travel with a microbatch's tokens from the first stage to the last: targets, and where documents
-begin.
+"""The labels that travel with a microbatch's tokens: targets, and where documents begin.
 
-**The weight of a microbatch.** If some tokens are not learnt (in a chat all but the answers), microbatches differ in
-the number of learnt ones. The loss of a microbatch is the mean over its own learnt tokens times the weight c_i M / (c_1
-+ … + c_M), where c_i is the number of tokens that microbatch i of M learns. The mean over the step's microbatches,
-which a group commits and which is reported as the step's loss, is then the mean over all learnt tokens of the step. A
-microbatch without any has a loss of 0. Stage 0 knows all c_i, since microbatches are a pure function of their address,
-and sends the weight along.
+**The weight of a microbatch.** Microbatches may differ in the number of learnt tokens (in a chat only answers are
+learnt). The loss of a microbatch is the mean over its learnt tokens times c_i M / (c_1 + … + c_M), where c_i is the
+number of tokens that microbatch i of M learns. So the mean over the step's microbatches, which a group commits and
+reports, is the mean over all learnt tokens of the step. A microbatch without any has a loss of 0. Stage 0 computes all
+c_i, since microbatches are a pure function of their address, and sends the weight along.
 
 B samples   T tokens
 """
@@ -43,8 +41,8 @@ class Labels:
 
 
 def weight_of(counted: int, total: int, microbatches: int) -> float:
-    """Return the weight of a microbatch, rounded to float32 so that every stage has the same number, in [0,
-    microbatches].
+    """Return the weight of a microbatch in [0, microbatches], rounded to float32 so that all stages have the same
+    number.
 
     Args: counted: learnt targets of this microbatch; total: those of all `microbatches` of its step.
     """

@@ -1,8 +1,7 @@
 """Microbatch (t, i) as a pure function of the run's seed.
 
-One pass over the data visits every sample (`samples.py`) once, in an order that is a keyed permutation of their
-numbers. It is computed sample by sample, so a large corpus costs no memory, and any microbatch can be made without the
-ones before it.
+One pass over the data visits every sample (`samples.py`) once, in the order of a keyed permutation. It is computed
+sample by sample, so it needs no memory, and no microbatch needs the ones before it.
 
 With several sources each goes through its own passes. The source of the next sample is drawn without replacement: each
 round of `ROUND` samples contains each source by its weight, in an order of its own.
@@ -46,11 +45,10 @@ def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Te
 
 
 def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Tensor, Labels]:
-    """Return validation microbatch `index`, the same in every run: int64 tokens [B, T], and labels.
+    """Return validation microbatch `index`, the same in every run: int64 tokens [B, T], and labels. Raises: as
+    `microbatch`.
 
-    All `validation_microbatches` together are spread evenly over the validation text; each source has samples by its
-    weight.
-    Raises: as `microbatch`.
+    All `validation_microbatches` are spread evenly over the validation text; each source has samples by its weight.
     """
     count = spec.training.validation_microbatches
     if not 0 <= index < count:

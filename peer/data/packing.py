@@ -1,11 +1,9 @@
 """Documents packed into one long row of tokens: first those for training, then those for validation.
 
-A separator (the vocabulary's end of text) follows each document. Beside the row are stored the beginning of each
-document and, for chats, which tokens are learnt (`samples.py` makes samples of it). A hash of a document's text decides
-whether it is for validation, so a duplicate is never on both sides.
-
-The row is kept on disk and mapped from there: a corpus may be larger than memory, and a restart does not tokenise
-again.
+The vocabulary's end of text follows each document. Stored beside the row are the beginning of each document and, for
+chats, the learnt tokens (`samples.py` makes samples of it). A hash of a document's text decides whether it is for
+validation, so a duplicate is never on both sides. The row is kept on disk and mapped: it may be larger than memory, and
+a restart does not tokenise again.
 """
 
 import contextlib
@@ -97,10 +95,10 @@ def pack(
 def training_texts(
     spec: DataSpec, *, bytes_max: int, account: Account, on_progress: OnProgress | None = None
 ) -> Iterator[str]:
-    """Yield training documents of this data, up to `bytes_max` bytes, to train a vocabulary.
+    """Yield training documents of this data, up to `bytes_max` bytes, to train a vocabulary; `account` records skipped
+    ones.
 
-    A single document is split between both sides by a run, so it is yielded even if its hash says validation.
-    Args: account: records what is skipped.
+    A single document is yielded even if its hash says validation, because a run splits it between both sides.
     Raises: DataError: the source does not exist, or has no text.
     """
     size, kept_back = 0, ""

@@ -1,5 +1,4 @@
-"""Plain text files: UTF-8, or UTF-16 with a byte order mark. A file of another known kind is refused by the kind's
-name.
+"""Plain text files: UTF-8, or UTF-16 with a byte order mark. Files of other known kinds are refused by name.
 
 A few lines that are not UTF-8 are skipped; many of them mean another encoding, or no text.
 """

@@ -1,8 +1,7 @@
-"""Rows of a file: JSON lines, a JSON array, CSV or Parquet, read as a stream. Text may be compressed with gzip, and is
-UTF-8, or UTF-16 with a byte order mark.
+"""Rows of a file, read as a stream: JSON lines, a JSON array, CSV or Parquet, perhaps compressed with gzip.
 
-A row that cannot be read becomes an `Unusable`, and the next one follows. A truncated or damaged file is refused as a
-whole.
+Text is UTF-8, or UTF-16 with a byte order mark. A row that cannot be read becomes an `Unusable`, and the next one
+follows; a truncated or damaged file is refused.
 """
 
 import codecs
@@ -50,9 +49,8 @@ def has_rows(path: Path) -> bool:
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Read the rows of a file.
+    """Read the rows of a file. `columns` are the fields needed; a row may have more.
 
-    Args: columns: the fields needed; a row may have more.
     Raises: DataError: the file cannot be read to its end.
     """
     name = path.name.removesuffix(".gz")

@@ -84,14 +84,12 @@ class Packs:
     A conversation of n tokens takes n - 1 places, because its last token predicts nothing. One longer than a sample
     loses its end, and one without an answer left to learn is dropped.
 
-    Source: best-fit decreasing as in Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv
-    2404.10830, section 3. Unlike them we do not split long conversations: the second half of an answer would stand
-    without its question.
-
     Args:
         counted_N: uint8 [N], 1 if the token is learnt as a target.
         start_D: where conversations begin, int64 [D], rising.
     Raises: DataError: there is nothing to learn.
+    Source: best-fit decreasing as in Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv
+    2404.10830, section 3; but we never split a conversation, since a second half would stand without its question.
     """
 
     def __init__(self, text_N: Tensor, counted_N: Tensor, start_D: NDArray[np.int64], context: int) -> None:

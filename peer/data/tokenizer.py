@@ -147,10 +147,8 @@ class Detokenizer:
 
 
 def load_tokenizer(spec: DataSpec, *, path: Path | None = None) -> Tokenizer:
-    """Load the vocabulary of a run.
+    """Load the vocabulary of a run, from `path` if its tokenizer.json is not at the spec's path.
 
-    Args:
-        path: the tokenizer.json on this machine, if it is not at the spec's path.
     Raises: DataError: it cannot be read, or differs from the one that the spec names.
     """
     if spec.tokenizer == BYTES:
@@ -176,10 +174,9 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, on_text: Callable[[], None] | None = None) -> bytes:
-    """Train a byte-level BPE vocabulary, which can encode any text without loss.
+    """Train a byte-level BPE vocabulary, which encodes any text without loss. Returns: the content of a tokenizer.json.
 
-    Returns: the content of a tokenizer.json.
-    Raises: DataError: the library is not installed. ValueError: `vocab_size` has no room for all bytes and the end of
+    Raises: DataError: the library is not installed. ValueError: `vocab_size` is less than all bytes and the end of
     text.
     """
     if vocab_size < 257:
@@ -199,10 +196,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, on_text: Callable[[], No
 
 
 def byte_tokenizer_json() -> bytes:
-    """Return a tokenizer.json in which token b is byte b, for tools that need such a file.
-
-    It is a BPE vocabulary without merges; each byte is written as the printable character that GPT-2 uses for it.
-    """
+    """Return a tokenizer.json in which token b is byte b: BPE without merges, bytes written as GPT-2's printable
+    characters."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     table: dict[str, Any] = {
         "version": "1.0",

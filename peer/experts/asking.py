@@ -40,10 +40,7 @@ class _Asked:
 
 
 class Asking:
-    """Frames and messages to the holders of one tenure.
-
-    Args: has_others: True if other holders could serve the whole frame.
-    """
+    """Frames and messages to the holders of one tenure. `has_others`: other holders could serve the whole frame."""
 
     def __init__(self, surroundings: Surroundings, *, has_others: Callable[[ExpertTokens, PeerID], bool]) -> None:
         self._s = surroundings

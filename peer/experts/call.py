@@ -40,10 +40,8 @@ class JobInParts(Generic[T]):
         self._job = job
 
     def go_on(self, output: Payload | None = None) -> ExpertCall | None:
-        """Run the next part. Returns: the next call; None: the job is done.
-
-        Args: output: the experts' answer to the previous call; None: this is the first part.
-        """
+        """Run the next part, given the answer to the previous call (None: the first part). Return the next call; None:
+        done."""
         try:
             return self._job.send(output)
         except StopIteration as ended:

@@ -13,7 +13,7 @@ REMEMBERED = 64.0
 
 
 def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID, float]) -> dict[PeerID, float]:
-    """Return the part of its tokens that `me` sends to each holder, such that all senders together meet the holders'
+    """Return the part of its tokens that `me` sends to each holder, so that all senders together meet the holders'
     shares.
 
     A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The rest goes to the

@@ -1,12 +1,11 @@
 """Sends the tokens of a stage's microbatches to the holders of experts, and collects their results.
 
-Each expert gets one holder for a whole microbatch (`choice.py`): ourselves up to the plan's shares, else by the shares
-and by what each holder has of ours already. A layer is one frame to each holder, without padding. A holder that dies,
-refuses or is unreachable is replaced for the rest of the microbatch. When the microbatch is *settled*, the replacement
-repeats the backwards that the lost holder had done, and each holder is told to count the microbatch.
+Each expert gets one holder for a whole microbatch (`choice.py`); a layer is one frame to each holder, without padding.
+A holder that dies, refuses or is unreachable is replaced for the rest of the microbatch. When the microbatch is
+*settled*, the replacement repeats the backwards that the lost holder had done, and each holder is told to count it.
 
-If an expert has no holder, and none of those in the plan can be reached, its tokens are passed by: they continue by the
-residual, and are counted.
+If an expert has no holder, and none of those in the plan can be reached, its tokens are *passed by*: they continue by
+the residual, and are counted.
 """
 
 import asyncio

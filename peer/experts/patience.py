@@ -1,8 +1,7 @@
 """How long to wait for a holder of experts, by the times of the others. Pure.
 
-An answer may be late because the holder waits for a version, as then do all holders of an expert, or because its device
-or path is slow. So a holder is given up only after others have answered for the same step or a later one. It is then
-avoided for a time that grows with each failure to answer in time.
+All holders of an expert may be late, because they wait for a version. So a holder is given up only after others have
+answered for the same step or a later one. It is then avoided for a time that grows with each late answer.
 """
 
 from collections import deque

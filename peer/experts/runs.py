@@ -67,9 +67,8 @@ class OpenRuns:
         return len(opened.layers) if opened else 0
 
     def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
-        """End a run: its gradient can be contributed, `zero_N` if no token came.
+        """End a run: its gradient can be contributed. If no token came, that is `zero_N`; None: contribute nothing.
 
-        Args: zero_N: None: do not contribute without tokens.
         Returns: the staleness in steps; None: the run adds nothing.
         """
         opened = self._open.pop(run, None)
@@ -88,9 +87,8 @@ class OpenRuns:
     def drop(self, source: PeerID, successor: int | None = None) -> None:
         """Forget the runs of `source`, which has died or restarted: nobody will report their end.
 
-        Args:
-            successor: the incarnation after the restart. Its first tokens may arrive before the news of it, so its own
-                runs stay. None: the peer is gone, and all of its runs go.
+        Args: successor: the incarnation after the restart; its runs stay, since its tokens may arrive before the news
+        of it. None: the peer is gone.
         """
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):

@@ -1,7 +1,6 @@
 """All expert tenures of one peer: which of them begin, renew, drain and end, by the plans.
 
-Unlike a replica's, a drain blocks nothing: a leaving expert is idle after a microbatch or two, other tenures begin
-meanwhile, and those that stay go on.
+A drain blocks nothing, unlike a replica's: it takes a microbatch or two, and other tenures begin and go on meanwhile.
 """
 
 import asyncio

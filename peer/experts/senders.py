@@ -13,10 +13,10 @@ STRANGER: Final = PeerID("")
 
 
 class Senders:
-    """The members of the plan, and those that recent plans dropped.
+    """The members of the plan, of any stage, and those that recent plans dropped.
 
-    Members of every stage count: one that moves keeps sending for its old stage until it has drained, and a standby may
-    learn of its place before we do.
+    A member that moves keeps sending for its old stage until it has drained, and a standby may learn of its place
+    before us.
     """
 
     def __init__(self, me: PeerID) -> None:

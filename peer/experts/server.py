@@ -2,8 +2,7 @@
 
 A request waits until every expert that it names is near enough to its step (t - version <= s_max); then it is computed
 as one job and answered once. No sender is trusted: it must be in a plan, has limited room, and sizes follow from the
-spec. A request for an expert that is not here, or for a step further ahead than an honest sender can be, is refused, so
-that the sender tries another holder.
+spec. A request that cannot be served here, or not soon, is refused, so that the sender tries another holder.
 
 N tokens   D width
 """
@@ -45,12 +44,7 @@ def run_of(source: PeerID, meta: ExpertTokens | ExpertDone) -> Run:
 
 
 class ExpertServer:
-    """The requests for all experts of one peer.
-
-    Args:
-        wire: the wire of this peer's arithmetic.
-        tasks: this peer's background tasks.
-    """
+    """The requests for all experts of one peer."""
 
     def __init__(self, wire: TokenWire, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, tasks: Tasks) -> None:
         self.senders = Senders(endpoint.peer_id)
@@ -144,8 +138,7 @@ class ExpertServer:
         """Raises: Refused: an expert is further behind `step` than an honest sender can be ahead.
 
         A stage at version v has sent step v - 1 through its experts, which were at least at v - 1 - s_max then, and it
-        begins nothing after v + s_max. An expert further behind was suspended or missed the end of rounds; other
-        holders did not.
+        begins nothing after v + s_max. So the expert was suspended or missed the end of rounds; other holders did not.
         """
         if any(step - work.version > 2 * self._s_max + 1 for work in works):
             raise Refused(self._endpoint.peer_id, f"is far behind step {step}")

@@ -1,8 +1,7 @@
 """The arithmetic of one expert in all layers of a stage: tokens in, tokens out, and the gradient of its weights.
 
-Nothing is kept between a forward and its backward, which brings the tokens again. So any holder can replace another in
-the middle of a microbatch. Only the gradient of each run of a microbatch is kept; the run stays *open* until its sender
-reports the end.
+Nothing is kept between a forward and its backward, which brings the tokens again, so any holder can take over in the
+middle of a microbatch. Only the gradient of each run is kept; the run stays *open* until its sender reports the end.
 
 N tokens   D width
 """
@@ -56,8 +55,7 @@ class ExpertShard(Shard):
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
-        """Return the gradient of the tokens, float32 [N, D], given that of the output. The gradient of the weights is
-        added to the run's, once a layer even if the call is repeated.
+        """Return the gradient of the tokens, float32 [N, D]. That of the weights is added to the run's, once a layer.
 
         Args: wanted: the group lacks the microbatch. Only the value at the first backward of a run counts.
         """
@@ -101,9 +99,8 @@ class ExpertShard(Shard):
         return self._open.layers_done(run)
 
     def close(self, run: Run, *, wanted: bool) -> int | None:
-        """End a run: its gradient can be contributed, a gradient of zero if no token came.
+        """End a run: its gradient can be contributed; if no token came, zero if `wanted`, else none.
 
-        Args: wanted: contribute even if no token came.
         Returns: the staleness in steps; None: the run adds nothing.
         """
         zero_N = None

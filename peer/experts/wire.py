@@ -1,8 +1,7 @@
 """Tokens for experts as bytes.
 
-Shapes follow from the run spec and from counts checked against it. A holder's own tokens are rounded as those for
-others are, so that the place of an expert does not change its results. A peer without tensors replaces this class, as
-it does those of `peer/vectors.py` and `peer/arithmetic.py`.
+Shapes follow from the run spec and from counts checked against it. A holder's own tokens are rounded like all others,
+so that the place of an expert does not change its results. A peer without tensors replaces this class.
 
 P rows, sorted by expert   D width
 """

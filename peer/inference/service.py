@@ -9,14 +9,13 @@ The path of a request through this file:
 
 **One version.** All stages answer with the weights of one version, so that the caches of a session are consistent and
 an evaluation belongs to one version. The client may name it; else stage 0 takes its committed one. Each stage keeps the
-weights of that version while requests use it, beside those that it trains, and waits if it is a step behind. A stage
-that has passed the version says so, and the client begins again with a newer one.
+weights of that version while requests use it, and waits if it is a step behind. A stage that has passed the version
+says so, and the client begins again with a newer one.
 
-**Which member.** A hash chooses the member of each stage. It is the same one as long as the client sends the same
-`way`, without any table. If that member is gone, or has no cache, the request fails, and the client chooses another
-`way` and a new session.
+**Which member.** A hash of the client's `way` chooses the member of each stage, without any table. If that member is
+gone, or has no cache, the request fails, and the client chooses another `way` and a new session.
 
-**Training goes first.** A peer computes one request at a time. While it trains, it rests after each so long that
+**Training goes first.** A peer computes one request at a time, and rests after each so long that while it trains
 requests take at most `SHARE` of its time.
 """
 
@@ -73,9 +72,7 @@ class InferenceService:
 
     Args:
         replica: the peer's current replica, if any.
-        plan: the plan that it follows.
         cannot_reach: True if the last tries to reach a peer failed.
-        tasks: this peer's background tasks.
     """
 
     def __init__(
@@ -192,10 +189,7 @@ class InferenceService:
             self._num_waiting -= 1
 
     async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> float:
-        """Run our layers, and send the result to the next stage or the entry.
-
-        Returns: seconds of the device. Raises: Refused.
-        """
+        """Run our layers, and send the result on. Returns: seconds of the device. Raises: Refused."""
         plan = self._plan()
         if plan is None or not _has(plan, meta) or stage.has_head != (meta.stage == len(plan.stages) - 1):
             raise self._no(_DIVIDED)
@@ -276,11 +270,9 @@ class InferenceService:
         return version, stage
 
     async def _with_memory(self, work: Callable[[], T], flop: float) -> Timed[T]:
-        """Run a job of a request.
+        """Run a job of `flop` for a request.
 
-        Args: flop: the arithmetic of the job.
-        Raises: Refused: the device has no memory for it. Then all that is kept for clients is dropped to free memory
-        for training.
+        Raises: Refused: the device has no memory for it. Then all that is kept for clients is dropped, for training.
         """
         try:
             return await self._compute.run("validate", work, flop=flop)

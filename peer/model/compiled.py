@@ -1,8 +1,7 @@
 """Decoder layers compiled by `torch.compile` in the background.
 
-A peer trains with the layers of `llama.py` from its first microbatch on and switches to the compiled ones when they are
-ready. If compiling fails, it logs that and goes on uncompiled. All layers of one kind share one compiled layer, in all
-stages that this process will ever hold.
+A peer begins with the layers of `llama.py` and switches to the compiled ones when they are ready. If compiling fails,
+it logs that and goes on uncompiled. All layers of one kind in this process share one compiled layer.
 
 B samples   T tokens   D width
 """
@@ -43,11 +42,7 @@ class Job:
 
 
 class CompiledLayers:
-    """The dense layers of one model, compiled for microbatches of one shape. Compiling begins with `start`.
-
-    Args:
-        backend: the backend of `torch.compile`.
-    """
+    """The dense layers of one model, compiled by `backend` for microbatches of one shape after `start`."""
 
     def __init__(self, job: Job, *, backend: str | Callable[..., object] = "inductor") -> None:
         self._job = job
@@ -104,11 +99,8 @@ class CompiledLayers:
 
 
 def compiled_layers(spec: RunSpec, device: torch.device, dtype: torch.dtype) -> CompiledLayers | None:
-    """Return the compiled layers of a run; the first call begins to compile.
-
-    None: not on this device, or not for this kind of model. Sizes of expert groups are known only on the device, and
-    adapters decode a quantised base.
-    """
+    """Return the compiled layers of a run; the first call begins to compile. None: not on this device, or not for this
+    model: sizes of expert groups are known only on the device, and adapters decode a quantised base."""
     if device.type not in DEVICES or spec.model.num_experts or spec.adapter is not None:
         return None
     return _started(Job(spec.model, spec.training.microbatch_size, device, dtype))

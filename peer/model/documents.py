@@ -1,6 +1,4 @@
-"""Several documents in one sample: each token attends only to its own document, and positions begin anew in each.
-
-So a document gives the same result as if it stood alone.
+"""Several documents in one sample. Attention and positions are separate, so each gives the same result as alone.
 
 B samples   T tokens
 """
@@ -14,11 +12,7 @@ from shoal.peer.model.rotary import Rotary, at_positions
 
 
 class Documents:
-    """The documents of one microbatch.
-
-    Args:
-        begins_BT: bool, True where a document begins. The first token of a sample always begins one.
-    """
+    """The documents of one microbatch. `begins_BT`, bool, marks their first tokens, among them each sample's."""
 
     def __init__(self, begins_BT: Tensor) -> None:
         T = begins_BT.shape[1]
@@ -36,8 +30,7 @@ class Documents:
         """Return the mask [B, 1, T, T] to add to scores of this dtype: 0 for a token of the same document that is at
         most `window` - 1 before (0: no limit), -inf for others.
 
-        All layers share one tensor, so that their backwards keep it once; of a boolean mask torch would make a copy a
-        layer.
+        All layers share one tensor, which their backwards keep once; of a boolean mask torch would make a copy a layer.
         """
         if (window, dtype) not in self._masks:
             back_TT = self._at_T[:, None] - self._at_T

@@ -1,8 +1,8 @@
 """Detection and removal of numbers that are not finite.
 
-A GPU works behind the thread that queues its work. Reading a number from it (`bool`, `float`) waits until it has caught
-up, and leaves it idle. So the answers here stay on the device, and a job reads them at its end, where it waits for its
-payload anyway. On a CPU reading costs nothing and can save a pass over the numbers.
+Reading a number from a GPU (`bool`, `float`) waits for all queued work and leaves the GPU idle. So the answers here
+stay on the device, and a job reads them at its end, where it waits for its payload anyway. On a CPU reading costs
+nothing and can save a pass over the numbers.
 """
 
 from torch import Tensor

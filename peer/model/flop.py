@@ -46,10 +46,9 @@ def job_flop(
     backward_per_forward: float = BACKWARD_PER_FORWARD,
     again_at_loss: float = 0.0,
 ) -> JobFlop:
-    """Return the FLOP of the jobs of a stage, given those of its forward.
+    """Return the FLOP of the jobs of a stage, given those of its `forward`.
 
     Args:
-        forward: FLOP of the forward.
         recomputes: a backward first repeats the forward.
         again_at_loss: FLOP of the forwards that the last stage's job repeats.
     """
@@ -83,9 +82,8 @@ def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
     """Return the matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of
     `context`.
 
-    Attention is causal: a token attends to (context + 1) / 2 others on average, and to fewer with a window. The
-    embedding is a gather, 0. Counted are the router, the K experts of each token, and in a subspace model the products
-    with its basis.
+    Attention is causal: a token attends to (context + 1) / 2 others on average, fewer with a window. The embedding is a
+    gather, 0. Counted are also the router, the K experts of each token, and the products with a subspace's basis.
     """
     if key == EMBED:
         return 2.0 * num_tokens * model.dim * model.subspace

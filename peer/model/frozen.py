@@ -69,10 +69,7 @@ def _encoded(x: Tensor, form: BaseFormat) -> Tensor:
 
 
 class FrozenMatrix:
-    """One matrix of the base.
-
-    Args: stored_Y: its bytes, uint8.
-    """
+    """One matrix of the base, from its bytes, uint8."""
 
     __slots__ = ("_form", "_norms_R", "_stored_Y", "shape")
 
@@ -180,10 +177,8 @@ class FrozenLayer:
 def adapted_row_norms(norm_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor, *, scale: float) -> Tensor:
     """Return the norms of the rows of W + scale B A, float32 [rows], without making that sum.
 
-    For rows w of W and b of B the squared norm is |w|^2 + 2 scale w A^T b + scale^2 b A A^T b.
-    Args:
-        norm_R: |w|.
-        wa_RK: W A^T.
+    For rows w of W and b of B the squared norm is |w|^2 + 2 scale w A^T b + scale^2 b A A^T b; `norm_R` is |w|, `wa_RK`
+    W A^T.
     """
     wa_RK, a_KC, b_RK = wa_RK.float(), a_KC.float(), b_RK.float()
     between_R, beyond_R = (wa_RK * b_RK).sum(1), (b_RK @ (a_KC @ a_KC.T) * b_RK).sum(1)
@@ -234,9 +229,8 @@ class AdaptedLayer(dict[str, Tensor]):
     def grouped(self, names: Sequence[str], x_PC: Tensor, offset_E: Tensor) -> Tensor:
         """Multiply each expert's rows by its frozen matrix: [P, columns] -> [P, rows], differentiable in `x_PC`.
 
-        Args:
-            names: one matrix of each of the E experts, in their order.
-            offset_E: int64 [E + 1], as in `kernels.dispatch.grouped_matmul`.
+        Args: names: one matrix for each of the E experts; offset_E: int64 [E + 1], as in
+        `kernels.dispatch.grouped_matmul`.
         """
         matrices = [self._frozen.matrices[name] for name in names]
         product: Tensor = _GroupedProduct.apply(x_PC, offset_E, matrices)  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
 """Sampling from the model, token by token.
 
-The first forward runs the whole prompt and caches each layer's keys and values; then each token is a forward of one
-token. Positions are absolute: once the context is full, each new token shifts all positions and invalidates the cache,
-so each is a forward of the last `context` tokens.
+The first forward caches the prompt's keys and values; then each token is a forward of one token. Positions are
+absolute: beyond the context each new token shifts all positions, so each is a forward of the last `context` tokens.
 
 B samples (always 1)   T tokens   G key and value heads   K head size   V vocabulary
 """

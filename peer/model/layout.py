@@ -1,13 +1,12 @@
 """The place of each tensor in a layer's one flat buffer.
 
-State is kept by layer (`protocol.layers` has the layers' names). All tensors of a layer share one flat fp32 buffer, so
-that reducing, stepping, hashing, sending and predicting a layer is one operation on one tensor. Matrices come first:
-elements [0, num_decayed) get weight decay, the norms and biases after them do not. `protocol.tensors` defines the
-tensors and their names.
+All tensors of a layer (`protocol.tensors` defines them) share one flat fp32 buffer, so that reducing, stepping,
+hashing, sending and predicting a layer is one operation on one tensor. Matrices come first: elements [0, num_decayed)
+get weight decay, the norms and biases after them do not.
 
 A layer with experts has units, which can be placed, clipped and stepped independently: "layers.3.experts.0",
-"layers.3.experts.1" … from element 0 on, and after them the rest, "layers.3.trunk". Each has a layout of its own, so
-that functions of a layer take a unit's key as well.
+"layers.3.experts.1" … from element 0 on, and after them the rest, "layers.3.trunk". Functions of a layer take a unit's
+key as well.
 """
 
 import math
@@ -201,9 +200,9 @@ def _generator(name: str) -> torch.Generator:
 def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
     """Return the initial parameters of one layer or unit, float32 [numel].
 
-    A pure function of (model, key, seed): no other layer or unit is needed, and every peer gets the same bits. Norms
-    multiply by 1, biases are 0. An element of a matrix is a sum of four uniform numbers: almost normal, and at most 3.5
-    deviations (`_deviation`) from zero; torch's normal numbers differ in their last bits between CPUs.
+    A pure function of (model, key, seed): no other layer or unit is needed. Norms multiply by 1, biases are 0. An
+    element of a matrix is a sum of four uniform numbers: almost normal, at most 3.5 deviations (`_deviation`) from
+    zero, and the same bits on every CPU, unlike torch's normal numbers.
     """
     units = unit_keys(model, key)
     if len(units) > 1:
@@ -223,13 +222,11 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
 
 
 def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
-    """Return the initial standard deviation of a matrix: an embedding 1 after scaling; others, and a tied embedding,
-    1/sqrt(C); those that write into the residual stream 1/sqrt(2 L C); the router 0.02, so that experts begin with
-    nearly equal shares.
+    """Return the initial standard deviation of a matrix: an embedding 1 after scaling; those that write into the
+    residual stream 1/sqrt(2 L C); the router 0.02, for nearly equal shares; others, and a tied embedding, 1/sqrt(C).
 
     So a layer changes little of the stream that it reads, at any width: "small sub-layers, large shortcut" (Takase et
-    al., 2023, arXiv 2312.16903). The usual 0.02 fits matrices 2,500 wide. An embedding that small is enlarged by every
-    norm behind it, and so is its gradient; a usual step is a fifth of it. Narrow models learn much less with it
+    al., 2023, arXiv 2312.16903). The usual 0.02 fits matrices 2,500 wide; narrow models learn much less with it
     (`peer/model/MEASURED.md`), least of all from stale gradients (`tests/bench/staleness/MEASURED.md`).
     """
     if name.endswith("embed_tokens.weight"):

@@ -1,5 +1,5 @@
-"""The decoder as pure functions on dicts of tensors, in Hugging Face's conventions: Llama, varied by the switches of
-the model's `decoder` (`protocol/decoder.py`).
+"""The decoder as pure functions on dicts of tensors, in Hugging Face's conventions: Llama, varied by
+`protocol/decoder.py`.
 
 No modules: the caller passes the version of a layer's tensors that it wants, current, stale or predicted.
 
@@ -116,10 +116,8 @@ def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
 def loss_of_head(
     model: ModelSpec, params: Params, x_BTD: Tensor, targets_BT: Tensor, counted: int | None = None
 ) -> Tensor:
-    """Apply the final norm and the output projection, and return the mean cross entropy in nats a token: [B, T, D] and
-    int64 targets [B, T] -> float32 scalar.
+    """Return `loss(head(...), targets_BT)` without ever holding all logits (`head_loss.py`).
 
-    It equals `loss(head(...), targets_BT)` but never holds all logits (`head_loss.py`).
     Args: counted: the number of targets that are not negative; None: all.
     """
     x_BTD = _norm(model, params, "model.norm", x_BTD)

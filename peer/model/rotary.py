@@ -35,11 +35,8 @@ def at_positions(rotary: Rotary, position_BT: Tensor) -> Rotary:
 
 
 def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
-    """Rotate each pair (k, k + K/2) by its position's angle: the bits of Hugging Face's `rotate_half`. The table holds
-    the sign of the swapped half, so that one roll replaces slicing, negating and concatenating.
-
-    Args: windowed: use the angles of window layers.
-    """
+    """Rotate each pair (k, k + K/2) by its position's angle: the bits of Hugging Face's `rotate_half`, with the sign in
+    the table. `windowed`: use the angles of window layers."""
     T, K = x_BHTK.shape[2:]
     cos, turned = (_of_kind(table, T, int(windowed)) for table in rotary)
     return (x_BHTK * cos + x_BHTK.roll(K // 2, dims=-1) * turned).to(x_BHTK.dtype)

@@ -11,17 +11,16 @@ leg's last step:
 | `wsd`      | stays, then falls over the last `decay_steps`,      | climbs to the peak, stays and falls     |
 |            | as 1 - sqrt(progress)                               | again                                   |
 
-The climb is as steep as the run's warm-up. So a run that is continued before its rate has begun to fall has the same
-rates as one planned with the new length. Not so with `cosine`, where the rates depend on the length from the first step
-of the fall on: the run warms up and decays again, which first costs some loss and then regains it ("re-warming and
-re-decaying", Ibrahim et al., 2024, arXiv 2403.08763, section 6; the steepness matters little there). Stretching the
-cosine to the new length instead would jump from the final rate to about half of the peak at once. A run that is
-shortened gets no climb: the rate falls from its present value.
+The climb is as steep as the run's warm-up. A run that is continued before its rate has begun to fall has the same rates
+as one planned with the new length. With `cosine`, where the fall begins early, the run warms up and decays again, which
+first costs some loss and then regains it ("re-warming and re-decaying", Ibrahim et al., 2024, arXiv 2403.08763, section
+6). Stretching the cosine instead would jump from the final rate to about half of the peak. A run that is shortened gets
+no climb: the rate falls from its present value.
 
 Sources: cosine, Loshchilov & Hutter, 2017, arXiv 1608.03983, equation 5 without restarts; `wsd`, Hu et al., 2024, arXiv
-2404.06395, section 4, with the shape and the length of the decay of Hägele et al., 2024, arXiv 2405.18392, section 3:
-the square root beats a line, and a decay over 10 to 20 % of the steps reaches the loss of the cosine. We end at
-`final_learning_rate_fraction` of the peak, they at 0, so that all schedules end at the same rate.
+2404.06395, section 4, with the decay of Hägele et al., 2024, arXiv 2405.18392, section 3: the square root beats a line,
+and a decay over 10 to 20 % of the steps reaches the loss of the cosine. We end at `final_learning_rate_fraction` of the
+peak, they at 0, so that all schedules end at the same rate.
 """
 
 import math
@@ -74,11 +73,7 @@ class Leg:
 
 
 def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[ContinuedSpec] = ()) -> list[Leg]:
-    """Return a run's legs in order.
-
-    Args:
-        total_steps: length of the whole run, from step 0.
-    """
+    """Return a run's legs in order; it has `total_steps` steps from step 0."""
     said = [(part.steps, part.schedule, part.decay_steps) for part in continued]
     said.append((total_steps, optimizer.schedule, optimizer.decay_steps))
     found: list[Leg] = []

@@ -3,17 +3,13 @@
     x = fixed[v] + U c        D numbers of a token v in the residual stream, c its k coordinates
     c = (k / D) U^T (x - fixed[v])
 
-U [D, k] is the same in all layers, and so is fixed [V, D]. Both are functions of the run's seed: they are not trained,
-sent or stored. Every addend of x is U times k numbers: the embedding e[v], the output projection of an attention (k
-rows instead of D) and the down projection of a feed-forward (likewise). So v and c determine x up to rounding, and the
-stages before need only U^T dL/dx of its gradient. A stage computes fixed[v] for the tokens that it has; there is no
-table of the vocabulary.
+U [D, k], the same in all layers, and fixed [V, D] are functions of the run's seed: they are not trained, sent or
+stored. Every addend of x is U times k numbers: the embedding e[v], and the output and down projections, which have k
+rows instead of D. So v and c determine x up to rounding, and the stages before need only U^T dL/dx of its gradient.
 
 Source: Ramasinghe et al., "Protocol Models: Scaling Decentralized Training with Communication-Efficient Model
-Parallelism", 2025, arXiv 2506.01260: projections that write within one subspace, and token embeddings with a fixed part
-known to all stages. There the matrices have their full size and are projected after each step, and the subspace turns
-slowly. Here, as in its authors' later runs, the k rows themselves are trained, so nothing is projected, and U is
-constant.
+Parallelism", 2025, arXiv 2506.01260. There full matrices are projected after each step, and the subspace turns slowly.
+Here, as in its authors' later runs, the k rows themselves are trained, and U is constant.
 
 We scale an orthonormal U: U^T U = (D / k) I, so that a row of U has the norm 1 (in the mean, if m below does not divide
 k). A matrix with k rows then has initial values as large as in a dense model, takes steps as large, and writes as much
@@ -25,7 +21,7 @@ into a channel of x; with an orthonormal U it learns less (`MEASURED.md`).
 
 H is Sylvester's Hadamard matrix [P, P], R = I - 2/m [m, m] a reflection: their Kronecker product is sqrt(P) times an
 orthogonal matrix. So U has two magnitudes, made in float64 from one square root and rounded once. `sign` and the order
-of the columns come from the seed. fixed[v] is D signs of a hash of v, in whole numbers: exact in bfloat16, too.
+of the columns come from the seed. fixed[v] is D signs of a hash of v: exact in bfloat16, too.
 
 B samples   T tokens   D width   k numbers of a subspace   W words of 32 bits
 """
