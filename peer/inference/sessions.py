@@ -10,7 +10,7 @@ from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.protocol.identity import PeerID
 
 FIXED_MAX: Final = 2
-"""The most versions at once. Each takes the memory of the stage's parameters until a job runs out of memory."""
+"""The most versions at once. Each takes the memory of the stage's parameters; it is freed if a job lacks memory."""
 IDLE_S: Final = 60.0
 """Weights and sessions unused for so long are dropped. On a device that lends only a tenth, an answer takes long."""
 YIELDS_S: Final = 3.0

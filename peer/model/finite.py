@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return whether all elements are finite, bool []. A finite sum proves it in a tenth of the time; if only the sum
-    overflows, each element is tested."""
+    """Return whether all elements are finite, bool []. A finite sum proves it in a tenth of the time; otherwise each
+    element is tested, since the sum alone may overflow."""
     of_sum = values.sum().isfinite()
     if values.is_cpu:
         return of_sum if bool(of_sum) else values.isfinite().all()

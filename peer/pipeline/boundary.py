@@ -56,8 +56,8 @@ class Boundary:
     def loss(self, params: llama.Params, x_BTD: Tensor, labels: Labels) -> Tensor:
         """Return the loss of the head `params`, in nats a token, times the microbatch's weight.
 
-        NaN if a target is outside the vocabulary or the weight out of range: the previous stage sent nonsense, and
-        torch would raise or lose its GPU context.
+        NaN if the previous stage sent a target outside the vocabulary or a weight out of range: torch would raise or
+        lose its GPU context.
         """
         last, targets_BT, training = self._spec.model.vocab_size - 1, labels.targets_BT, self._spec.training
         tokens_BT = targets_BT.clamp(0, last)

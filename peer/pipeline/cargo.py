@@ -35,7 +35,7 @@ class Hold:
     Args:
         lacks: (step, index) -> True if our group lacks the gradient of that microbatch.
         is_last: the replica is in the last stage, where a validation ends in a loss.
-        experts: dispatches tokens to experts on other peers; None: the stage holds its experts.
+        experts: dispatches tokens to other peers; None: the stage holds its experts.
     """
 
     def __init__(

@@ -54,12 +54,9 @@ class Summed:
 
 
 class Contributions:
-    """The contributions of one stage with `size` = N parameters. Gradients are [N] in the dtype of jobs, on any device;
-    sums are float32.
+    """The contributions of one stage with `size` = N parameters: gradients [N] in the dtype of jobs, sums in float32.
 
-    Args:
-        corrects: sums are returned together with the places of their gradients.
-        offload: decides which tensors move to host memory; None: none.
+    Args: corrects: sums are returned together with the places of their gradients.
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:
@@ -94,9 +91,8 @@ class Contributions:
     def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
         """Set the gradient of a finished backward to zero unless all its numbers are finite.
 
-        The sum of the numbers is finite only if each is, and it needs one pass and no copy. (If it overflows with
-        finite numbers, so does the norm, and no optimizer would take the gradient.)
-
+        Their sum is tested, in one pass without a copy. (If it overflows with finite numbers, so does the norm, and no
+        optimizer would take the gradient.)
         Args: fine: bool [], the backward's input was finite; None: it was.
         Returns: bool [] on the gradient's device, True if the gradient is unchanged.
         """
@@ -131,10 +127,9 @@ class Contributions:
     def total(self, step: int, indices: Indices | None = None) -> Callable[[], Summed | None]:
         """Request the sum of our contributions to `step`; of those held out only `indices`, or all if None.
 
-        A gradient announced later is not in this sum. It enters the next one, for another attempt at the step.
-
-        Returns: a function for any thread but the loop's. Nobody may write to the sum that it returns. It returns None
-        if the optimizer step that ends `step` has begun.
+        Gradients announced later are not in it, but in the sum for another attempt at the step.
+        Returns: a function for any thread but the loop's. Its sum is read-only; None if the step's optimizer step has
+        begun.
         """
         made: list[Summed | None] = []
         kept = self._asked_for(step, indices)

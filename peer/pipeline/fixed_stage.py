@@ -25,9 +25,7 @@ _LOGITS_BYTES_MAX: Final = 1 << 26
 class FixedStage:
     """A stage with constant weights. As long as it exists, it keeps the memory of its version.
 
-    Args:
-        params: the parameters of each layer, in the dtype to compute in.
-        rotary: tables for the whole context.
+    Args: params: each layer's, in the dtype to compute in; rotary: tables for the whole context.
     """
 
     def __init__(
@@ -66,9 +64,8 @@ class FixedStage:
     ) -> Tensor:
         """Run all layers but the head: tokens [B, T] or an activation [B, T, D] -> [B, T, D].
 
-        Args:
-            position: index of the first token. `memory` has the tokens before it.
-            begins_BT: bool, True where a document begins; None: attention crosses documents.
+        Args: position: index of the first token, before which `memory` ends; begins_BT: bool, marks first tokens of
+        documents; None: attention crosses documents.
         """
         x = x.to(self.device)
         if x.is_floating_point():
@@ -85,8 +82,8 @@ class FixedStage:
     def log_likelihoods(self, y_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Score the targets at the last stage, given the output of `run`.
 
-        Returns: (float32 [B, T] on the CPU, the log-likelihood of each target; bool [B, T], True if it is the likeliest
-        token). 0 and True where the target is IGNORED.
+        Returns: (float32 [B, T], log-likelihoods; bool [B, T], True if the target is the likeliest token), on the CPU;
+        0 and True where the target is IGNORED.
         """
         wanted = (targets_BT != IGNORED).to(self.device)
         x_ND, target_N = y_BTD[wanted], targets_BT.to(self.device)[wanted]

@@ -28,7 +28,6 @@ class HandingBack:
     """Both sides of returning microbatches, at one replica.
 
     Args:
-        core: only read.
         post: gives the replica's core an event; raises `Refused` if it declines.
         check: (source, microbatch); raises RemoteError if this run has no such microbatch.
         on_unreachable: called with a peer that does not answer.

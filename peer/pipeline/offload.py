@@ -1,9 +1,8 @@
 """Tensors that a replica keeps in host memory because its device is full.
 
-Jobs need the weights, the gradient of the running job and the sums of gradients (`coordinator/cost/memory.py` lists all
-uses). Moments and `Places` are read only by the optimizer step and by predictions for a step ahead; a sum that is being
-reduced passes through host memory anyway. Once a job has run out of memory these tensors stay on the host and return
-layer by layer for each use. The bits are the same; a step takes longer by the copies.
+The optimizer step and predictions for a step ahead are the only readers of moments and `Places`, and a sum that is
+being reduced passes through host memory anyway (`coordinator/cost/memory.py` lists all uses). Once a job has run out of
+memory these stay on the host and return layer by layer for each use. The bits are the same; a step takes longer.
 
 Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the CPU runs the optimizer; here the device
 does, because its bits equal those of all members (`../known_answers.py`).
@@ -25,10 +24,8 @@ _APART: Final = ("cuda", "xpu")
 
 
 class Offload:
-    """The offloading of one peer: once begun for one replica, it stays on for the next.
-
-    Args: device: the device of jobs.
-    """
+    """The offloading of one peer from the `device` of its jobs: once begun for one replica, it stays on for the
+    next."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -8,9 +8,8 @@ from shoal.protocol.identity import PeerID
 class LinkQueues:
     """The queueing times of messages of one size to several peers.
 
-    The quickest message ever had the link to itself; the extra time of each other one was waiting. A link that has
-    become slower for good counts as one with a queue: it is the bottleneck then, and a window that leaves out the wait
-    still has one message on the link and one behind it.
+    The quickest message ever had the link to itself; each other one waited for the rest of its time. A link that became
+    slower for good counts as one with a queue: as the bottleneck it still has one message on it and one behind it.
     """
 
     def __init__(self) -> None:

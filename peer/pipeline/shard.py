@@ -1,5 +1,4 @@
-"""The layers that one replica holds: state at the current version, weights for each step, gradients, and with adapters
-the frozen base.
+"""The layers of one replica: state, weights for each step, gradients, and with adapters the frozen base.
 
 N trained parameters of all layers; the layers' flat buffers follow one another
 """
@@ -52,19 +51,16 @@ class _Step:
 class Shard:
     """The layers `keys` of one replica: state, weights and gradients. Subclasses do the forward and the backward.
 
-    Jobs run on the device's one thread. `contribute` and `gradient_sum` run on the event loop's thread and touch no
-    tensor.
+    Jobs run on the device's one thread, `contribute` and `gradient_sum` on the event loop's, without touching a tensor.
 
-    **A step takes the state apart.** The old and the new state together would be a peer's largest use of memory. So
-    each layer's old state is freed as soon as its new state exists, unless something else holds it: a pin for a joining
-    peer, a snapshot being written, a signed version. During a step `state` is None, and a reader has to wait for the
-    new one. A step that runs out of memory keeps the layers that have stepped and later continues with the rest; until
-    then jobs that need the weights raise MemoryError, too.
+    **A step takes the state apart.** Old and new state together would be a peer's largest use of memory. So each
+    layer's old state is freed as soon as its new one exists, unless something else holds it: a joining peer, a snapshot
+    being written, a signed version. During a step `state` is None. A step that runs out of memory keeps the layers that
+    have stepped and later continues with the rest; until then jobs that need the weights raise MemoryError, too.
 
     Args:
         dtype: the dtype of jobs, float32 or bfloat16. State, steps and sums of gradients are float32.
         steps_on: the device that runs the optimizer; None: `device`.
-        offload: decides which tensors move to host memory; None: none until `make_room`.
     """
 
     def __init__(
@@ -160,8 +156,8 @@ class Shard:
         """Commit a step: run the optimizer with the reduced gradient, float32 [N].
 
         Returns: (the new state, its digest, the number of layers left unchanged because their gradient is not finite).
-        Raises: MemoryError or the device's own: some layers may have stepped. Call again with the same gradient to
-        continue.
+        Raises: MemoryError or the device's own: call again with the same gradient to continue with the remaining
+        layers.
         """
         self._contributions.settle()  # a gradient that waits to be added is as large as what a step allocates
         step = self._step or self._begun()
@@ -200,23 +196,22 @@ class Shard:
     # --- between jobs ---
 
     def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool | None:
-        """Add the microbatch's gradient to the sum of its step, or, if `apart` and there is room, hold it out of the
-        sum so that it can be omitted. Call it just before the group is told that the backward is done.
+        """Add the microbatch's gradient to its step's sum, or, if `apart` and there is room, hold it out so that it can
+        be omitted. Call it just before announcing the gradient. The next job, or a sum made earlier, adds the tensor.
 
-        The next job adds the tensor, or an earlier call that makes a sum.
         Returns: True if the gradient is held out; None if our step no longer accepts it.
         """
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
-        """Request the sum of our contributions to `step` that have been announced by now; of those held out only
-        `indices`, or all if None.
+        """Request the sum of our contributions to `step` announced by now; of those held out only `indices`, or all if
+        None.
 
-        If the compensation corrects gradients and `step` is the current version, the sum is corrected for the weights
-        at which the gradients were taken. A round may begin before our own step to that version has ended: then its
-        weights are unknown here, and the sum stays uncorrected.
-        Returns: a function for any thread but the loop's that makes the sum, float32 [N] on the CPU; it returns None if
-        our optimizer step has begun by then.
+        It is corrected for the weights at which the gradients were taken, if the compensation corrects and `step` is
+        the current version. (If a round begins before our own step to that version has ended, its weights are unknown
+        here.)
+        Returns: a function for any thread but the loop's: float32 [N] on the CPU, or None if our step has begun by
+        then.
         """
         total = self._contributions.total(step, indices)
         state = self.state if self._weights.corrects else None  # a reference to the state keeps its memory alive

@@ -85,11 +85,9 @@ class StageRuntime(Shard):
         self._boundary.travel_as(leaving, coming)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
-        """Run the forward of a stage that is not the last. `payload` is None at stage 0, which reads the data. Return
-        the activation for the next stage.
+        """Run the forward of a stage that is not the last. Return the activation for the next stage.
 
-        Args:
-            contributes: the gradient of the weights is wanted. False: another group member's sum already has it.
+        Args: payload: None at stage 0, which reads the data; contributes: False: another member's sum has the gradient.
         """
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
@@ -109,8 +107,7 @@ class StageRuntime(Shard):
     ) -> tuple[float, bytearray | None]:
         """Run forward, loss and backward of the last stage.
 
-        If the loss is not finite, the gradient is zero and nothing is added: no optimizer may see a number that is not
-        finite.
+        If the loss is not finite, the gradient is zero and nothing is added: no optimizer may see such a number.
         Returns: (loss in nats a token, gradient for the previous stage; None if this is stage 0).
         """
         x, labels = self._boundary.receive(microbatch, payload)
@@ -245,16 +242,13 @@ class StageRuntime(Shard):
     def _backward_by_layers(
         self, leaves: Leaves, read: list[Tensor], grad_BTD: Tensor | None, x: Tensor, labels: Labels
     ) -> None:
-        """Backpropagate with the graph of one layer in memory at a time: from the last layer to the first, run its
-        forward again, then its backward.
+        """Backpropagate with the graph of one layer in memory at a time: repeat its forward, then run its backward.
 
-        The gradients of the weights are added to `.grad` of each leaf; `x.grad` becomes the gradient of the stage's
-        input, [B, T, D].
-
+        Add the gradients of the weights to `.grad` of each leaf; set `x.grad` to the gradient of the stage's input.
         Args:
             read: the input of each layer, as `_read_by_layers` returns them.
             grad_BTD: the gradient of the stage's output; None: there is none, and no gradient is computed.
-            x: the stage's input, activations or tokens; tokens get no gradient.
+            x: the stage's input; tokens get no gradient.
         """
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):

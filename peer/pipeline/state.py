@@ -1,8 +1,7 @@
 """The state of a replica's stage at one version: parameters and moments, by layer.
 
-Immutable by convention: an optimizer step makes new tensors. So a version lives exactly as long as a microbatch in
-flight, a joining peer or a snapshot holds it, and only Python counts references. A step does not hold it either: each
-layer's old tensors are freed as its new ones are made (`shard.py`).
+Immutable by convention: an optimizer step makes new tensors and frees each layer's old ones as it goes (`shard.py`),
+unless a microbatch in flight, a joining peer or a snapshot still holds them.
 """
 
 import logging
@@ -50,8 +49,8 @@ class LayerState:
     def digest(self) -> str:
         """Return the xxh3-128 of the three tensors' bytes: equal on two replicas if and only if their bits are.
 
-        It finds accidents, not attacks: a malicious peer could construct a collision. BLAKE3 (`proof`) is safe and five
-        times slower; it covers what leaves a peer: states sent to joining peers, and snapshots.
+        It finds accidents. Against attackers BLAKE3 (`proof`), five times slower, covers states sent to joining peers
+        and snapshots.
         """
         hasher = xxh3_128()
         for tensor in self.tensors:

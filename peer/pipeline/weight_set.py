@@ -33,10 +33,7 @@ class WeightSet:
 
 @dataclass(slots=True)
 class Places:
-    """The weights at which gradients of one step were taken, other than the step's own weights.
-
-    Kept as a sum: only the mean matters, and the sets themselves can be freed.
-    """
+    """The sum of the weights at which gradients of one step were taken, without those at the step's own weights."""
 
     sum_N: Tensor
     """The sum of the weights, float32 [N], one summand a gradient."""
@@ -52,9 +49,8 @@ class Places:
     def displacement(self, span: slice, param_N: Tensor, total: int) -> Tensor:
         """Return the mean, over `total` gradients, of `param_N` minus the weights at which each was taken; float32.
 
-        Args:
-            span: the layer's place in the sum.
-            param_N: the layer at the step's own weights. Gradients that are not in the sum were taken there.
+        Args: span: the layer's slice of the sum; param_N: the step's own weights, at which all other gradients were
+        taken.
         """
         return (param_N * self.num).sub_(self.sum_N[span].to(param_N.device)).div_(total)
 

@@ -49,10 +49,7 @@ class Weights:
     """The weights of one stage. The state is an argument of each call, because another thread may load a new one.
 
     With `keep = "recompute"` nothing is kept for steps ahead: each job predicts again.
-
-    Args:
-        spans: layer key -> its place in the stage's flat vector.
-        gradients: the gradients shown to a strategy that sees them.
+    Args: spans: layer key -> slice of the stage's flat vector; gradients: shown to a strategy that sees them.
     """
 
     def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: OpenGradients) -> None:
@@ -77,10 +74,8 @@ class Weights:
         return self._before is not None
 
     def of(self, state: StageState, step: int) -> WeightSet:
-        """Return ŵ_step: the current weights if `step` is their version, else those that the strategy predicts.
-
-        A step that is committed here but not on other peers gets the weights of the previous version, if they are kept.
-        """
+        """Return ŵ_step: the current weights if `step` is their version, else those that the strategy predicts; for a
+        past step (committed here, not on other peers) the weights of the previous version, if they are kept."""
         before = self._before
         if step < state.version and before is not None:
             if step < before.version:
@@ -133,12 +128,9 @@ class Weights:
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
         """Correct the sum of our `total` gradients of step `state.version`, in place, for the weights at which they
-        were taken.
+        were taken. If those were the step's own, no bit changes.
 
-        If all were taken at the step's own weights, the sum stays unchanged bit for bit.
-
-        Args:
-            sum_N: float32 [N] on the CPU.
+        Args: sum_N: float32 [N] on the CPU.
         """
         if places is None:
             return
@@ -197,10 +189,8 @@ class Weights:
         return self._kept(WeightSet(params, state.version, num_seen))
 
     def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> Seen | None:
-        """Return the gradient as the step will see it; None if it is not finite and the step would skip the layer.
-
-        Args: known: `layer` is at this step's own weights.
-        """
+        """Return the gradient as the step will see it; None if it is not finite. `known`: `layer` is at this step's
+        weights."""
         span = self._spans[key]
         gradient_N = clipped(self._spec, key, its.sum_N[span].to(layer.param_N.device) / its.num).gradient_N
         if gradient_N is None:

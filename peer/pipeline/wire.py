@@ -43,10 +43,7 @@ _NOTHING: Final = _BEGINS - 1
 
 
 class ActivationWire:
-    """Both directions of the traffic between two stages of one run.
-
-    It writes the widest of the run's formats until `travel_as` chooses another.
-    """
+    """Both directions of the traffic between two stages, in the widest of the run's formats until `travel_as`."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec

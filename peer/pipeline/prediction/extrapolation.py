@@ -13,9 +13,8 @@ from shoal.peer.pipeline.state import LayerState
 class PipeOptim(Compensation):
     """ŵ = w - lr s Δw, where Δw is the direction of the run's own optimizer: m (SGD), m^ / (sqrt(v^) + eps) (Adam).
 
-    Source: PipeOptim (2023, arXiv 2312.00839). The rules are in `shoal.kernels.optimizer`, with weight decay and bias
-    correction. We keep ŵ for the backward; the paper's backward uses the then current weights, as ours does with
-    `keep = "recompute"`.
+    Source: PipeOptim (2023, arXiv 2312.00839); rules in `shoal.kernels.optimizer`, with weight decay and bias
+    correction. We keep ŵ for the backward; the paper uses the then current weights, as we do with `keep = "recompute"`.
     """
 
     def _ahead(
