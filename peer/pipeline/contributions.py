@@ -152,7 +152,7 @@ class Contributions:
         return self._nums.get(step, 0)
 
     def seen(self, step: int) -> OpenSum | None:
-        """Return a read of the sum of `step` without the gradients held out; None if there is no sum."""
+        """Return the sum of `step` as it is now, without the gradients held out; None if there is none."""
         with self._working:
             sum_N, places = self._sums.get(step), self._places.get(step)
             if sum_N is None:

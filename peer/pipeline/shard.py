@@ -112,7 +112,7 @@ class Shard:
 
     @property
     def remembers(self) -> bool:
-        """True if a microbatch of the previous step can be recomputed here exactly (s_max = 0)."""
+        """True if a microbatch of the previous step can be repeated as exactly as needed: always if s_max > 0."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
@@ -250,7 +250,7 @@ class Shard:
 
     def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
         """Return the weights for the microbatch's step, and autograd leaves of them for its gradient alone."""
-        self._contributions.settle()  # frees their memory, and shows them to the strategy
+        self._contributions.settle()  # adds announced gradients, which frees memory
         weights = self._wanted_by(microbatch)
         leaves = {key: self._leaves_of(key, weights.computed_in(self.dtype, key)) for key in self.keys}
         return weights, leaves
