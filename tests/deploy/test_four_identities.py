@@ -47,3 +47,23 @@ def test_four_members_of_one_invite_can_neither_stop_the_run_nor_put_others_out(
         assert "excluded" not in command.output
         command.process.send_signal(signal.SIGINT)
     assert (host.wait(60), stays.wait(60)) == (0, 0)
+
+
+def test_the_owner_goes_on_alone_when_the_only_other_member_has_lied_and_gone(world: Any) -> None:
+    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.2", "--state-dir")
+    host = world.shoal("host", world.spec(100_000), *common, world.folder / "host")
+    invite = json.loads(host.line('{"event":"Ready"'))["invite"]
+    liar = world.shoal("join", invite, *common, world.folder / "liar", first=LIES)
+    world.until(lambda: '"event":"Lied"' in liar.output)
+    told = steps(host) + 20
+    world.until(lambda: steps(host) >= told)
+    liar.process.kill()
+    world.until(lambda: steps(host) >= told + 10)
+    host.process.send_signal(signal.SIGINT)
+    assert host.wait(60) == 0
+    newest = max(json.loads(line)["report"]["step"] for line in host.output.splitlines() if '"Committed"' in line)
+    again = world.shoal("host", world.spec(100_000), *common, world.folder / "host")
+    first = json.loads(again.line('{"event":"Committed"'))["report"]["step"]
+    assert newest - 5 <= first <= newest + 1, "from its own newest state, or the newest snapshot"
+    again.process.send_signal(signal.SIGINT)
+    assert again.wait(60) == 0
