@@ -11,6 +11,8 @@ from shoal.protocol.plan import Member
 
 @dataclass(slots=True)
 class Mate:
+    """One member, as we know it."""
+
     is_ready: bool = False
     """It takes part, with the group's state or as a learner."""
     is_light: bool = False
@@ -151,10 +153,12 @@ class Members:
         self._changed()
 
     def set_ready(self, ready: bool, *, light: bool = False) -> None:
+        """Record whether we take part, and whether as a learner."""
         self.ready, self.is_light = ready, ready and light
         self._changed()
 
     def set_open(self, is_open: bool) -> None:
+        """Record whether we accept traffic."""
         self.is_open = is_open
         self._changed()
 

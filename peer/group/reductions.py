@@ -52,6 +52,7 @@ class Reductions:
         return step in self._rounds
 
     def get(self, step: int) -> Reduction | None:
+        """Return our round of `step`, if one has begun."""
         return self._rounds.get(step)
 
     def begin(self, start: RoundStart) -> tuple[Reduction, Callable[[], Tensor | None], EarlyPieces]:
@@ -67,6 +68,7 @@ class Reductions:
         return reduction, make_sum, self.early.take(start.step, start.attempt)
 
     def is_void(self, reduction: Reduction) -> bool:
+        """True if a later attempt at the step has replaced the round."""
         return self._rounds.get(reduction.start.step, reduction) is not reduction
 
     def round_of(self, source: PeerID, meta: Piece, payload: Payload) -> Reduction | None:

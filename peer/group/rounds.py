@@ -55,6 +55,7 @@ class Rounds:
         )
 
     def is_dead(self, start: RoundStart) -> bool:
+        """True if a member of the round is gone."""
         return any(self.members.is_gone(member.peer) for member in start.members)
 
     def outbids(self, start: RoundStart) -> bool:
@@ -76,13 +77,16 @@ class Rounds:
             self.void(step)
 
     def number(self, rank: int, incarnation: int) -> int:
+        """Return the number of the next round that we open."""
         return attempt(self.plan_sequence, self.retries, rank=rank, incarnation=incarnation)
 
     @property
     def named(self) -> set[PeerID]:
+        """The members of all open rounds."""
         return {member.peer for start in self.open.values() for member in start.members}
 
     def has_named(self, peer: PeerID, step: int) -> bool:
+        """True if `peer` takes part in the round of `step`."""
         return step in self.open and any(member.peer == peer for member in self.open[step].members)
 
     def forget_before(self, step: int) -> None:

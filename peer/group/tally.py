@@ -105,6 +105,7 @@ class Tallies:
         return found
 
     def may_bring(self, peer: PeerID, step: int, bitmap: bytes) -> bool:
+        """True if a round can get exactly these microbatches from `peer`."""
         return self.tally(step, peer).may_bring(indices_from(bitmap, count=self.microbatches))
 
     def held(self, step: int, by: Iterable[PeerID]) -> Indices:
@@ -116,6 +117,7 @@ class Tallies:
         return union
 
     def is_held(self, step: int, index: int) -> bool:
+        """True if a member has contributed it."""
         return has_index(self.held(step, self._by_step.get(step, ())), index)
 
     @property
@@ -129,6 +131,7 @@ class Tallies:
         return {*self._by_step, *self._claimed}
 
     def claim(self, step: int, index: int) -> None:
+        """Record that a microbatch was granted to us."""
         self._claimed[step] = self._claimed.get(step, 0) | 1 << index
 
     def add(self, step: int, index: int, *, loss: float, staleness_steps: int, apart: bool) -> bool:
@@ -162,6 +165,7 @@ class Tallies:
                 del table[step]
 
     def word(self, step: int, *, stage: int, lead: PeerID, incarnation: int, count: int) -> Progress:
+        """Return our report on a step."""
         mine, claimed = self._by_step.get(step, {}).get(self.me) or Tally(), self._claimed.get(step, 0)
         return Progress(
             stage=stage,

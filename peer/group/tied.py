@@ -199,6 +199,7 @@ class TiedGradient:
             promise.told_by.discard(peer)
 
     def reached(self, version: int) -> None:
+        """Drop what is not needed at `version`."""
         self._promises = {step: promise for step, promise in self._promises.items() if step >= version}
         self._given = {step: given for step, given in self._given.items() if step >= version - self._keep_steps}
         self._tell()

@@ -32,6 +32,8 @@ Signatures = tuple[tuple[PeerID, bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class Witnessed:
+    """A state that may be offered."""
+
     state: StageState
     proofs: tuple[tuple[str, str], ...]
     signatures: Signatures = ()

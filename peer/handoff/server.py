@@ -242,6 +242,7 @@ class StateServer:
             del self._pins[at]
 
     def forget_ahead(self) -> None:
+        """Drop what peers fetch ahead: no peer prepares for another layout any more."""
         self._ahead.clear()
 
     def _forget_old(self) -> None:

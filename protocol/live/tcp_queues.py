@@ -1,12 +1,12 @@
-"""What the kernel has yet to deliver for the network daemon, connection by connection, and how long each was silent. So
-too for the lanes of this process (`lane.py`).
+"""Read from the kernel what each connection of the network daemon, and each lane of this process (`lane.py`), has yet
+to deliver, and how long it was silent.
 
-The sockets are the daemon's, but the kernel tells any process of the network namespace about all of them
-(NETLINK_SOCK_DIAG, Linux 3.3; `ss -ti` reads the same). All of them are listed when a stream opens; then the ones that
-matter are asked for one by one, which does not walk the kernel's whole table.
+The sockets are the daemon's, but the kernel shows them to any process of the network namespace (NETLINK_SOCK_DIAG,
+Linux 3.3; `ss -ti` reads the same). All are listed when a stream opens; then only those of interest are queried, which
+does not walk the kernel's whole table.
 
 Lost: the credit of our own frames as the signal. It comes when a frame was handled, in lumps of up to 4 MiB, and a busy
-processor of the receiver's looks like a narrow line of ours.
+processor at the receiver looks like a narrow line of ours.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ _MSS: Final = struct.Struct("=16xI")
 _UNACKED: Final = struct.Struct("=24xI")
 _SACKED: Final = struct.Struct("=28xI")
 _SILENT: Final = struct.Struct("=52xII")
-"""Milliseconds since data came, and since an acknowledgement did."""
+"""Milliseconds since data arrived, and since an acknowledgement did."""
 _BYTES_ACKED: Final = struct.Struct("=120xQ")
 _MIN_RTT: Final = struct.Struct("=148xI")
-"""Fields of `tcp_info`, whose layout is the kernel's promise to its users."""
+"""Fields of `tcp_info`, whose layout the kernel guarantees."""
 _INFO_BYTES_MIN: Final = 152
 """Up to `tcpi_min_rtt`, Linux 4.6."""
 _BATCH: Final = 32
-"""How many sockets are asked for at once: the answers wait in a buffer of the kernel's that has room for some 150."""
+"""Number of sockets per query: the answers wait in a kernel buffer that has room for some 150."""
 _MULTIADDR: Final = re.compile(r"^/ip[46]/([^/]+)/tcp/(\d+)")
 
 
@@ -56,7 +56,7 @@ _MULTIADDR: Final = re.compile(r"^/ip[46]/([^/]+)/tcp/(\d+)")
 class _Socket:
     family: int
     id: bytes
-    """`inet_diag_sockid`: ports, addresses, interface and a cookie that is this socket's alone."""
+    """`inet_diag_sockid`: ports, addresses, interface and a cookie that is unique to this socket."""
     inode: int
     connection: Connection
     way: Way
@@ -73,7 +73,6 @@ class _Socket:
 
     @property
     def is_local(self) -> bool:
-        """Whether it ends on this machine."""
         there = self._address(20)
         return there.is_loopback or there == self._address(4)
 
@@ -82,7 +81,7 @@ class _Socket:
 
 
 def name_of(multiaddr: str) -> str | None:
-    """The name of the connection with that remote end; None: it is not over TCP, or not said."""
+    """Return the name of the connection with that remote end; None: it is not over TCP, or unknown."""
     match = _MULTIADDR.match(multiaddr)
     if match is None:
         return None
@@ -94,7 +93,7 @@ def name_of(multiaddr: str) -> str | None:
 
 
 def follow(uplink: Uplink, process_id: int) -> None:
-    """Let `uplink` look at the sockets of the network daemon, if the kernel shows them."""
+    """Let `uplink` watch the sockets of the network daemon, if the kernel shows them."""
     try:
         uplink.follow(TcpQueues(process_id))
     except OSError as error:
@@ -103,7 +102,7 @@ def follow(uplink: Uplink, process_id: int) -> None:
 
 
 class TcpQueues:
-    """Args: process_id: of the daemon. Raises: OSError: the kernel does not tell."""
+    """The sockets of one daemon and of this process. Raises: OSError: the kernel shows none."""
 
     def __init__(self, process_id: int) -> None:
         self._process_id = process_id
@@ -122,7 +121,7 @@ class TcpQueues:
         self._asked.close()
 
     def list(self) -> None:
-        """Find the connections to other machines anew: the daemon's, and the lanes of this process. Raises: OSError."""
+        """List anew the connections to other machines: the daemon's, and the lanes of this process. Raises: OSError."""
         of_daemon, of_us = _inodes(self._process_id), _inodes(os.getpid())
         found = [*self._dump(socket.AF_INET), *self._dump(socket.AF_INET6)]
         there = [each for each in found if not each.is_local]
@@ -130,8 +129,8 @@ class TcpQueues:
         self._sockets |= {each.name_as_lane: each for each in there if each.inode in of_us}
 
     def ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """All of the daemon's connections, those within this machine too, by name: two may lead to one port of another
-        machine, when each end has dialled from the port on which it listens. Raises: OSError."""
+        """Return all of the daemon's connections, also within this machine, by name. Two may have one name, when each
+        end has dialled from the port on which it listens. Raises: OSError."""
         own = _inodes(self._process_id)
         ways: dict[str, dict[str, Way]] = {}
         for each in (*self._dump(socket.AF_INET), *self._dump(socket.AF_INET6)):
@@ -140,7 +139,7 @@ class TcpQueues:
         return ways
 
     def look(self, names: Collection[str]) -> Mapping[str, Connection]:
-        """What the kernel says now of those that are still there. Raises: OSError."""
+        """Return the kernel's present data of those connections that still exist. Raises: OSError."""
         asked = [self._sockets[name] for name in names if name in self._sockets]
         batches = (asked[start : start + _BATCH] for start in range(0, len(asked), _BATCH))
         wanted = set(names)
@@ -201,7 +200,7 @@ def _address(family: int, id_: bytes, at: int) -> ipaddress.IPv4Address | ipaddr
 
 
 def _read(body: bytes) -> _Socket | None:
-    """None: not a connection that stands, or a kernel that says too little of it."""
+    """Return None for a connection that is not established, or if the kernel shows too little."""
     if len(body) < _ANSWER.size:
         return None
     family, state, _, _, id_, _, _, queued_bytes, _, inode = _ANSWER.unpack_from(body)
