@@ -54,9 +54,7 @@ class Losses:
     _may_lack: bool = field(init=False, default=False)
     """A loss is possible that nobody reported: a member died since the last step, or perhaps before we came."""
     _has_died: bool = field(init=False, default=False)
-    """A member has died since the last step."""
     _num_asked: int = field(init=False, default=0)
-    """Requests since the last step."""
     _steps_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:

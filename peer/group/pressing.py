@@ -22,7 +22,6 @@ class Pressing:
     _looked_at: tuple["Reduction | None", int] = (None, 0)
     _moved_s: float = 0.0
     _again_s: dict[PeerID, float] = field(default_factory=dict)
-    """Target -> when we last sent our part again."""
     _pressed: tuple["Reduction | None", int] = (None, 0)
 
     def stands_still(self, reduction: "Reduction | None", now_s: float) -> bool:

@@ -231,7 +231,6 @@ class Reduction:
         ]
 
     def _add_up(self, chunk: int, arrived: dict[PeerID, Payload]) -> set[PeerID]:
-        """Add up one chunk. Return the contributors that were left out."""
         assert self._sum_N is not None, "a chunk is added up before our own sum is made"
         end = self._end(self._rank, chunk)
         mean_C = self.mean_N[chunk:end].zero_()

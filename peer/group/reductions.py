@@ -44,7 +44,6 @@ class Reductions:
         self._made_by: dict[int, RoundStart] = {}
         """Step -> our round that produced `means`."""
         self._stepping = -1
-        """The version that we step from, or last stepped from."""
         self._stepping_round: RoundStart | None = None
         """The round whose result we step with; None: another member gave us the gradient."""
 

@@ -18,7 +18,6 @@ _TENURES: Final = 1000
 _PLANS_AHEAD_MAX: Final = 16
 """A leader may know this many more plans than we do. A number from further ahead would shut out every other round."""
 _BANDWIDTH_MAX: Final = 1e18
-"""Same as in a plan."""
 
 
 def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) -> int:

@@ -16,8 +16,8 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundStart
 
 _GATHER_S: Final = 1.0
-"""How long reports are gathered, and how long the leader may wait for a deferred one. What the leader and a contributor
-know of this time is lost if they die together, and noticed by a timeout."""
+"""How long reports are gathered, and how long the leader may wait for a deferred one. Reports of this time are lost if
+the leader and their sender die together; a timeout notices that."""
 _GATHER_MATES: Final = 8
 """In a larger group the others hear later, by the square of the ratio, so that the group as a whole sends no more
 messages a second: forty members have forty times forty pairs."""

@@ -85,8 +85,6 @@ class _Given:
 
 @dataclass(slots=True)
 class _Fetch:
-    """The other end's gradient while it arrives."""
-
     source: PeerID
     serial: int
     missing: set[int]
@@ -286,7 +284,6 @@ class TiedGradient:
         return whole_N, _Given(values_n=self._vectors.copied(whole_N[span]), form=self._exact, is_whole=True)
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """(first element, number of elements) of each piece."""
         chunk = self._vectors.chunk
         return [(at, min(chunk, self._size - at)) for at in range(0, self._size, chunk)]
 
@@ -437,6 +434,5 @@ class TiedGradient:
 
 
 def _key(start: RoundStart, at: int) -> tuple[int, int]:
-    """The seed of the stochastic rounding of the piece at `at`."""
     digest = blake3(f"{start.stage} {start.step} {at} tied".encode()).digest(length=8)
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -127,7 +127,6 @@ class StateFetcher:
         self._alone: dict[PeerID, float] = {}
         """Holder -> bytes/s of the fastest direct range before anything was carried."""
         self._is_carried = False
-        """True once a carrier has brought something."""
         self._asked: dict[PeerID, int] = {}
         """Mate -> `_num_asked` when it was last asked; the least recently asked mate is next."""
         self._took_s: dict[PeerID, float] = {}
@@ -486,14 +485,12 @@ class StateFetcher:
                 self._came(_Range(key, 0, start, stop))
 
     def _take_up(self, key: str, at: Unfinished) -> None:
-        """Take over the ranges of an earlier fetch."""
         for index, tensor in enumerate(self._tensors[key]):
             for start, stop in ranges(tensor.numel(), self._vectors):
                 if (index, start) in at.here:
                     self._came(_Range(key, index, start, stop))
 
     def _next_own(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the next of our own ranges to get from a holder."""
         return next((each for each in todo if each.owner is None and holder in self._sources[each.key]), None)
 
     def _last_of_mates(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
@@ -548,7 +545,6 @@ class StateFetcher:
             self._carriers = []
 
     def _sizes(self, key: str) -> tuple[int, int, int]:
-        """Numbers of elements of a layer's tensors."""
         if self._stored_era == INITIAL:
             return begun_numel(self._spec, key), 0, 0
         numel = state_layout(self._spec, key).numel

@@ -29,8 +29,6 @@ _Key = tuple[PeerID, int, int, str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """A chunk that a fetch waits for."""
-
     into_N: Tensor
     first: int
     """First element of the tensor that `into_N` holds."""
@@ -122,7 +120,6 @@ class ChunkInbox:
                 each.event.set()
 
     def _read(self, source: PeerID, meta: StateChunk, payload: Payload) -> Tensor:
-        """Raises: RemoteError: the payload has a wrong size."""
         vectors = self._vectors
         if meta.tensor == GRADIENT:
             size, read = vectors.mean_bytes, vectors.mean_of

@@ -203,7 +203,6 @@ class RecordGate(RecordValidatorBase):  # type: ignore[misc]
 
 
 def _subkey(packed: bytes) -> str | None:
-    """Return the string in `packed`; None if it is something else."""
     # fixstr, str 8, str 16 (msgpack specification, "formats"); nothing else reaches a decoder
     if not 0 < len(packed) <= _SUBKEY_BYTES_MAX or not (0xA0 <= packed[0] <= 0xBF or packed[0] in (0xD9, 0xDA)):
         return None
@@ -215,7 +214,6 @@ def _subkey(packed: bytes) -> str | None:
 
 
 def _value(packed: bytes) -> bytes | None:
-    """Return the bytes in `packed`; None if it is something else."""
     for head, layout in ((b"\xc4", ">B"), (b"\xc5", ">H")):  # bin 8, bin 16
         at = 1 + struct.calcsize(layout)
         if packed[:1] == head and len(packed) >= at and struct.unpack_from(layout, packed, 1)[0] == len(packed) - at:

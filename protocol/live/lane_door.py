@@ -45,7 +45,6 @@ class LaneDoor:
         self._doorway = Doorway(of_one_max=WAITING_LANES_OF_ADDRESS_MAX)
         self._num_lanes = 0
         self._agreeing: Counter[Link] = Counter()
-        """Lanes in key agreement, by stream."""
         self._dialling_back: set[Link] = set()
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -79,7 +79,6 @@ class LaneSupply:
             self._dialling = None
 
     def _dials_back(self) -> bool:
-        """True if the other end has dialled lanes since it was asked to."""
         return self._had is not None and self._link.num_lanes > self._had
 
     def _check_idle(self) -> None:

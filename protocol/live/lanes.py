@@ -36,7 +36,6 @@ class SendingLanes:
         self.lanes: list[Lane] = []
         """Least recently used first."""
         self._next = 0
-        """Offset of the next byte."""
         self._changed = asyncio.Event()
         self._is_over = False
 

@@ -89,11 +89,9 @@ class Link(asyncio.BufferedProtocol):
         self._lanes: SendingLanes | ReceivingLanes | None = None
         self._order = FrameOrder(peer)
         self._asks_for = 0
-        """Number of lanes to ask for before the next frame."""
         self._throttle = throttle or Throttle()
         self._line = self._throttle.line
         self._priority = Priority.BULK
-        """Priority of the frame that is being sent."""
         self._intake: Intake | None = None
         self._sequence = 1  # HELLO was 0
         self._owed_bytes = 0

@@ -114,7 +114,6 @@ def _wire_bytes(subkey: str, value: bytes) -> int:
 
 
 def _drop_ghosts(storage: Any) -> None:
-    """Drop expiries that later ones have replaced."""
     if len(storage.expiration_heap) > _GHOSTS_MIN + 2 * len(storage.data):
         storage.expiration_heap = list(storage.key_to_heap.values())
         heapq.heapify(storage.expiration_heap)

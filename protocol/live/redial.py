@@ -54,7 +54,7 @@ _NOT_DIALLED: Final = ("dial backoff",)
 _SILENT: Final = ("i/o timeout", "deadline exceeded", "unreachable", "no route to host")
 _REFUSED: Final = ("connection refused", "peer id mismatch")
 """The daemon's words about a dial, for each address in turn. Silence at one address outweighs a refusal at another,
-which may be another machine's by now, or ours. Other errors may be our own fault."""
+where another machine may be by now, or we. Other errors may be our own fault."""
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
 _BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -312,7 +312,6 @@ class Redialer:
         return known
 
     async def _connect(self, p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> Outcome | None:
-        """Connect. Return None if nothing was dialled."""
         open_ways = [place for place in (split_address(text)[0] for text in where) if _has_route(place)]
         if not open_ways:
             await asyncio.sleep(_OFFLINE_S)

@@ -261,6 +261,5 @@ def _weight(a: PeerID, b: PeerID, carrier: PeerID) -> bytes:
 
 
 def _close(task: "asyncio.Task[Streams]") -> None:
-    """Close the stream of a carrier that answered too late."""
     if not task.cancelled() and task.exception() is None:
         task.result()[1].transport.abort()

@@ -235,7 +235,6 @@ class SendQueue:
         self._credit_bytes = 0
 
     def _repeat(self, waiting: _Waiting, until_s: float, *, may_repeat: bool) -> None:
-        """Queue a frame again, unless it is useless by now."""
         loop = asyncio.get_running_loop()
         if not may_repeat or loop.time() >= until_s:
             return

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 _IP: Final = re.compile(r"^/ip[46]/([^/]+)/(?:tcp|udp)/\d+")
 _LOOK_S: Final = 0.1
 _SHARE: Final = 0.05
-"""Share of the time for looking at the connections."""
 
 
 class _Place(NamedTuple):

@@ -31,7 +31,6 @@ _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
 _ERROR, _DONE = 2, 3
 _REQUEST, _DUMP = 0x1, 0x300
 _INFO = 2
-"""INET_DIAG_INFO, the attribute that holds a `tcp_info`."""
 _ESTABLISHED = 1
 _HEADER: Final = struct.Struct("=IHHII")
 _ASK: Final = struct.Struct("=BBBxI48s")

@@ -84,7 +84,6 @@ class SendLine:
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._is_due = False
-        """True if `_serve` is about to be called."""
         self._eldest_passed_s = -math.inf
         if uplink is not None:
             uplink.on_room = self._serve

@@ -221,7 +221,6 @@ class LiveTransport:
         return frozenset(await self._connections())
 
     async def _connections(self) -> dict[PeerID, list[str]]:
-        """Return the remote multiaddrs of the daemon's connections, by peer."""
         try:
             infos = await (await self._daemon.p2p()).list_peers()
         except (TransportError, P2PDaemonError, OSError, EOFError):
@@ -458,7 +457,6 @@ class LiveTransport:
     # Lanes
 
     async def _supply_lanes(self, link: Link) -> None:
-        """Keep lanes open for a stream that leaves the house."""
         round_trip_s = self._round_trip_s(link.peer)
         if link.via is None and not link.lost.is_set() and round_trip_s >= _LANES_ROUND_TRIP_S_MIN:
             self._lane_door.expect(link)
@@ -492,12 +490,10 @@ class LiveTransport:
             self._throttle.uplink.left(lane.name)
 
     async def _hosts_of(self, peer: PeerID) -> tuple[str, ...]:
-        """Return the IP addresses from which the daemon's connections with `peer` come."""
         names = (name_of(place) for place in only_direct(await self._seen_at(peer)))
         return tuple(dict.fromkeys(name.split()[0] for name in names if name is not None))
 
     def _close_excluded(self) -> None:
-        """End the streams and connections of excluded peers; their later calls and streams are refused."""
         for peer, queue in tuple(self._send_queues.items()):
             if self.members.is_excluded(peer):
                 queue.cut("excluded from the run")
@@ -569,7 +565,6 @@ class LiveTransport:
     # Addresses of peers
 
     async def _seen_at(self, peer: PeerID) -> tuple[str, ...]:
-        """Return the remote addresses of the connections of `peer` to us."""
         return tuple((await self._connections()).get(peer, ()))
 
     async def _find_connection(self, peer: PeerID) -> None:
@@ -591,7 +586,6 @@ class LiveTransport:
                 del self._addresses[next(iter(self._addresses))]  # the one with the oldest news
 
     async def _dial(self, peer: PeerID) -> bool:
-        """Dial the remembered addresses of `peer`. Return whether it is connected."""
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
                 return await self._redialer.dial(peer)
