@@ -28,7 +28,7 @@ from shoal.protocol.wire_format import tensor_bytes
 logger = logging.getLogger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 60.0
-"""Without a new piece."""
+"""Longest wait for the next piece."""
 
 
 Answer = Literal["taken", "on its way", "nothing"]

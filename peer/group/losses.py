@@ -14,15 +14,15 @@ STALL_STEPS = 2.0
 STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
 STALL_S_DEATH = 1.5
-"""The same after a member has died, for the first request: its last contributions may be unreported. A request costs
-one call, since stage 0 does not run again what has not come back to it yet."""
+"""Wait before the first request after a member has died: its last contributions may be unreported. A request costs one
+call, since stage 0 does not run again what has not come back to it yet."""
 STALL_S_BEGINNING = 3.0
-"""The same where a generation begins, or where we begin in it. The first microbatches have yet to pass all stages, and
-members report contributions up to a second late (`telling.py`)."""
+"""Wait before the first request when a generation begins, or we begin in it. The first microbatches have yet to pass
+all stages, and members report contributions up to a second late (`telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""The same at stage 0, which would run everything again that is in the pipeline."""
+"""Minimum wait at stage 0, which would run again everything that is in the pipeline."""
 _STEPS_REMEMBERED = 8
-"""Their median is the step time: one stalled step must not make us patient with the next."""
+"""Number of last steps whose median is the step time: one stalled step must not make us patient with the next."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,7 +28,7 @@ class Mate:
     names: PeerID | None = None
     """The leader that it names; None: it has not said; empty: it knows of none."""
     count: int = -1
-    """Of the Progress in which it named that leader."""
+    """`count` of the Progress in which it named that leader."""
     incarnation: int = -1
     """The latest known; -1: none."""
     dropped_s: float | None = None

@@ -19,8 +19,8 @@ _GATHER_S: Final = 1.0
 """How long reports are gathered, and how long the leader may wait for a deferred one. Reports of this time are lost if
 the leader and their sender die together; a timeout notices that."""
 _GATHER_MATES: Final = 8
-"""In a larger group the others hear later, by the square of the ratio, so that the group as a whole sends no more
-messages a second: forty members have forty times forty pairs."""
+"""Members up to which all hear once in `_GATHER_S`. A larger group gathers longer, by the square of the ratio, so that
+it sends no more messages a second: forty members have forty times forty pairs."""
 
 _Word = Progress | RoundStart | Digest
 

@@ -56,7 +56,7 @@ _PEEK_S: Final = 1.0
 _SILENT_S: Final = 5.0
 """A member of the other end that has been silent for this long is assumed to get the sum from its group."""
 _PIECE_S: Final = 60.0
-"""Without a piece for this long, a fetch begins again with another member."""
+"""A fetch without a new piece for this long begins again with another member."""
 
 
 @dataclass(slots=True)

@@ -18,10 +18,10 @@ from shoal.protocol.messages import StateChunk
 from shoal.protocol.ports import Compute, Payload
 
 WEIGHTS = -3
-"""In place of a stored era: the parameters that are trained now, rounded to bf16, without moments (`light.py`)."""
+"""Stands for a stored era: the parameters that are trained now, rounded to bf16, without moments (`light.py`)."""
 
 GRADIENT = 3
-"""In place of a tensor of the state: the reduced gradient with which a layer stepped to a version."""
+"""Stands for a tensor of the state: the reduced gradient with which a layer stepped to a version."""
 
 _Key = tuple[PeerID, int, int, str, int, int]
 """Sender, stored era, version, layer key, tensor, first element."""

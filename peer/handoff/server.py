@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 PINNED_S = 30.0
 """A pin lasts this long after its last request, unless it is older than `PINNED_S_MAX`."""
 TRAINED = -1
-"""In place of a stored era: the state that is trained here now."""
+"""Stands for a stored era: the state that is trained here now."""
 INITIAL = -2
-"""In place of a stored era: the parameters that the run begins with, as version 0 without moments."""
+"""Stands for a stored era: the parameters that the run begins with, as version 0 without moments."""
 
 _GRADIENT_WAIT_S = 4.0
 """How long a request waits for the reduced gradient of a future step."""

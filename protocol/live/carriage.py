@@ -69,7 +69,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     """The reason of a refusal; empty: accepted."""
     certificate: _Certificate
     seen_at: _Places = ()
-    """From the carrier: those of the other end."""
+    """The other end's multiaddrs, from the carrier."""
 
 
 Said = TypeVar("Said", Carry, Carried, Answer)

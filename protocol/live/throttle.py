@@ -32,7 +32,7 @@ reductions, for which the swarm waits, and before copies of state, which are lon
 _SLICE_S: Final = 0.025
 """Length of a slice in seconds of the rate: a gradient need not wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
-"""At 5 Mbit/s a copy of state has its 4 MiB in 40 s this way; its receiver waits 60 s for them."""
+"""Longest wait behind urgent frames: a copy of state gets its 4 MiB in 40 s at 5 Mbit/s; its receiver waits for 60."""
 _SLICE_BYTES_MIN: Final = 4 * 1024
 _SLICE_BYTES_MAX: Final = 256 * 1024
 
