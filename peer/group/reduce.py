@@ -151,7 +151,7 @@ class Reduction:
         Raises: RemoteError: not a chunk of our part, or not from a contributor.
         """
         if source not in self._contributors or start not in self._chunks(self._rank):
-            raise RemoteError(source, f"sent a part at {start} that round {self.start.step} has not")
+            raise RemoteError(source, f"sent a part at {start} that is not in round {self.start.step}")
         self._check(payload, self._end(self._rank, start) - start, source)
         if start not in self._missing or start in self._under_way:
             return False  # It came twice.

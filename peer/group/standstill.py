@@ -12,8 +12,8 @@ def standstill(members: Members, open_round: RoundStart | None, missing: Sequenc
         return "the round of " + ", ".join(member.peer[-8:] for member in open_round.members)
     what = f"microbatches {list(missing)}" if missing else "a round"
     if members.lead is None:
-        return f"{what}, and somebody who leads"
+        return f"{what}, and a leader"
     if members.lead != members.me:
-        return f"{what}, from {members.lead[-8:]}, who leads"
+        return f"{what}, from the leader, {members.lead[-8:]}"
     others = ", ".join(peer[-8:] for peer in members.doubtful)
-    return f"{what}; we lead, but have not heard so from {others}" if others else f"{what}; we lead"
+    return f"{what}; we lead, but these have not confirmed it: {others}" if others else f"{what}; we lead"

@@ -221,7 +221,7 @@ class TiedGradient:
             try:
                 await self._endpoint.ask(mate, word, Done, timeout_s=_ANSWER_S)
             except (Unreachable, Refused, RemoteError) as error:
-                logger.debug("step %d is not known there: %s", start.step, error)
+                logger.debug("the end of step %d's round is not acknowledged: %s", start.step, error)
                 await asyncio.sleep(_AGAIN_S)
             else:
                 return
@@ -336,7 +336,7 @@ class TiedGradient:
                 try:
                     return await self._fetch(peers[(tried + number) % len(peers)], stage, step)
                 except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("nothing of the other end's step %d: %s", step, error)
+                    logger.debug("no gradient of the other end for step %d: %s", step, error)
             await asyncio.sleep(_AGAIN_S)
         return None
 

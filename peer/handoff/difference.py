@@ -36,7 +36,7 @@ def changed(before_C: Tensor, difference_B: Tensor) -> Tensor:
         raise ValueError(f"{difference_B.numel()} bytes are no difference of {size} numbers")
     places_C = _places(before_C) + short_C
     if bool((((places_C > 32767) | (places_C < -32768)) & ~is_marked_C).any()):
-        raise ValueError("a difference leads out of all numbers")
+        raise ValueError("a difference leads out of the range of bf16")
     bits_C = torch.where(places_C < 0, -32768 - places_C - 1, places_C).masked_fill(is_marked_C, 0).to(torch.int16)
     bits_C[is_marked_C] = difference_B[size:].clone().view(torch.int16)
     return bits_C.view(torch.bfloat16)

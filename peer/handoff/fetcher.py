@@ -409,7 +409,7 @@ class StateFetcher:
                     if not await borrow(wanted.owner, wanted):
                         await asyncio.sleep(_RETRY_MATE_S)
                 except (Unreachable, RemoteError) as error:
-                    logger.info("a mate passes nothing on: %s", error)
+                    logger.info("a group peer does not share its ranges: %s", error)
                     self._mates.discard(wanted.owner)
 
         async def ask_carrier(peer: PeerID) -> None:

@@ -379,15 +379,15 @@ class StateServer:
     async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
         me = self._endpoint.peer_id
         if self.initial is None:
-            raise Refused(me, "has not what the run begins with")
+            raise Refused(me, "does not have the initial weights of the run")
         try:
             pin = self._pins.get((INITIAL, 0))
             missing = [key for key in keys if pin is None or key not in pin.digests]
             read = await self.initial.read(missing)
             return {key: bare_layer(param_N, self._vectors) for key, param_N in read.items()}
         except LocalError as error:
-            logger.error("cannot give what the run begins with: %s", error)
-            raise Refused(me, "cannot read what the run begins with") from error
+            logger.error("cannot serve the initial weights of the run: %s", error)
+            raise Refused(me, "cannot read the initial weights of the run") from error
 
     async def _offer(
         self,
@@ -409,7 +409,7 @@ class StateServer:
         """Offer the one layer that `source` fetches ahead next. It replaces the one before."""
         me = self._endpoint.peer_id
         if len(message.layers) != 1 or not self.trail.is_wanted:
-            raise Refused(me, "knows of no layout that follows, or is asked for several layers at once")
+            raise Refused(me, "knows of no next layout, or was asked for several layers at once")
         state = self._current(message.layers)
         if state is None:
             raise Refused(me, "does not hold that state")
@@ -482,7 +482,7 @@ class StateServer:
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
         if not self._knows(source) or not self._knows(holder) or self._inbox is None or is_fetching:
-            raise Refused(me, "gets nothing for others now")
+            raise Refused(me, "carries no ranges for others now")
         length = message.stop - message.start
         is_range = message.start >= 0 and 0 < length <= RANGE_CHUNKS * self._vectors.chunk
         if not is_range or not 0 <= message.tensor < GRADIENT:
@@ -496,7 +496,7 @@ class StateServer:
             stop=message.stop,
         )
         if (holder, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
-            raise Refused(me, "gets that for somebody else, or enough for others already")
+            raise Refused(me, "already carries that range, or as many as it may")
         self._carried.add((holder, request))
         try:
             wanted = StateRequest(layers=(message.layer,), version=message.version, stored_era=message.stored_era)
@@ -610,7 +610,7 @@ class StateServer:
             try:
                 await self._endpoint.send(source, meta, payload, priority=priority, again=meta)
             except Unreachable as error:
-                raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
+                raise Refused(self._endpoint.peer_id, "cannot reach the requester") from error
 
     def _is_copy(self, source: PeerID, message: StateChunkRequest) -> bool:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies

@@ -154,7 +154,7 @@ async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeo
         raise Unreachable(peer, f"no handshake in {timeout_s:g} s") from error
     except (TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
         if _SOMEBODY_ELSE in str(error):
-            raise RemoteError(peer, "is not at its address: somebody else answers there") from error
+            raise RemoteError(peer, "is not at its address: another peer answers there") from error
         raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
 
 
@@ -177,10 +177,10 @@ async def ask_about(
     middle_s = (sent_s + time.time()) / 2
     try:
         if len(reply) > CONTROL_BYTES_MAX:
-            raise RemoteError(peer, "answered with too much")
+            raise RemoteError(peer, "sent an answer that is too long")
         about = msgspec.json.decode(reply, type=About)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteError(peer, f"said nothing readable about itself ({error})") from error
+        raise RemoteError(peer, f"sent an unreadable answer about itself ({error})") from error
     if not about.shoal.isprintable():
-        raise RemoteError(peer, "said something of itself that is no name")
+        raise RemoteError(peer, "sent a version of its program that is not printable")
     return AboutReply(about=about, ahead_s=middle_s - about.wall_s)

@@ -89,11 +89,11 @@ async def read(reader: asyncio.StreamReader, kind: type[Said], source: PeerID) -
     """Read the first message of `source`. Raises: RemoteError: it is invalid; EOFError, OSError."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > _BYTES_MAX:
-        raise RemoteError(source, f"said {length} bytes about a carried stream, where {_BYTES_MAX} are the limit")
+        raise RemoteError(source, f"sent {length} bytes about a carried stream; the limit is {_BYTES_MAX}")
     try:
         return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteError(source, f"said nothing readable about a carried stream ({error})") from error
+        raise RemoteError(source, f"sent an unreadable message about a carried stream ({error})") from error
 
 
 def check_member(members: Members, peer: PeerID, certificate: bytes) -> None:

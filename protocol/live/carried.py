@@ -68,7 +68,7 @@ class CarriedStreams:
                     writer.transport.abort()
                     raise
         except RemoteError as error:
-            logger.warning("a stream over %s came to nothing: %s", carrier[-8:], error)
+            logger.warning("a stream over %s failed: %s", carrier[-8:], error)
             raise NotCarried(str(error)) from error
         except TimeoutError as error:
             raise NotCarried(f"no answer in {_ASK_TIMEOUT_S:g} s") from error
@@ -85,7 +85,7 @@ class CarriedStreams:
                     source = PeerID(said.source)
                     check_member(self._members, source, said.certificate)
                     if source in (self._identity.peer_id, carrier):
-                        raise RemoteError(carrier, "brings a stream of somebody who needs no carrier")
+                        raise RemoteError(carrier, "brought a stream of a peer that needs no carrier")
                     writer.write(encode(Answer("", self._members.certificate)))
                     streams = await secure(
                         writer, self._identity, source, run=self._members.run, purpose=said.purpose, opens=False
@@ -104,5 +104,5 @@ class CarriedStreams:
 def _reason(error: BaseException) -> str:
     text = str(error)
     if "protocols not supported" in text:
-        return "it carries for nobody"
+        return "it is no carrier"
     return (text.splitlines() or [repr(error)])[0][:120] or repr(error)

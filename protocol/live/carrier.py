@@ -89,7 +89,7 @@ class Carrier:
                     asked = await read(reader, Carry, source)
             await self._put_through(source, asked, (reader, writer))
         except RemoteError as error:
-            logger.warning("carries nothing for %s: %s", source[-8:], error)
+            logger.warning("refused to carry for %s: %s", source[-8:], error)
         except (OSError, EOFError, TimeoutError) as error:
             logger.debug("a stream of %s was not carried: %r", source[-8:], error)
         finally:
@@ -121,15 +121,15 @@ class Carrier:
     def _admit(self, carriage: _Carriage) -> Iterator[None]:
         """Count a stream while this context lasts. Raises: Refusal."""
         if carriage.to == carriage.source:
-            raise Refusal("that is a stream to oneself")
+            raise Refusal("both ends are the same peer")
         if self._members.is_excluded(carriage.to):
             raise Refusal("the other end is excluded from the run")
         for end, whose in ((carriage.source, "your"), (carriage.to, "the other end's")):
             of_end = sum(end in (other.source, other.to) for other in self._carried)
             if of_end >= CARRIED_STREAMS_OF_ONE_MAX:
-                raise Refusal(f"it carries {of_end} of {whose} streams, the most it does of one member's")
+                raise Refusal(f"it carries {of_end} of {whose} streams, its limit for one member")
         if len(self._carried) >= CARRIED_STREAMS_MAX:
-            raise Refusal(f"it carries {len(self._carried)} streams, the most it does")
+            raise Refusal(f"it carries {len(self._carried)} streams, its limit")
         self._carried.append(carriage)
         try:
             yield

@@ -88,7 +88,7 @@ class ConnectionLimit:
         """Shut `address` out until it has been quiet for a while, regardless of the number of its connections."""
         if address not in self._shut_out and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
             self._shut_out[address] = now_s
-            logger.warning("%s asks too much: new connections of it wait", _shown(address))
+            logger.warning("%s sends too many requests: its new connections wait", _shown(address))
             self._divert_all()
 
     def open(self) -> None:
@@ -96,7 +96,7 @@ class ConnectionLimit:
             for place in self._places:
                 self._sockets.append((int(place[1]), _second_listener(int(place[1]), place[2], int(place[3]))))
         except OSError as error:
-            logger.info("a flood of connections cannot be kept out here: %s", error)
+            logger.info("floods of connections cannot be limited here: %s", error)
             self._close_sockets()
             return
         self._looking = asyncio.create_task(self._look_on(), name="count connections")

@@ -71,7 +71,7 @@ class Greeter:
         if hello.version != PROTOCOL_VERSION:
             raise RemoteError(source, f"speaks protocol {hello.version}, this is {PROTOCOL_VERSION}")
         if hello.to != self.identity.peer_id:
-            raise RemoteError(source, "sent a hello that was meant for someone else")
+            raise RemoteError(source, "sent a hello that was meant for another peer")
         self.members.show(source, envelope.certificate)
         if self.members.access_level(source) < AccessLevel.MEMBER:
             raise RemoteError(source, "is no member of this run")

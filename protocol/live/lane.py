@@ -165,7 +165,7 @@ class Lane(asyncio.BufferedProtocol):
         try:
             for plain in self._channel.open(self._received):
                 if len(plain) < _START.size:
-                    raise RemoteError(self._channel.peer, "sent a piece of a frame that does not say where it belongs")
+                    raise RemoteError(self._channel.peer, "sent a piece of a frame without its offset")
                 self._on_piece(_START.unpack_from(plain)[0], memoryview(plain)[_START.size :])
                 if self.is_lost:
                     return

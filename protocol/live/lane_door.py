@@ -58,7 +58,7 @@ class LaneDoor:
                 self._listeners.append(_listener(version, host, self.port))
                 self.port = self._listeners[-1].getsockname()[1]
         except OSError as error:
-            logger.info("nobody can dial lanes to this peer: %s", error)
+            logger.info("this peer accepts no lanes: %s", error)
             self._shut()
         for listener in self._listeners:
             self.spawn(self._accept(listener), "accept lanes")
@@ -156,7 +156,7 @@ class LaneDoor:
                 connected = await _connect(host, link.lane_port)
                 lane = await Lane.over(connected, self._throttle, accepted=False)
             except (OSError, TimeoutError) as error:
-                logger.debug("%s cannot be dialled a lane at %s: %r", link.peer[-8:], host, error)
+                logger.debug("cannot dial a lane to %s at %s: %r", link.peer[-8:], host, error)
                 return False
             return await self._agree(lane, host, self._dialled(lane, link))
 

@@ -87,7 +87,7 @@ class SendingLanes:
             await self._changed.wait()
 
     def _refuse(self, start: int, piece: memoryview) -> None:
-        raise RemoteError(self._peer, "sent pieces of frames to whoever sends them")
+        raise RemoteError(self._peer, "sent pieces of frames to their sender")
 
     def _lost(self, lane: Lane, why: str) -> None:
         self.lanes.remove(lane)

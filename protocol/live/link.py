@@ -149,7 +149,7 @@ class Link(asyncio.BufferedProtocol):
             try:
                 room[:] = await reader.readexactly(len(room))
             except asyncio.IncompleteReadError as error:
-                raise EOFError("it closed the stream instead of saying hello") from error
+                raise EOFError("it closed the stream instead of sending a hello") from error
             frame = self._assembler.advance(len(room))
             if frame is not None:
                 return frame

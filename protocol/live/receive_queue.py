@@ -85,7 +85,7 @@ class ReceiveQueue:
     def on_frame(self, link: Link, frame: Frame) -> None:
         """Raises: RemoteError."""
         if frame.type is not FrameType.DATA:
-            raise RemoteError(self.peer, "sent something else where only data belongs")
+            raise RemoteError(self.peer, "sent something other than data")
         if link is not self._link:
             return
         self._queue.append((link, frame))

@@ -262,7 +262,7 @@ class Redialer:
         try:
             return queues.ways() if queues is not None else {}
         except OSError as error:
-            logger.debug("the kernel does not say how the connections are: %s", error)
+            logger.debug("the kernel does not show the connections: %s", error)
             return {}
 
     def _follow(self, process_id: int) -> None:
@@ -350,7 +350,7 @@ class Redialer:
                 client = (await self._daemon.p2p())._client
                 answer = await client.call_unary_handler(_hivemind_id(peer), self._again, b"")
         except (*_FAILURES, TimeoutError) as error:
-            logger.debug("%s did not say what it has of us: %r", peer[-8:], error)
+            logger.debug("%s did not say whether it closes old connections: %r", peer[-8:], error)
             return
         if answer == _CLOSES:
             await asyncio.sleep(_AFTER_THE_REPLY_S)

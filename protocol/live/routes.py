@@ -150,7 +150,7 @@ class Routes:
         """
         carriers = self._in_order(peer, await self._connections())[:CARRIERS_ASKED_MAX]
         asking: dict[asyncio.Task[Streams], PeerID] = {}
-        why = "nobody who is connected with us could carry"
+        why = "no peer that is connected to us could carry"
         try:
             while carriers or asking:
                 if carriers:

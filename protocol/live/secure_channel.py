@@ -72,7 +72,7 @@ class Channel:
             head = bytes(received[: _LENGTH.size])
             (sealed_bytes,) = _LENGTH.unpack(head)
             if not _TAG_BYTES <= sealed_bytes <= RECORD_BYTES_MAX + _TAG_BYTES:
-                raise RemoteError(self.peer, "is at the end of a stream whose bytes were changed on the way")
+                raise RemoteError(self.peer, "sent a stream that was changed on the way")
             end = _LENGTH.size + sealed_bytes
             if len(received) < end:
                 return
@@ -81,7 +81,7 @@ class Channel:
             try:
                 plain = self._receives.decrypt(_NONCE.pack(self._num_opened), sealed, head)
             except InvalidTag as error:
-                raise RemoteError(self.peer, "is at the end of a stream whose bytes were changed on the way") from error
+                raise RemoteError(self.peer, "sent a stream that was changed on the way") from error
             self._num_opened += 1
             yield plain
 
@@ -113,11 +113,11 @@ class Handshake:
         topic: Topic = "carried-to" if self._opens else "carried-from"
         said = self._said(other_key)
         if not statement_holds(self._peer, signature, topic, run=self._run, body=said):
-            raise RemoteError(self._peer, "is not at the other end of a sealed stream, or was not told the same")
+            raise RemoteError(self._peer, "is not at the other end of a sealed stream, or signed another exchange")
         try:
             secret = self._private.exchange(X25519PublicKey.from_public_bytes(other_key))
         except ValueError as error:  # a key of small order
-            raise RemoteError(self._peer, "sent a key that is none") from error
+            raise RemoteError(self._peer, "sent an invalid key") from error
         digest = Hash(SHA256())
         digest.update(msgspec.msgpack.encode((self._run, said)))
         keys = HKDF(SHA256(), length=2 * KEY_BYTES, salt=digest.finalize(), info=b"shoal carried stream").derive(secret)

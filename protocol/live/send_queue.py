@@ -147,7 +147,7 @@ class SendQueue:
                 self._moves_s = math.inf
                 self._link = await self._open_link(self)
                 await self._write_on(self._link)
-                self._link.abort("its frames go another way from now on")
+                self._link.abort("its frames take another route now")
                 if not self._queue:
                     return
         except Unreachable as error:

@@ -67,7 +67,7 @@ class Strangers:
         if self._allowance.takes(place.whose, asyncio.get_running_loop().time()):
             return True
         if peer not in self._leaving:
-            logger.warning("hung up on %s, a stranger that asks too much", peer[-8:])
+            logger.warning("hung up on %s, a stranger that sends too many requests", peer[-8:])
             self._leaving[peer] = asyncio.create_task(self._send_away(peer, place), name=f"hang up on {peer[-8:]}")
         return False
 

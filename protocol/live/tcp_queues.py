@@ -97,7 +97,7 @@ def follow(uplink: Uplink, process_id: int) -> None:
         uplink.follow(TcpQueues(process_id))
     except OSError as error:
         uplink.close()
-        logger.info("what stands before the uplink cannot be seen here: %s", error)
+        logger.info("the queue before the uplink cannot be read here: %s", error)
 
 
 class TcpQueues:
@@ -107,7 +107,7 @@ class TcpQueues:
         self._process_id = process_id
         self._sockets: dict[str, _Socket] = {}
         if not hasattr(socket, "AF_NETLINK"):
-            raise OSError("only Linux says it")
+            raise OSError("only Linux shows the sockets")
         self._asked = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
         self._asked.settimeout(0.5)
         try:

@@ -351,9 +351,7 @@ class LiveTransport:
         await self._served.wait()
         try:
             if len(request) > CONTROL_BYTES_MAX:
-                raise RemoteError(
-                    source, f"sent a call of {len(request)} bytes where {CONTROL_BYTES_MAX} are the limit"
-                )
+                raise RemoteError(source, f"sent a call of {len(request)} bytes; the limit is {CONTROL_BYTES_MAX}")
             reply = await self._on_call(source, request)
             if len(reply) > CONTROL_BYTES_MAX:
                 raise ValueError(f"a reply of {len(reply)} bytes is larger than any peer accepts")

@@ -162,5 +162,5 @@ class Uplink:
             self._arm()
 
     def _give_up(self, error: OSError) -> None:
-        logger.info("what stands before the uplink cannot be seen any more: %s", error)
+        logger.info("the queue before the uplink cannot be read any more: %s", error)
         self.close()
