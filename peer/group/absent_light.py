@@ -12,7 +12,7 @@ from shoal.protocol.identity import PeerID
 AWAY_S: Final = 600.0
 """A learner must be back within this time: weights loaded, and its layers at the group's version."""
 STEPS_MAX: Final = 4
-"""Number of steps whose gradients are kept, in float32; the same as for peers that prepare for another layout."""
+"""Number of steps of gradients that are kept, in float32; the same as for peers that prepare for another layout."""
 _NEVER: Final = 2**62
 
 
@@ -25,8 +25,8 @@ class AbsentLight:
         """Learner -> (first step that it may lack, when it was missed)."""
 
     def wanted_from(self, ready: Collection[PeerID], whole: Collection[PeerID], *, version: int, now_s: float) -> int:
-        """Return the first step whose reduced gradient an absent or just returned learner may ask for. Args: ready: the
-        other members that take part, `whole` ones and learners; version: just reached."""
+        """Return the first step that an absent or just returned learner may still ask for. Args: ready: the other
+        members that take part, `whole` ones and learners; version: just reached."""
         light = set(ready).difference(whole)
         for peer in self._light - light:
             # The learner may have been a step behind, and it lacks the step that has just been made.

@@ -20,7 +20,7 @@ UNCOMPARED_MAX = 16
 """A member that is further behind has a slow device; the round settles without its digest."""
 MUTE_S = 5.0
 """A member that has not sent its digest this long after our step loses its vote, if most others have sent theirs. The
-round itself does not notice a member whose part was empty."""
+round itself does not notice a member with an empty part."""
 MUTE_AT_THE_END_S = 0.3
 """The same when the layout has ended: once the next layout begins, commits of this one no longer count."""
 

@@ -1,4 +1,4 @@
-"""Collect the signatures that holders put on states, and decide whose a newcomer needs. Pure.
+"""Collect the signatures that holders put on states, and decide which of them a newcomer needs. Pure.
 
 A newcomer cannot judge a state by itself, and one holder may lie: it could claim the highest version and give out any
 parameters. So while a peer joins, the members that held the layers before it sign each state they reach, and pass on

@@ -22,7 +22,7 @@ all stages, and members report contributions up to a second late (`telling.py`).
 STALL_S_PIPELINE = 10.0
 """Minimum wait at stage 0, which would run again everything that is in the pipeline."""
 _STEPS_REMEMBERED = 8
-"""Number of last steps whose median is the step time: one stalled step must not make us patient with the next."""
+"""The step time is the median of this many steps: one stalled step must not make us patient with the next."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -22,7 +22,7 @@ _BANDWIDTH_MAX: Final = 1e18
 
 def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) -> int:
     """Return the number of a round. Leaders, and incarnations of one leader, never open different rounds of a step
-    under one number: they may not have heard of each other's rounds, whose parts must not meet in one sum."""
+    under one number: they may not know each other's rounds, and parts of two rounds must not meet in one sum."""
     order = plan_sequence * _ATTEMPTS_PER_PLAN + retries
     return (order * _RANKS + rank) * _TENURES + incarnation % _TENURES
 

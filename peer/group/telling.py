@@ -3,7 +3,7 @@
 Thousands of microbatches a step in a group of dozens would be hundreds of thousands of calls if each contribution were
 told to everyone. Only the leader acts on them; a new leader hears everything again anyway. And the leader acts only on
 a member's last report of a step, so earlier ones can wait. A call takes 2.5 ms of processor time at both ends, which is
-much beside a microbatch of a small model.
+long compared with a microbatch of a small model.
 """
 
 import asyncio

@@ -8,16 +8,16 @@ equal. If one stage is both ends, its members add the two parts locally.
     round ends -> `RoundEnded` to the group -> all have answered -> `TiedRequest` to a member of the other end
     -> `TiedOffer` and frames `TiedChunk` -> the sum -> all members of the other end have it, too -> step
 
-**One result a step.** What the other end has received cannot be taken back, but a group whose finished member dies
-would reduce again, to other bits. So a member whose round has ended first tells the others. A member that has answered
-joins no other attempt at that step while a member that told it lives: it ends that round, too, or catches up after
-their step. When all living members have answered, the gradient may leave the group. If all members with the result then
-die, the group reduces again; but if the other end has already added the dead members' gradient, the group steps the
-matrix with that sum.
+**One result a step.** What the other end has received cannot be taken back. But if a member dies after its round has
+ended, the group reduces again without it, to other bits. So a member first tells the others that its round has ended. A
+member that has answered joins no other attempt at that step while a member that told it lives: it ends that round, too,
+or catches up after their step. When all living members have answered, the gradient may leave the group. If all members
+with the result then die, the group reduces again; but if the other end has already added the dead members' gradient,
+the group steps the matrix with that sum.
 
 **No step before the other end has the sum.** A member waits until each member of the other end has the sum or can get
-it from its group. After the step nobody keeps it: a replacement for a dead member begins at the next version, and a
-member of the other end that is behind would find the sum nowhere.
+it from its group. A replacement for a dead member begins at the next version and never has the sum. If members stepped
+earlier and died, a member of the other end that is behind would find the sum nowhere.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ _AGAIN_S: Final = 0.5
 _ANSWER_S: Final = 2.0
 """Timeout of a question. Between tries we check whether the plan has dropped the peer."""
 _WAIT_S: Final = 5.0
-"""A member of the other end whose round has not ended within this time says so; another member may be further."""
+"""A member of the other end says so if its round has not ended within this time; another member may be further."""
 _PEEK_S: Final = 1.0
 """How long a member that is asked whether it has the sum waits for it before it says no."""
 _SILENT_S: Final = 5.0

@@ -1,8 +1,8 @@
 """Fetch state: ranges from all holders of one version at once, each layer checked against the digest that most holders
 name.
 
-If a layer fails its check, other holders are asked. Peers that fetch the same layers at the same time share what has
-arrived (`relay.py`).
+If a layer fails its check, other holders are asked. Peers that fetch the same layers at the same time (`mates`) share
+what has arrived (`relay.py`).
 """
 
 import asyncio
@@ -166,7 +166,7 @@ class StateFetcher:
 
         Args:
             is_witnessed: for the newest version: accept only offers for which this is true.
-            voters: for the newest version: accept the one whose digests more than half of these peers name.
+            voters: for the newest version: accept the one that more than half of these peers name by the same digests.
             at_least: with `voters`: the oldest acceptable version.
             base: with `WEIGHTS`: weights that we have; holders that have them, too, send the difference.
             known: layers that the caller believes it has at that version; those that differ from the holders' digests

@@ -4,7 +4,7 @@ At the end of a layout all members of a stage of the next one lack the same laye
 If each of n members fetched everything from it, the state would leave that peer n times, over a line that may be the
 very reason for the change. So every range has an **owner** among the fetching peers, which all compute alike without a
 message. Each peer gets its own ranges from a holder, and the others' from their owners, which answer once the range is
-there. A range whose owner is slow is taken from a holder after all.
+there. If an owner is slow, its ranges are taken from a holder after all.
 
 Ranges are not checked here: each fetching peer checks whole layers against their digests.
 """

@@ -182,7 +182,7 @@ class StateServer:
         self._took_s = 0.0
         """Seconds that the last of them took to leave."""
         self._relays: list[Relay] = []
-        """Our fetches whose mates may ask for what has arrived."""
+        """Our fetches from which other peers may ask for arrived ranges."""
         self._inbox = inbox
         self._leaving: dict[tuple[PeerID, StateChunkRequest], asyncio.Future[bool]] = {}
         """(requester, range) that is leaving -> whether it was sent, in the end."""
@@ -228,7 +228,7 @@ class StateServer:
         self._copies.update((peer, version, key) for key in keys)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Drop pins of layers whose membership is over."""
+        """Drop the pins of layers that this peer no longer holds."""
         for (era, version), pin in list(self._pins.items()):
             if era in (TRAINED, WEIGHTS):
                 pin.forget(keys)

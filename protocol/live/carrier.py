@@ -168,7 +168,7 @@ class Carrier:
         return (reader, writer), plain_tcp(connected[to])
 
     async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
-        """Return when either end has closed or broken, and what it had sent before has gone out."""
+        """Pass bytes until either end has closed or broken, and what it had sent before has gone out."""
         ways = [
             asyncio.create_task(self._pass(carriage, a[0], b[1], carriage.to), name="carry there"),
             asyncio.create_task(self._pass(carriage, b[0], a[1], carriage.source), name="carry back"),

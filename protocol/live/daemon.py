@@ -101,7 +101,7 @@ class Daemon:
         state_dir: holds the key file, the lock that keeps two peers from sharing one identity, and the names of what
             must be removed if this process is killed.
         listen: multiaddrs over TCP; port 0 lets the system choose, and a restart keeps its choice.
-        relays: multiaddrs of peers whose relay service may be used behind a NAT.
+        relays: multiaddrs of peers that may relay for us behind a NAT.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Daemon:
 
     @property
     def shut_out(self) -> frozenset[bytes]:
-        """Networks whose new connections wait (`connection_limit.py`)."""
+        """Networks that are shut out: their new connections wait (`connection_limit.py`)."""
         return self._connection_limit.shut_out
 
     def keep_out(self, address: bytes) -> None:
@@ -188,7 +188,7 @@ class Daemon:
         return self._p2p
 
     async def refresh(self) -> None:
-        """Update `visible` now. Call before `close`."""
+        """Ask the daemon for its visible addresses now. Call before `close`."""
         await self._pulse()
 
     async def add_setup(self, setup: Setup) -> None:

@@ -258,8 +258,8 @@ def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
 
 
 async def _take_stream(take: Callable[..., Awaitable[None]], reader: Any, writer: Any) -> None:
-    """Hole: a stream whose daemon ends before its first message, or that no handler takes, raises in a task that nobody
-    awaits, and asyncio prints a traceback."""
+    """Hole: a stream that ends with its daemon before the first message, or that no handler takes, raises in a task
+    that nobody awaits, and asyncio prints a traceback."""
     try:
         await take(reader, writer)
     except (OSError, EOFError, DispatchFailure):

@@ -17,7 +17,7 @@ _LOSS_MIN: Final = 0.003
 _PACKETS_MIN: Final = 300
 """Fewer packets say nothing: at 0.3 % one of them is lost."""
 _FIELDS: Final = struct.Struct("=100xI52xI")
-"""Retransmitted packets, and all packets with data, in `tcp_info`, whose layout the kernel guarantees."""
+"""Retransmitted packets, and all packets with data, in `tcp_info`. The kernel guarantees its layout."""
 
 
 @dataclass(frozen=True, slots=True)

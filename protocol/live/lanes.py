@@ -52,7 +52,7 @@ class SendingLanes:
         self._changed.set()
 
     async def write(self, data: Payload) -> None:
-        """Return when each piece is in some lane; the data may change then. Raises: EOFError: there is no lane."""
+        """Return when the lanes have taken all pieces; `data` may change then. Raises: EOFError: there is no lane."""
         view = memoryview(data).cast("B")
         piece_bytes = min(PIECE_BYTES_MAX, max(_PIECE_BYTES_MIN, len(view) // _PIECES))
         for at in range(0, len(view), piece_bytes):

@@ -1,7 +1,7 @@
 """Remove what a killed peer leaves behind: a daemon in its last second, and socket files in the temporary folder.
 
 The names are stored while a daemon runs; the next start in the same state folder waits for that daemon and removes its
-files. The folder may be a copy of a running peer's: a daemon whose parent lives is never killed. Nothing else in the
+files. The folder may be a copy of a running peer's: a daemon with a living parent is never killed. Nothing else in the
 temporary folder is touched.
 """
 

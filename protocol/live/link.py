@@ -234,7 +234,7 @@ class Link(asyncio.BufferedProtocol):
         return self._sequence - 1
 
     async def write_frame(self, meta: bytes, payload: Payload, priority: Priority) -> None:
-        """Return when the kernel has every byte. Raises: EOFError: the stream broke."""
+        """Write a frame; return when the kernel has every byte. Raises: EOFError: the stream broke."""
         self._priority = priority
         self.before_frame()
         if self._asks_for:

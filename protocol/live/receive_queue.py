@@ -1,7 +1,7 @@
 """Frames that arrived from one peer, handled one at a time in order of arrival; credit returns afterwards.
 
 Reading runs ahead of handling by at most the credit, which bounds this queue. A peer has one stream to us: a new one
-replaces the old, whose unhandled frames are dropped (its sender only knows that it broke).
+replaces the old, and unhandled frames of the old one are dropped (its sender only knows that it broke).
 """
 
 import asyncio

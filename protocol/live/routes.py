@@ -112,7 +112,7 @@ class Routes:
         self._direct.discard(peer)
 
     async def introduced(self, peer: PeerID) -> None:
-        """Dial a peer whose addresses are new, so that the next caller need not wait for that."""
+        """Dial a peer with new addresses, so that the next caller need not wait for that."""
         self._refused.pop(peer, None)
         is_reached = await self.dial(peer) or peer in self._detours or peer in self._direct
         if not is_reached and self._in_order(peer, await self._connections()):
@@ -256,7 +256,7 @@ def is_direct(places: Sequence[str]) -> bool:
 
 
 def _weight(a: PeerID, b: PeerID, carrier: PeerID) -> bytes:
-    """Highest random weight (Thaler and Ravishankar 1998): the weights differ by pair."""
+    """Return a carrier's weight for a pair, by highest random weight (Thaler and Ravishankar 1998)."""
     return blake3(f"{min(a, b)} {max(a, b)} {carrier}".encode()).digest()
 
 

@@ -47,7 +47,7 @@ class _Waiting:
 
 
 class SendQueue:
-    """Frames to one peer. Args: open_link: opens a stream to the peer, whose frames and end this queue handles."""
+    """Frames to one peer. Args: open_link: opens a stream to the peer for this queue."""
 
     def __init__(self, peer: PeerID, open_link: Callable[["SendQueue"], Awaitable[Link]]) -> None:
         self._peer = peer
@@ -85,7 +85,7 @@ class SendQueue:
             await self._credited.wait()
 
     async def send(self, meta: bytes, payload: Payload, priority: Priority, *, again: bytes | None = None) -> None:
-        """Return when the kernel has the whole frame.
+        """Send a frame; return when the kernel has all of it.
 
         A caller that is cancelled while its frame is being written must not touch the payload: it is still read.
 

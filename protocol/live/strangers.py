@@ -29,7 +29,7 @@ _SHARE: Final = 0.05
 
 class _Place(NamedTuple):
     whose: Network | PeerID
-    """Owner of its allowance: its network, or itself where its neighbours must not pay for it."""
+    """Owner of the allowance: the network of the stranger or, in a private network, the stranger itself."""
     address: Network | None
     """The address that may be kept from dialling us; None: there is none."""
 

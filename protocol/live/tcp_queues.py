@@ -43,7 +43,7 @@ _SILENT: Final = struct.Struct("=52xII")
 """Milliseconds since data arrived, and since an acknowledgement did."""
 _BYTES_ACKED: Final = struct.Struct("=120xQ")
 _MIN_RTT: Final = struct.Struct("=148xI")
-"""Fields of `tcp_info`, whose layout the kernel guarantees."""
+"""Fields of `tcp_info`. The kernel guarantees its layout."""
 _INFO_BYTES_MIN: Final = 152
 """Up to `tcpi_min_rtt`, Linux 4.6."""
 _BATCH: Final = 32
