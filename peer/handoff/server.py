@@ -545,7 +545,7 @@ class StateServer:
         return Done()
 
     async def _give_ahead(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> None:
-        """Send a range: during training when nothing else is being sent, or when that lasts too long."""
+        """Send a range: during training only while nothing else is being sent, or after too long a wait."""
         for start in self._starts(source, message, values_N):
             if not self.trail.is_wanted:
                 await self._send_chunk(source, message, values_N, start, Priority.STATE)
