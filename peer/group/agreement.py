@@ -27,8 +27,7 @@ MUTE_AT_THE_END_S = 0.3
 
 @dataclass(kw_only=True, slots=True)
 class Agreement:
-    """The digests that one member has heard. Args: has_loss: we are the last stage, whose report carries the step's
-    loss."""
+    """The digests that one member has heard. Args: has_loss: we are the last stage, which reports the step's loss."""
 
     me: PeerID
     stage: int
@@ -88,8 +87,8 @@ class Agreement:
         return sum(self._spoken.get(peer, -1) > version for peer in peers)
 
     def ahead_of(self, version: int, is_gone: Callable[[PeerID], bool]) -> list[PeerID]:
-        """Return the peers past `version` that are the least far ahead: a peer further ahead may have dropped the
-        gradients that lead there."""
+        """Return the peers past `version` that are least far ahead; those further ahead may have dropped the way
+        there."""
         ahead = {peer: spoken for peer, spoken in self._spoken.items() if spoken > version and not is_gone(peer)}
         first = min(ahead.values(), default=version)
         return sorted(peer for peer, spoken in ahead.items() if spoken == first)

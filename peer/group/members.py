@@ -252,8 +252,7 @@ class Members:
         self.is_lead = self.lead == self.me and not self.doubtful
 
     def _stands_back(self, peer: PeerID) -> bool:
-        """True if the peer does not claim the lead: it names us, or a peer that our plan has dropped (in a plan that it
-        has not heard of)."""
+        """True if the peer does not claim the lead: it names us, or a peer that only an older plan has."""
         mate = self._known.get(peer)
         named = peer if mate is None or mate.names is None else mate.names
         return named == self.me or (peer not in self.mates and named != peer and not self.is_near(named))

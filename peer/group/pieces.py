@@ -57,8 +57,7 @@ class Pieces:
         return is_fresh or (target, step) in self._unsent
 
     def send(self, outgoing: Iterable[Outgoing], start: RoundStart, kind: type[ReducePart] | type[GatherPart]) -> None:
-        """Send pieces in the background, one after the other for each target, so that a target that stalls holds up no
-        other."""
+        """Send pieces in the background, one by one for each target, so that a stalled target holds up no other."""
         by_target: dict[PeerID, list[Outgoing]] = {}
         for piece in outgoing:
             by_target.setdefault(piece.target, []).append(piece)
@@ -70,8 +69,7 @@ class Pieces:
     def send_mean(
         self, target: PeerID, stage: int, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...] = ()
     ) -> None:
-        """Send a reduced gradient, float32 [N], in the background: in its round's few bits if `pieces` has them, else
-        exactly."""
+        """Send a reduced gradient, float32 [N], in the background: its `pieces` in few bits if there are any."""
         self._tasks.spawn(self._send_mean(target, stage, step, mean_N, pieces), "catch-up")
 
     async def _send(

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 PRESS_S = 5.0
 """A round without progress for this long has lost something, or its pieces wait behind activations."""
 BELIEVED_S = 120.0
-"""A member that says that its pieces have not left yet is believed for this long after the last piece from any member,
-and no longer, since it may lie."""
+"""A member whose pieces have not left yet is believed for this long after the last piece from any member: it may
+lie."""
 
 
 @dataclass(slots=True)
@@ -37,8 +37,7 @@ class Pressing:
         return True
 
     def is_due(self, peer: PeerID, now_s: float, *, took_s: float) -> bool:
-        """True if our part should be sent to `peer` again: a repeat takes minutes on slow links. Args: took_s: time for
-        a piece to leave."""
+        """True if our part should be sent to `peer` again. Args: took_s: time for a piece to leave."""
         if now_s < self._again_s.get(peer, self._moved_s) + max(PRESS_S, 2.0 * took_s):
             return False
         self._again_s[peer] = now_s

@@ -127,8 +127,8 @@ class Reduction:
         return [chunk for chunk in self._chunks(self._rank) if self._is_due(chunk)]
 
     def scatter(self) -> Iterator[Outgoing]:
-        """Yield our contribution to each other member's part. Begin after our own rank, so that the members do not all
-        send to the first one at once."""
+        """Yield our contribution to each other part, from the next rank on, so that not all send to the first at
+        once."""
         for step in range(1, len(self._peers)):
             yield from self.scatter_to(self._peers[(self._rank + step) % len(self._peers)])
 
@@ -160,8 +160,7 @@ class Reduction:
         return self._is_due(start)
 
     def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
-        """Return a function that adds up these chunks of our part and returns the contributors that it has left out.
-        Call `added` afterwards."""
+        """Return a function that adds up these chunks and returns the contributors left out; then call `added`."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
 
@@ -253,8 +252,7 @@ class Reduction:
         return left_out
 
     def _key(self, chunk: int, contributor: PeerID | None = None) -> tuple[int, int]:
-        """Return the seed for the stochastic rounding of a contribution or, if `contributor` is None, of the chunk's
-        mean."""
+        """Return the seed for rounding a contribution or, if `contributor` is None, the chunk's mean."""
         words = f"{self.start.stage} {self.start.step} {chunk} {contributor or 'mean'}"
         digest = blake3(words.encode()).digest(length=8)
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

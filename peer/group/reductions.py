@@ -22,8 +22,7 @@ EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 
 
 class Reductions:
-    """Rounds by step. Args: retained_from: returns the oldest version that a newcomer still builds on; later gradients
-    are kept."""
+    """Rounds by step. Args: retained_from: returns the oldest version that a newcomer still builds on."""
 
     def __init__(self, core: GroupView, runtime: Held, *, retained_from: Callable[[], int]) -> None:
         self._core = core
@@ -90,8 +89,7 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that produced it; pieces: the same in few bits, if it travelled
-        so."""
+        """Keep a reduced gradient. Args: by: our round that produced it; pieces: the same in few bits, if any."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:
@@ -119,8 +117,7 @@ class Reductions:
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:
-        """Drop the gradients of steps before `version`, except those that a newcomer has yet to replay. `last`: drop
-        the last step's, too."""
+        """Drop gradients of steps before `version` that no newcomer replays; `last`: the last step's, too."""
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}

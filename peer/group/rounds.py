@@ -29,8 +29,7 @@ def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) ->
 
 @dataclass(kw_only=True, slots=True)
 class Rounds:
-    """One member's rounds by step, until their results have been compared. Args: forms: formats that a round may
-    use."""
+    """One member's rounds by step, until their results are compared. Args: forms: formats that a round may use."""
 
     members: Members
     forms: tuple[WireFormat, ...] = ("fp32",)
@@ -40,8 +39,7 @@ class Rounds:
     open: dict[int, RoundStart] = field(default_factory=dict)
 
     def is_sound(self, start: RoundStart) -> bool:
-        """True if an honest leader may have opened this round. A round that cannot be reduced would, once taken, shut
-        out every other."""
+        """True if an honest leader may have opened this round. One that cannot be reduced would shut out all others."""
         peers = {member.peer for member in start.members}
         ahead = attempt(self.plan_sequence + _PLANS_AHEAD_MAX, 0, rank=0, incarnation=0)
         return (
@@ -65,8 +63,8 @@ class Rounds:
         )
 
     def void(self, step: int) -> None:
-        """Drop a round that will not end. Our next round gets a higher number than it, so that every member leaves the
-        dropped one."""
+        """Drop a round that will not end. Our next round gets a higher number, so every member leaves the dropped
+        one."""
         order = self.open.pop(step).attempt // (_RANKS * _TENURES)
         self.retries = max(self.retries, order - self.plan_sequence * _ATTEMPTS_PER_PLAN) + 1
 

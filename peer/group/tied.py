@@ -168,16 +168,14 @@ class TiedGradient:
             self._tasks.spawn(self._meet(reduction), f"both ends of step {start.step}")
 
     def _promised(self, step: int, attempt: int) -> _Promise:
-        """Return the promise at `step`: an existing one while a living member has the result of its attempt, else a new
-        one for `attempt`."""
+        """Return the promise at `step`: the existing one while a living member has its result, else a new one."""
         promise = self._promises.get(step)
         if promise is None or not promise.told_by:
             promise = self._promises[step] = _Promise(attempt, set())
         return promise
 
     def look(self) -> None:
-        """Join a round that was put off once every member with the other attempt's result is dead. Give up a fetch from
-        a member that the plan has dropped."""
+        """Join a put-off round once all members with the other attempt's result are dead; give up dropped sources."""
         other = self._other_end()
         for fetch in self._fetches.values():
             if other is None or fetch.source not in other[1]:
@@ -273,8 +271,7 @@ class TiedGradient:
         return _Given(values_n=own_n, form=start.form, is_whole=False, made=made)
 
     def _added(self, mean_N: Tensor, ours: _Given, theirs: _Given) -> tuple[Tensor, _Given]:
-        """Return (the gradient with the sum of both ends, what the other end may fetch of it: a copy, which is kept
-        longer)."""
+        """Return (the gradient with the sum of both ends, what the other end may fetch of it, kept longer)."""
         whole_N, span = self._vectors.copied(mean_N), self._spans[0]
         if theirs.is_whole:
             whole_N[span] = theirs.values_n
@@ -296,8 +293,7 @@ class TiedGradient:
         self._news = asyncio.Event()
 
     async def _known_there(self, step: int) -> None:
-        """Wait until every member of the other end has the sum; one that is silent for long can get it from its
-        group."""
+        """Wait until all members of the other end have the sum, or are silent and can get it from their group."""
         known: set[PeerID] = set()
         while self._is_open(step) and (other := self._other_end()) is not None:
             stage, peers = other

@@ -40,8 +40,7 @@ _CARRIERS_MAX = 32
 _RETRY_CARRIER_S = 2.0
 """Delay before a carrier that fetches for itself is asked again."""
 _LESS = 0.7
-"""If a direct range slows down to this fraction while carriers bring others, all paths share one line and carriers
-bring nothing."""
+"""If a direct range slows down to this fraction beside carried ones, all paths share one line: carrying stops."""
 _RETRY_MATE_S = 0.5
 """Delay before a mate that does not have a range yet is asked again."""
 
@@ -72,8 +71,7 @@ class _Range:
 
 @dataclass(slots=True)
 class FetchProgress:
-    """Number of elements that have arrived, of `total` (0 while the holders are being asked). A layer that is fetched
-    again counts anew."""
+    """Number of elements that have arrived, of `total` (0 while holders are asked); a repeated layer counts anew."""
 
     done: int = 0
     total: int = 0
@@ -450,8 +448,8 @@ class StateFetcher:
             await self._ask_all([peer], self._version)
 
     async def _is_offered_again(self, peer: PeerID) -> bool:
-        """True if a holder that refused a range still offers the same state. Its pin lapses without requests, for
-        example while mates pass on what is left."""
+        """True if a holder that refused a range still offers the same state: its pin lapses while mates pass ranges
+        on."""
         offer = (await self._ask_all([peer], self._version)).get(peer)
         named = dict(offer.digests) if offer is not None else {}
         return all(named.get(key) == self._digests[key] for key, sources in self._sources.items() if peer in sources)
@@ -498,8 +496,7 @@ class StateFetcher:
         return next((each for each in reversed(todo) if holder in self._sources[each.key]), None)
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return the time, from the start of the fetch, for which a holder is not asked for ranges of mates or
-        carriers."""
+        """Return how long after its start the fetch asks no holder for ranges of mates or carriers."""
         took_s, times = self._took_s.get(holder), min(2 + len(self._mates), _OTHERS_TIMES_MAX)
         return _OTHERS_S_FIRST if took_s is None else max(_OTHERS_S_MIN, times * took_s)
 

@@ -16,7 +16,7 @@ from shoal.protocol.messages import Done, StateChunkRequest
 RANGE_CHUNKS = 4
 """Maximum length of a range: 4 MiB, so that a round trip is short against the transfer."""
 RANGE_TIMEOUT_S = 60.0
-"""A request or a chunk may be lost, so a peer with more patience repeats the request after this time. A holder that is
+"""A peer with more patience repeats the request after this time, since a request or chunk may be lost. A holder that is
 still sending the range does not send it twice."""
 
 

@@ -467,8 +467,7 @@ class StateServer:
         return Done()
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
-        """Return the tensor to which the difference is to be sent; None: none is wanted. Raises: Refused: it is not
-        here."""
+        """Return the tensor to base the difference on; None: none is wanted. Raises: Refused: it is not here."""
         if message.base < 0 or message.stored_era != WEIGHTS or message.tensor != 0:
             return None
         pin = self._pins.get((WEIGHTS, message.base))
@@ -477,8 +476,7 @@ class StateServer:
         return pin.layers[message.layer].param_N
 
     async def _carry(self, source: PeerID, message: StateChunkRequest, holder: PeerID) -> Done:
-        """Get a range from its holder for a peer with a slow path to it, and pass it on. A peer that is fetching itself
-        carries nothing."""
+        """Get a range from its holder for another peer, and pass it on. A peer that is fetching itself refuses."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
         if not self._knows(source) or not self._knows(holder) or self._inbox is None or is_fetching:
@@ -560,8 +558,7 @@ class StateServer:
                 self._took_s = self._clock.now_s() - began_s
 
     def _starts(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> range:
-        """Return where the chunks of a range begin. Raises: RemoteError: the tensor has no such range, or it is too
-        long."""
+        """Return where a range's chunks begin. Raises: RemoteError: no such range, or too long."""
         chunk = self._vectors.chunk
         if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE_CHUNKS * chunk):
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")

@@ -62,13 +62,13 @@ class Trail:
         return sum(4 * part_N.numel() for part_N in parts)
 
     def wants(self, peer: PeerID, version: int, *, at_least: bool = False) -> None:
-        """Record that `peer` has yet to replay the steps from the one to `version` on; `at_least`: and those that it
-        wanted before."""
+        """Record that `peer` will replay the steps to `version` and after; `at_least`: and those that it wanted
+        before."""
         self._wanted_from[peer] = min(version, self._wanted_from.get(peer, version)) if at_least else version
 
     async def read(self, era: int, version: int, key: str, *, patience_s: float) -> Tensor | None:
-        """Return the reduced gradient with which the layer stepped to `version`, once it has; None: it is not kept any
-        more, or has not come within `patience_s`."""
+        """Return the gradient with which the layer stepped to `version`; None: dropped, or not here within
+        `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
                 while era == self._era and self._is_wanted and not self._has(version, key) and self._is_ahead(version):

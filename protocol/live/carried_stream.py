@@ -113,8 +113,7 @@ async def _agree(inner: _Inner, transport: asyncio.WriteTransport, handshake: Ha
 
 
 class CarriedTransport(asyncio.Transport):
-    """The plain side of the stream. Args: keeps: the writer below, kept alive, since its finalizer would close the
-    stream."""
+    """The plain side of the stream. Args: keeps: the writer below, since its finalizer would close the stream."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()

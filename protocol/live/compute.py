@@ -1,5 +1,4 @@
-"""The Compute port on two worker threads: one for the device's jobs, one for tensors in host memory. The event loop
-stays free for the network."""
+"""The Compute port on two worker threads, one for the device and one for host memory; the event loop stays free."""
 
 import asyncio
 import threading

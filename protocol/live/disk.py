@@ -12,11 +12,8 @@ from shoal.protocol.ports import Payload
 
 
 class LiveDisk:
-    """Safe to use from several threads and processes at once, as long as their paths differ or a lock is held.
-
-    Args:
-        root: created with the first folder. Its parents' durability is the caller's task.
-    """
+    """Safe to use from several threads and processes at once, as long as their paths differ or a lock is held. The
+    caller makes the folders above `root` durable."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -55,8 +55,7 @@ def install() -> None:
 
 
 def _keep_quiet() -> None:
-    """Hole: hivemind prints tracebacks by itself, for example when its daemon ends. We log what users need to know.
-    HIVEMIND_LOGLEVEL turns its own log on again."""
+    """Hole: hivemind prints tracebacks by itself. We log what users need; HIVEMIND_LOGLEVEL turns its log on."""
     if "HIVEMIND_LOGLEVEL" not in os.environ:
         use_hivemind_log_handler("nowhere")
         logging.getLogger("hivemind").setLevel(logging.CRITICAL)
@@ -246,8 +245,7 @@ def mend_control(control: Any) -> None:
 
 
 def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
-    """Hole: every request reaches its handler, without limit. Mend a `ControlClient` in place: a request of a peer that
-    `admits` rejects is never answered."""
+    """Hole: every request reaches its handler. Now one of a peer that `admits` rejects is never answered."""
     handle = control._handle_persistent_request
 
     async def handle_admitted(call_id: Any, request: Any) -> None:

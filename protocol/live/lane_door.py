@@ -35,8 +35,7 @@ _TCP: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/\d+$")
 
 
 class LaneDoor:
-    """The door of one transport. Before `listen` it can dial but not be dialled. Attributes: port: it listens there; 0:
-    none."""
+    """The lanes' port and dials of one transport. Before `listen` it can dial but not be dialled."""
 
     def __init__(self, identity: Identity, *, run: str, throttle: Throttle) -> None:
         self.port = 0

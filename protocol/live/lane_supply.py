@@ -38,8 +38,7 @@ class LaneSupply:
         self._idle = self._loop.call_later(_IDLE_S, self._check_idle)
 
     async def begin(self, patience_s: float) -> None:
-        """Dial the first lanes, and wait for them up to `patience_s`. A peer's first frames often probe the path, and
-        should travel like those that follow."""
+        """Dial the first lanes, and wait up to `patience_s`: a peer's first frames often probe the path."""
         self.used()
         if self._dialling is not None:
             await asyncio.wait({self._dialling}, timeout=patience_s)

@@ -25,8 +25,7 @@ _PIECE_BYTES_MIN: Final = 16 * 1024
 
 
 class SendingLanes:
-    """The lanes of the sending end. Args: on_lost: called with the reason when a lane has ended by itself; on_change:
-    when there is one more or less."""
+    """The lanes of the sending end. Args: on_lost: called with the reason when a lane has ended by itself."""
 
     def __init__(
         self, peer: PeerID, *, on_lost: Callable[[str], None], on_change: Callable[[Lane, bool], None]

@@ -393,8 +393,7 @@ def outcome_of(words: str) -> Outcome | None:
 
 
 def _has_route(place: str) -> bool:
-    """True if this machine has a route there. The check sends nothing; a dial that fails at once for lack of a route
-    would keep libp2p from the next one."""
+    """True if this machine has a route there. A dial that fails at once for lack of one would delay libp2p's next."""
     match = _WHERE.match(place)
     if match is None:
         return True

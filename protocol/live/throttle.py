@@ -95,8 +95,8 @@ class SendLine:
             await turn
 
     def ask(self, nbytes: int, priority: float, peer: PeerID) -> asyncio.Future[None] | None:
-        """Let `nbytes` pass to `peer`, now (None) or when the future is done. The caller may end the future itself;
-        then nothing is counted."""
+        """Let `nbytes` pass to `peer`, now (None) or when the future is done; a caller that gives up ends the
+        future."""
         if not self._waiting and self._wait_s() == 0.0 and self._has_room(peer):
             self._pass(peer, nbytes)
             return None

@@ -49,8 +49,7 @@ class Uplink:
         self._window = UplinkWindow()
         self._queues: Queues | None = None
         self._owners: dict[str, PeerID] = {}
-        """Connection -> peer, for connections over which a stream of ours was opened; traffic on others is small. A
-        peer may have several."""
+        """Connection -> peer, for connections that carry our streams; traffic on others is small."""
         self._timer: asyncio.TimerHandle | None = None
         self._took_s = 0.0
 
