@@ -1,8 +1,9 @@
-"""Whether the members of a round have the same state after it. Pure.
+"""Compare the members' states after each round. Pure.
 
-Each member tells the others the digest of every version it reaches. Once all members of a round have spoken, the digest
-that most have is the group's; who has another fetches the state, and the first who has it reports the commit. The
-others keep the report for as long as its reporter may die with it: whoever counts, counts a commit once.
+Each member tells the others the digest of every version that it reaches. Once all members of a round have told theirs,
+the most frequent digest is the group's. A member with another digest fetches the state; the first member with the
+group's digest reports the commit. The others keep that report while the reporter may die with it, so that each commit
+is counted once.
 """
 
 import math
@@ -16,23 +17,17 @@ from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
-"""Versions that we may be ahead of a member's digest: its device may be slow to step, though its network is not."""
+"""A member that is further behind has a slow device; the round settles without its digest."""
 MUTE_S = 5.0
-"""A member that has not spoken of a version for so long after we stepped has no vote, if most others have spoken. One
-whose part of a round was empty is not missed by the round itself, only by those who wait for its word."""
+"""A member that has not sent its digest this long after our step loses its vote, if most others have sent theirs. The
+round itself does not notice a member with an empty part."""
 MUTE_AT_THE_END_S = 0.3
-"""The same where the layout has ended: when the next one begins nobody counts a commit of this one any more."""
+"""The same when the layout has ended: once the next layout begins, commits of this one no longer count."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Agreement:
-    """One member's view of who has said what.
-
-    Args:
-        microbatches: M, per step.
-        tokens_per_microbatch: for the ledger.
-        has_loss: the last stage, whose report carries the step's loss.
-    """
+    """The digests that one member has heard. Args: has_loss: we are the last stage, which reports the step's loss."""
 
     me: PeerID
     stage: int
@@ -44,22 +39,22 @@ class Agreement:
     _norms: dict[int, float] = field(default_factory=dict)
     """Version -> norm of the gradient with which we stepped to it."""
     own: tuple[Digest, ...] = ()
-    """What we have said of the version that we are at; nothing before the first."""
+    """Our digest of our present version; empty before the first."""
     _since_s: dict[int, float] = field(default_factory=dict)
-    """Step -> when we first saw its round behind us."""
+    """Step -> when we first saw that its round is behind us."""
     next_s: float = math.inf
-    """When a round may settle without anybody's word."""
+    """When a round may settle without the missing digests."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
-        """We are at `version`. Args: gradient_norm: of the gradient that brought us there, if a step of ours did."""
+        """Record that we are at `version`. Args: gradient_norm: of our step to it; None if we loaded the state."""
         self.own = (Digest(stage=self.stage, version=version, digest=digest),)
         if gradient_norm is not None:
             self._norms[version] = gradient_norm
         self.heard(self.me, version, digest)
 
     def heard(self, peer: PeerID, version: int, digest: str) -> None:
-        """Of each peer its latest versions are kept, `DIGESTS_OF_ONE_MAX` of them."""
+        """Record a member's digest. Keep the latest `DIGESTS_OF_ONE_MAX` versions of each member."""
         self._digests.setdefault(version, {})[peer] = digest
         self._spoken[peer] = max(version, self._spoken.get(peer, version))
         versions = [v for v, said in self._digests.items() if peer in said]
@@ -70,7 +65,7 @@ class Agreement:
                 del self._digests[min(versions)]
 
     def forget_all_but(self, known: Container[PeerID]) -> None:
-        """What anybody else has said counts no more: no plan of late names it."""
+        """Drop what peers outside `known` have said: no recent plan names them."""
         self._spoken = {peer: version for peer, version in self._spoken.items() if peer in known}
         for version in list(self._digests):
             self._digests[version] = {p: digest for p, digest in self._digests[version].items() if p in known}
@@ -84,29 +79,30 @@ class Agreement:
         self._since_s = {step: since_s for step, since_s in self._since_s.items() if step >= version}
 
     def is_behind(self, version: int) -> bool:
-        """Somebody has spoken of a later one."""
+        """True if a member has announced a later version."""
         return any(spoken > version for spoken in self._spoken.values())
 
     def num_past(self, version: int, peers: Collection[PeerID]) -> int:
-        """How many of them have spoken of a later one."""
+        """Return how many of `peers` have announced a later version."""
         return sum(self._spoken.get(peer, -1) > version for peer in peers)
 
     def ahead_of(self, version: int, is_gone: Callable[[PeerID], bool]) -> list[PeerID]:
-        """Who is past `version`: those who are least far, since who is further may have dropped what leads there."""
+        """Return the peers past `version` that are least far ahead; those further ahead may have dropped the way
+        there."""
         ahead = {peer: spoken for peer, spoken in self._spoken.items() if spoken > version and not is_gone(peer)}
         first = min(ahead.values(), default=version)
         return sorted(peer for peer, spoken in ahead.items() if spoken == first)
 
     def are_past(self, version: int, peers: Collection[PeerID]) -> bool:
-        """Whether each of them has spoken of a later one."""
+        """True if each of `peers` has announced a later version."""
         return all(self._spoken.get(peer, -1) > version for peer in peers)
 
     def is_alone_at(self, version: int, mates: Collection[PeerID]) -> bool:
-        """Whether there are mates and none has spoken of this version, or a later one."""
+        """True if there are other members and none has announced this version or a later one."""
         return bool(mates) and all(self._spoken.get(mate, -1) < version for mate in mates)
 
     def reports_left_by(self, reporter: PeerID) -> list[CommitCommand]:
-        """It died: what it may not have reported any more."""
+        """Return the reports that `reporter` may not have sent before it died."""
         return [Report(report) for peer, report in self._unreported if peer == reporter]
 
     def settle(
@@ -118,11 +114,10 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Rounds up to `version` of which every member has spoken, or is gone: the dead do not vote, nor do the mute.
+        """Return the rounds up to `version` that are decided: each member has sent its digest, is gone, or is overdue.
 
-        A member that has only spoken of a later version has skipped one, by fetching that later state.
-
-        Args: has_ended: the layout commits no step more.
+        A member that has only announced a later version skipped this one by fetching that later state. `has_ended`: the
+        layout commits no more steps.
         """
         settled, self.next_s = [], math.inf
         for step, start in sorted(rounds.items()):
@@ -139,7 +134,7 @@ class Agreement:
         return settled
 
     def conclude(self, start: RoundStart, gone: Container[PeerID], *, in_plan: bool) -> list[CommitCommand]:
-        """Compare what the members of a settled round have said; `in_plan`: the plan has a place for us."""
+        """Compare the digests after a settled round. `in_plan`: the plan names us."""
         version = start.step + 1
         digests = self._digests.pop(version, {})
         voters = [peer for peer in _voters(start) if peer in digests]
@@ -147,10 +142,10 @@ class Agreement:
             return []
         others = [peer for peer in _voters(start) if peer != self.me]
         if others and voters == [self.me] and not (in_plan and all(peer in gone for peer in others)):
-            # Those who live have not come by this version this way: we slept, and they went on without us.
+            # The living members did not reach this version through this round: we slept, and they went on without us.
             return []
         votes = [digests[peer] for peer in voters]
-        # The digest most members have; among equals the lead's.
+        # The most frequent digest; in a tie, the leader's.
         truth = max(dict.fromkeys(votes), key=lambda digest: (votes.count(digest), -votes.index(digest)))
         reporter = voters[votes.index(truth)]
         if digests.get(self.me, truth) != truth:  # we may have skipped that version by fetching a later state
@@ -181,5 +176,5 @@ class Agreement:
 
 
 def _voters(start: RoundStart) -> list[PeerID]:
-    """Whose digests count after a round: those of the members that hold the state."""
+    """The full members; learners have no vote."""
     return [member.peer for member in start.members if member.peer not in start.light]

@@ -1,8 +1,8 @@
-"""Who has signed which state of a group's layers, and who must have for a newcomer to fetch it. Pure.
+"""Collect the signatures that holders put on states, and decide which of them a newcomer needs. Pure.
 
-A newcomer cannot judge a state by itself, and one holder's word is one holder's word: whoever claimed the highest
-version could give it any parameters. So those who held the layers before it sign what they have stepped to, while
-somebody joins, and hand each other's signatures on with what they offer: those of the dead count, too.
+A newcomer cannot judge a state by itself, and one holder may lie: it could claim the highest version and give out any
+parameters. So while a peer joins, the members that held the layers before it sign each state they reach, and pass on
+each other's signatures with what they offer. The signatures of dead members count, too.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,11 +16,11 @@ from shoal.protocol.plan import Member
 def voters(
     members: Sequence[Member], newcomer: PeerID, *, without_state: Collection[PeerID], departing: Sequence[PeerID]
 ) -> tuple[PeerID, ...]:
-    """More than half of whom must have signed what `newcomer` fetches: who had a place in the group before it did.
+    """Return the peers of which more than half must have signed what `newcomer` fetches: the members older than it.
 
-    If nobody had, those who came with it. Who says itself that it has no state yet is not waited for. If none of these
-    has, those who drain from the group; and if there are none, those who came after it: a member that has begun anew at
-    its old place has no state, and theirs is all there is.
+    Members that report no state do not count. If there is no older member, those that came with the newcomer vote; then
+    the draining members; then the younger ones: a member that restarts at its old place has no state, and theirs is all
+    there is.
     """
     since = {member.peer: member.since for member in members}
     mine = since.pop(newcomer, None)
@@ -41,13 +41,13 @@ def is_majority(num: int, of: Sequence[PeerID]) -> bool:
 
 @dataclass(slots=True)
 class Attestations:
-    """What the holders of one group have signed of late."""
+    """The recent signatures of one group's holders."""
 
     _said: dict[int, dict[PeerID, tuple[str, bytes]]] = field(default_factory=dict)
     """Version -> holder -> (root, signature)."""
 
     def heard(self, holder: PeerID, version: int, root: str, signature: bytes) -> None:
-        """Of each holder its latest versions are kept, `ATTESTATIONS_OF_ONE_MAX` of them."""
+        """Record a signature. Keep the latest `ATTESTATIONS_OF_ONE_MAX` versions of each holder."""
         self._said.setdefault(version, {})[holder] = root, signature
         versions = [v for v, said in self._said.items() if holder in said]
         if len(versions) > ATTESTATIONS_OF_ONE_MAX:
@@ -55,7 +55,7 @@ class Attestations:
         self._said = {v: said for v, said in self._said.items() if said}
 
     def signers(self, version: int, root: str) -> dict[PeerID, bytes]:
-        """Who has signed that root at that version, and how."""
+        """Holder -> its signature of this root at this version."""
         return {peer: signature for peer, (said, signature) in self._said.get(version, {}).items() if said == root}
 
     def clear(self) -> None:

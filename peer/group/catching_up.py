@@ -1,11 +1,10 @@
-"""A committed step's reduced gradient, from a mate that has it: for who missed the end of a round, and for newcomers.
+"""Fetch a committed step's reduced gradient from another member, after we missed the end of a round or joined.
 
-Who is behind after a round may only have to wait: its pieces are on their way, and the whole gradient, in float32,
-would be sent once more: eight times what the round took where that was in 4 bits. So it first asks one that owes it a
-piece, and believes that one. Where its round stands still, those who are behind may hold to a later attempt than the
-one that their mates have ended, and owe each other what they will never have. Then it asks all that owe it pieces, and
-waits only if one of them says that its pieces have yet to leave, as they do for minutes on a slow line, behind
-activations; else only somebody who is past the step can help.
+Often a member that is behind only has to wait: its pieces are on their way, and the whole gradient in float32 has eight
+times the bytes of a round in 4 bits. So it first asks one member that owes it a piece, and believes the answer. If the
+round stands still, the members that are behind may hold a later attempt than the others have finished, and owe each
+other pieces that they will never have. Then it asks all that owe it pieces, and waits only if one says that its pieces
+have not left yet (behind activations on a slow line, for minutes); otherwise only a member past the step can help.
 """
 
 import asyncio
@@ -29,24 +28,20 @@ from shoal.protocol.wire_format import tensor_bytes
 logger = logging.getLogger(__name__)
 
 _FETCH_TIMEOUT_S: Final = 60.0
-"""Without a piece."""
+"""Longest wait for the next piece."""
 
 
 Answer = Literal["taken", "on its way", "nothing"]
-"""What becomes of a request for a reduced gradient: it has come; pieces of its round are on their way to us, who asked;
-the mate has none yet."""
+"""The gradient has arrived; pieces of its round are on their way to us; the other member has no gradient yet."""
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """A reduced gradient on its way to us."""
-
     mate: PeerID
     mean_N: Tensor
     pieces: dict[int, MeanPiece] = field(default_factory=dict)
-    """What has come, by its first element."""
+    """First element -> piece."""
     num_taken: int = 0
-    """Elements that are in `mean_N`."""
     is_lost: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -56,35 +51,33 @@ class _Fetch:
 
     @property
     def as_it_came(self) -> tuple[MeanPiece, ...]:
-        """All pieces, if all have kept their bytes."""
+        """All pieces, if each of them has kept its bytes; else none."""
         pieces = tuple(self.pieces.values())
         return pieces if all(piece.payload is not None for piece in pieces) else ()
 
     def overlaps(self, start: int, size: int) -> bool:
-        """Whether some of these elements have come, but not in this piece."""
         return any(start < piece.start + piece.size and piece.start < start + size for piece in self.pieces.values())
 
 
 class Kept(Protocol):
-    """The reduced gradients of the last steps. `Reductions` is one."""
+    """The reduced gradients of the last steps. `Reductions` implements it."""
 
     means: dict[int, Tensor]
     """Step -> reduced gradient."""
     pieces: dict[int, tuple[MeanPiece, ...]]
-    """Step -> the same in few bits, if a round has brought it so."""
+    """Step -> the same in few bits, if a round delivered it so."""
 
 
 class CatchingUp:
-    """One replica's side of it: what it asks for, and what it gives.
+    """Ask for reduced gradients that this replica misses, and answer such requests of others.
 
     Args:
-        kept: the reduced gradients that are.
-        version: ours.
-        wanted_from: the first step whose reduced gradient something of ours still lacks, if that is before our version.
-        on_mean: the reduced gradient of a step that we have not made has come: (step, all of it, the same as it has
-            travelled).
-        on_behind: we are too far behind `mate`: fetch the state from it.
-        gives_to: whether a peer is of our group, so that it may ask.
+        kept: the reduced gradients that are here.
+        version: returns our version.
+        wanted_from: returns the first step whose reduced gradient a part of our state still lacks.
+        on_mean: takes (step, whole gradient, its pieces as they travelled) of a step that we have not made.
+        on_behind: called when we must fetch the state from `mate`, since we are too far behind it.
+        gives_to: true if a peer is of our group, so that it may ask.
     """
 
     def __init__(
@@ -122,18 +115,19 @@ class CatchingUp:
         self._endpoint.on_frame(ReducedChunk, self._on_chunk, stage=self._stage)
 
     def mate_lost(self, peer: PeerID) -> None:
-        """Nothing more comes of it."""
+        """Give up fetches from `peer`."""
         for fetch in self._fetches.values():
             if fetch.mate == peer:
                 fetch.is_lost = True
                 fetch.over.set()
 
     async def catch_up(self, mate: PeerID, step: int, *, owing: Sequence[PeerID], is_still: bool) -> None:
-        """Get what `mate`, who is past `step`, has of it, unless it is on its way to us anyway.
+        """Fetch the reduced gradient of `step` from `mate`, which is past the step, unless its pieces are on their way
+        to us anyway.
 
         Args:
-            owing: those who owe us a piece of our round of `step`.
-            is_still: no piece has come for long, though we have sent ours again; or there is no round.
+            owing: the members that owe us a piece of our round of `step`.
+            is_still: no piece has arrived for long, although we have sent ours again; or there is no round.
         """
         if step in self._fetches or not self._is_lacking(step):
             return
@@ -141,7 +135,8 @@ class CatchingUp:
             try:
                 answer = await self.fetch(source, step)
             except Unreachable as error:
-                # Nor is it to blame for that: if it is dead, all of us would throw our states away for it at once.
+                # An unreachable member is not to blame: if it is dead, all of us would discard our states over its
+                # death.
                 logger.info("cannot catch up with step %d yet: %s", step, error)
             except (Refused, RemoteError) as error:
                 if source == mate and self._is_lacking(step):
@@ -152,14 +147,14 @@ class CatchingUp:
                     return
 
     def _is_lacking(self, step: int) -> bool:
-        """It keeps us at our version; what is here already our device has not come to yet."""
+        """True if the step is our next and its gradient is not here. One that is here may still wait for our device."""
         return step == self._version() and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
-        """Get the reduced gradient of `step` from `mate`; if something of ours still lacks it by then, it is kept, and
-        committed if it is our version's.
+        """Fetch the reduced gradient of `step` from `mate`. Keep it if a part of our state still lacks it on arrival,
+        and commit it if it is our version's.
 
-        Raises: Unreachable; Refused: the mate no longer has it.
+        Raises: Unreachable; Refused: `mate` no longer has it.
         """
         fetch = _Fetch(mate, self._vectors.empty(self._size))
         self._fetches[step] = fetch
@@ -167,7 +162,7 @@ class CatchingUp:
             reply = await self._endpoint.ask(mate, ReducedRequest(stage=self._stage, step=step), Digest)
             if reply.version <= step:
                 return "on its way" if reply.version == step else "nothing"
-            await self._wait_for(fetch, step)  # the reply and the frames come by different roads
+            await self._wait_for(fetch, step)  # the reply and the frames travel separately
         finally:
             del self._fetches[step]
         if step >= min(self._version(), self._wanted_from()):
@@ -175,7 +170,7 @@ class CatchingUp:
         return "taken"
 
     async def _wait_for(self, fetch: _Fetch, step: int) -> None:
-        """Raises: Unreachable: no piece of it has come for long, or none will any more."""
+        """Raises: Unreachable: no piece has arrived for `_FETCH_TIMEOUT_S`, or the member is lost."""
         while not fetch.is_whole:
             before = fetch.num_taken
             try:
@@ -207,7 +202,7 @@ class CatchingUp:
             return
         self._check(fetch, source, meta, payload)
         start, size = meta.start, meta.size
-        is_exact = meta.form == self._vectors.mean_form  # whose bytes are made of the numbers again
+        is_exact = meta.form == self._vectors.mean_form  # an exact piece can be encoded again from the numbers
         fetch.pieces[start] = MeanPiece(start, size, meta.form, None if is_exact else payload)
 
         def take() -> bool:
@@ -223,10 +218,9 @@ class CatchingUp:
             fetch.over.set()
 
     def _check(self, fetch: _Fetch, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
-        """Check what a mate has sent before any of it is kept.
+        """Check a piece before any of it is kept.
 
-        Raises: RemoteError: the elements are not within our gradient, or have come already; this run has no such
-            format; or the payload has not the bytes of so many elements.
+        Raises: RemoteError: wrong range, format or size, or a repeat.
         """
         vectors, end = self._vectors, meta.start + meta.size
         is_here = 0 <= meta.start < end <= self._size and meta.size <= vectors.chunk

@@ -1,8 +1,8 @@
-"""Pieces of rounds that we have not heard of yet: a mate may have heard the lead's word before we do. Pure.
+"""Keep pieces of rounds that we have not heard of yet: another member may hear of a round before we do. Pure.
 
-Which rounds there are a mate may make up. So of each mate no more is kept than a few whole rounds, the latest. What is
-let go costs an honest one seconds: its round stands still, and it sends its pieces again (`pressing.py`). Steps have no
-bound: whose device is slow to step falls behind the rounds that it takes part in.
+A member can make up rounds, so only the latest few of each member are kept. A dropped piece costs an honest member
+seconds: its round stands still, and it sends again (`pressing.py`). Step numbers have no bound: a member with a slow
+device falls behind the rounds that it takes part in.
 """
 
 from collections.abc import Container
@@ -15,30 +15,27 @@ from shoal.protocol.messages import GatherPart, ReducePart
 from shoal.protocol.ports import Payload
 
 ROUNDS_MAX: Final = 4
-"""Of one mate: attempts at the step that is due, of which all but one are superseded, and one at the step after it."""
+"""Per sender: attempts at the step that is due, all but one superseded, and one at the next step."""
 
 Piece = ReducePart | GatherPart
 
 
 @dataclass(slots=True)
 class Early:
-    """Args:
-    piece_bytes_max: the largest piece of a round.
-    pieces_max: what one mate sends another in a round, at most.
-    """
+    """Early pieces by sender and round. Args: pieces_max: number that one member sends another in a round, at most."""
 
     piece_bytes_max: int
     pieces_max: int
     _kept: dict[PeerID, dict[tuple[int, int], dict[tuple[type, int], tuple[Piece, Payload]]]] = field(
         default_factory=dict
     )
-    """Mate -> (step, attempt) -> (kind, where it begins) -> the piece."""
+    """Sender -> (step, attempt) -> (kind, first element) -> the piece."""
 
     def __len__(self) -> int:
         return sum(len(pieces) for rounds in self._kept.values() for pieces in rounds.values())
 
     def keep(self, mate: PeerID, piece: Piece, payload: Payload) -> None:
-        """Raises: RemoteError: no round has such pieces, or so many."""
+        """Raises: RemoteError: the piece is too large, or the sender sent more pieces than a round has."""
         if len(payload) > self.piece_bytes_max:
             raise RemoteError(mate, f"sent {len(payload)} bytes as a piece of a round")
         rounds = self._kept.setdefault(mate, {})
@@ -51,7 +48,7 @@ class Early:
             del rounds[min(rounds)]
 
     def take(self, step: int, attempt: int) -> list[tuple[PeerID, Piece, Payload]]:
-        """That round has begun here: what has come of it. No earlier attempt at its step will."""
+        """Remove and return the pieces of a round that begins here. Earlier attempts at its step are dropped."""
         came = []
         for mate, rounds in self._kept.items():
             came += [(mate, *piece) for piece in rounds.get((step, attempt), {}).values()]
@@ -60,7 +57,7 @@ class Early:
         return came
 
     def forget_before(self, version: int, *, mates: Container[PeerID]) -> None:
-        """We are at `version`, and these are still our mates."""
+        """Drop pieces of steps before `version` and of peers that are no longer in `mates`."""
         kept = {
             mate: {key: pieces for key, pieces in rounds.items() if key[0] >= version}
             for mate, rounds in self._kept.items()

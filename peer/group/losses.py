@@ -1,4 +1,4 @@
-"""What died with replicas, and when to suspect that something did. Pure."""
+"""Track the work that was lost with dead replicas, and decide when to suspect a loss. Pure."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,67 +10,65 @@ from shoal.peer.replica.commands import AskRepair, CommitCommand
 from shoal.protocol.identity import PeerID
 
 STALL_STEPS = 2.0
-"""Without a single contribution. Asking in vain costs the others' time and nothing else."""
+"""Suspect a loss after this many step times without a contribution. Asking in vain costs only time."""
 STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
 STALL_S_DEATH = 1.5
-"""After a mate has died, for the first time: what it had contributed it may not have told any more. This costs a call,
-since stage 0 does not run again what is not back there yet."""
+"""Wait before the first request after a member has died: its last contributions may be unreported. A request costs one
+call, since stage 0 does not run again what has not come back to it yet."""
 STALL_S_BEGINNING = 3.0
-"""The same where an era begins, or where we begin in it. The first microbatches have yet to come through all stages,
-and mates tell of what they contribute up to a second later (`telling.py`)."""
+"""Wait before the first request when a generation begins, or we begin in it. The first microbatches have yet to pass
+all stages, and members report contributions up to a second late (`telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Of stage 0, which would run all that is on its way again."""
+"""Minimum wait at stage 0, which would run again everything that is in the pipeline."""
 _STEPS_REMEMBERED = 8
-"""A step is what the median of so many was: one that stalled must not make us patient with the next."""
+"""The step time is the median of this many steps: one stalled step must not make us patient with the next."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Losses:
-    """What a group's lead asks stage 0 to run again.
+    """Decide what a group's leader asks stage 0 to run again.
 
-    Known losses: what a dead mate had contributed, or (at stage 0) had been granted. Suspected: when no contribution
-    has come for several times what a step takes, all that is missing, since a frame may have died on the way and nobody
-    was told. Asking too much costs time only: who has a gradient already computes and adds nothing.
+    Known losses: what a dead member had contributed, or (at stage 0) had been granted. Suspected losses: everything
+    missing, when no contribution has arrived for several step times, since a frame may be lost without anyone noticing.
+    Asking for too much costs only time: a stage that already has the gradient computes again and adds nothing.
     """
 
     microbatches: int
     is_first: bool = False
-    """Of stage 0: what it lacks is mostly on its way, and it would run all of that again."""
+    """We are stage 0: most of what it lacks is in the pipeline, and it would run all of that again."""
     begins_at: int = 0
-    """The version with which the era begins. Stage 0's lead grants all of that step itself, and knows what died."""
+    """First version of the generation. Stage 0's leader grants all of that step itself, so it knows what was lost."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
-    """When to ask for all that is missing, should nothing come until then.
+    """When to ask for everything that is missing, unless a contribution arrives before.
 
-    Before a step has shown how long it takes, late: but a leader that has just begun must not wait for ever. Sooner,
-    and then ever later, if something may be lacking. Asking once is not enough: stage 0 does not run again what is on
-    its way back, and the dead may have sent it.
+    Late until a first step has shown how long steps take, but finite for a new leader's sake. Sooner, then with growing
+    intervals, if something may be lost: stage 0 does not run again what is on its way back to it, and a dead peer may
+    have sent that.
     """
     _patience_s: float = field(init=False, default=STALL_S_FIRST)
     _version_since_s: float = field(init=False, default=0.0)
     _grown_at_s: float = field(init=False, default=0.0)
     _may_lack: bool = field(init=False, default=False)
-    """Something has died since the last step, or may have before we came, of which nobody has told us."""
+    """A loss is possible that nobody reported: a member died since the last step, or perhaps before we came."""
     _has_died: bool = field(init=False, default=False)
-    """A mate has died since the last step."""
     _num_asked: int = field(init=False, default=0)
-    """In vain, since then."""
     _steps_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_REMEMBERED))
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """By its own word, or because we have granted it: the word may not come any more."""
+        """Record microbatches as claimed by `peer`: it said so, or we granted them, and its own word may be lost."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 
     def mate_died(self) -> None:
-        """Whatever we know of it."""
+        """Suspect losses that nobody reported."""
         self._may_lack = self._has_died = True
         self._look_again()
 
     def died(self, peer: PeerID, step: int, contributed: Indices) -> None:
-        """What we know of it."""
+        """Mark as lost what a dead member had contributed to `step` or claimed of it."""
         claimed = self._claims.get(step, {}).pop(peer, 0)
         self._lost[step] = self._lost.get(step, 0) | contributed | claimed
 
@@ -78,14 +76,14 @@ class Losses:
         return {step for step, claims in self._claims.items() if peer in claims}
 
     def grown(self, now_s: float) -> None:
-        """A contribution has come."""
+        """Restart the wait: a contribution has arrived."""
         self._grown_at_s, self.suspect_at_s = now_s, now_s + self._patience_s
 
     def stepped(self, version: int, *, by_a_step: bool, now_s: float) -> None:
         if by_a_step and self._version_since_s > 0:
             self._steps_s.append(now_s - self._version_since_s)
         self._version_since_s = self._grown_at_s = now_s
-        # At the beginning of an era, too, another stage's lead may be one that has just been restarted.
+        # At the beginning of a generation, too, another stage's leader may have just restarted.
         self._may_lack, self._num_asked = not by_a_step and (not self.is_first or version > self.begins_at), 0
         self._has_died = False
         self._look_again()
@@ -94,7 +92,7 @@ class Losses:
                 del table[step]
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[CommitCommand]:
-        """`lacks(step, index)`: nobody in the group has contributed it."""
+        """Return the requests that are due. Args: lacks: true if no member has contributed microbatch (step, index)."""
         if now_s >= self.suspect_at_s:
             self._grown_at_s = now_s
             self._num_asked += 1
@@ -109,7 +107,6 @@ class Losses:
         return commands
 
     def _look_again(self) -> None:
-        """Work out anew how long nothing may come."""
         self._patience_s = self._after_a_death_s() if self._may_lack else self._usual_s()
         self.suspect_at_s = self._grown_at_s + self._patience_s
 
@@ -124,5 +121,5 @@ class Losses:
             return STALL_S_DEATH if self._has_died else STALL_S_BEGINNING
         if not self._steps_s:
             return min(STALL_S_MIN * 2.0 ** (self._num_asked - (not self.is_first)), STALL_S_FIRST)
-        # Steps that take minutes may do so because of just such losses.
+        # Steps that take minutes may be slow because of just such losses.
         return self._usual_s() if self.is_first else min(self._usual_s(), STALL_S_FIRST)

@@ -1,4 +1,4 @@
-"""Sends pieces of gradients to mates, behind what flows through the pipeline and before copies of state."""
+"""Send pieces of gradients to other members, behind pipeline traffic and before copies of state."""
 
 import asyncio
 import itertools
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 _FORGETS: Final = 0.95
 _ON_THE_WAY_S: Final = 2.0
-"""What has left takes a latency to arrive, and so did the question whether it has."""
+"""Time for which a piece that has left may still be travelling, as may the question whether it has left."""
 
 
 class Pieces:
-    """What one replica sends of its rounds, and to those who catch up with a step."""
+    """The pieces that one replica sends: of its rounds, and to members that catch up with a step."""
 
     def __init__(self, endpoint: Endpoint, vectors: Vectors, tasks: Tasks, clock: Clock, compute: Compute) -> None:
         self._endpoint = endpoint
@@ -39,25 +39,25 @@ class Pieces:
         self._last: dict[PeerID, tuple[int, float]] = {}  # target -> step and time of what left last
 
     def is_sending_to(self, target: PeerID) -> bool:
-        """A piece of a round has not left for it yet: if it waits for that, it waits for the network."""
+        """True if a piece of a round has not left for `target` yet: then `target` waits for the network."""
         return any(peer == target for peer, _ in self._unsent)
 
     def slowest_s(self, target: PeerID) -> float:
-        """How long a piece has taken to leave for it of late, at most."""
+        """Return about how long the slowest recent piece took to leave for `target`."""
         return self._slowest_s.get(target, 0.0)
 
     def forget(self, target: PeerID) -> None:
-        """It has gone, and what it let us wait for says nothing about who comes back under that name."""
+        """Forget the send times of a peer that has gone: they say nothing about its successor under that name."""
         self._slowest_s.pop(target, None)
 
     def may_arrive(self, target: PeerID, step: int) -> bool:
-        """Whether a piece of that step's round is on its way to `target`, or was a moment ago."""
+        """True if a piece of that step's round is on its way to `target`, or was a moment ago."""
         last_step, left_s = self._last.get(target, (-1, 0.0))
         is_fresh = last_step == step and self._clock.now_s() < left_s + _ON_THE_WAY_S
         return is_fresh or (target, step) in self._unsent
 
     def send(self, outgoing: Iterable[Outgoing], start: RoundStart, kind: type[ReducePart] | type[GatherPart]) -> None:
-        """In the background, what is for one target one after the other: a mate that stalls holds up no other."""
+        """Send pieces in the background, one by one for each target, so that a stalled target holds up no other."""
         by_target: dict[PeerID, list[Outgoing]] = {}
         for piece in outgoing:
             by_target.setdefault(piece.target, []).append(piece)
@@ -69,10 +69,7 @@ class Pieces:
     def send_mean(
         self, target: PeerID, stage: int, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...] = ()
     ) -> None:
-        """Send a reduced gradient, float32 [N], in the background.
-
-        Args: pieces: the gradient as its round has sent it in few bits, which is sent then; empty: it is sent exactly.
-        """
+        """Send a reduced gradient, float32 [N], in the background: its `pieces` in few bits if there are any."""
         self._tasks.spawn(self._send_mean(target, stage, step, mean_N, pieces), "catch-up")
 
     async def _send(
@@ -125,7 +122,7 @@ class Pieces:
 
 
 class Encoder:
-    """Makes gradients into bytes. Those of a narrow wire are new numbers, which are not made on the event loop."""
+    """Encode gradients. A narrow format takes computation, which stays off the event loop."""
 
     def __init__(self, vectors: Vectors, compute: Compute) -> None:
         self._vectors = vectors
@@ -142,7 +139,7 @@ class Encoder:
 
 
 class _Encoded:
-    """Pieces as bytes: those for several targets once, from the first that is sent to the last."""
+    """Encoded pieces, each encoded once for all its targets and dropped after the last use."""
 
     def __init__(self, encoder: Encoder, pieces: Iterable[Outgoing]) -> None:
         self._encoder = encoder

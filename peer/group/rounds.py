@@ -1,7 +1,7 @@
-"""Which round of each step a member holds to, and under which number it opens another. Pure.
+"""Decide which round of each step a member follows, and number the rounds that it opens. Pure.
 
-The highest number holds. But a round one of whose members is gone is *dead*: nobody can end it any more, and whoever
-has ended it says so by its digest. So any other round takes its place, and the lead opens one.
+The highest number wins. But a round with a member that is gone is *dead*: nobody can finish it any more, and a member
+that has finished it shows so by its digest. So any other round replaces a dead one, and the leader opens another.
 """
 
 from dataclasses import dataclass, field
@@ -16,31 +16,30 @@ _ATTEMPTS_PER_PLAN: Final = 1000
 _RANKS: Final = 1000
 _TENURES: Final = 1000
 _PLANS_AHEAD_MAX: Final = 16
-"""A lead may have heard of as many plans more than we. Under a number from further ahead nobody could open another."""
+"""A leader may know this many more plans than we do. A number from further ahead would shut out every other round."""
 _BANDWIDTH_MAX: Final = 1e18
-"""As in a plan."""
 
 
 def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) -> int:
-    """The number of a round: no two leads, nor two tenures of one, open different rounds of a step under one. Each may
-    not have heard of the other's, and their parts must not meet in one sum."""
+    """Return the number of a round. Leaders, and incarnations of one leader, never open different rounds of a step
+    under one number: they may not know each other's rounds, and parts of two rounds must not meet in one sum."""
     order = plan_sequence * _ATTEMPTS_PER_PLAN + retries
     return (order * _RANKS + rank) * _TENURES + incarnation % _TENURES
 
 
 @dataclass(kw_only=True, slots=True)
 class Rounds:
-    """One member's, by step, until their results have been compared. Args: forms: as `Commit.sums`."""
+    """One member's rounds by step, until their results are compared. Args: forms: formats that a round may use."""
 
     members: Members
     forms: tuple[WireFormat, ...] = ("fp32",)
     plan_sequence: int = 0
     retries: int = 0
-    """Of ours, at our version."""
+    """Number of rounds voided at our version."""
     open: dict[int, RoundStart] = field(default_factory=dict)
 
     def is_sound(self, start: RoundStart) -> bool:
-        """An honest lead may have opened it. One that nobody can reduce, once taken, would let no other in."""
+        """True if an honest leader may have opened this round. One that cannot be reduced would shut out all others."""
         peers = {member.peer for member in start.members}
         ahead = attempt(self.plan_sequence + _PLANS_AHEAD_MAX, 0, rank=0, incarnation=0)
         return (
@@ -53,18 +52,19 @@ class Rounds:
         )
 
     def is_dead(self, start: RoundStart) -> bool:
-        """Somebody of it is gone."""
+        """True if a member of the round is gone."""
         return any(self.members.is_gone(member.peer) for member in start.members)
 
     def outbids(self, start: RoundStart) -> bool:
-        """Whether it takes the place of what we hold to."""
+        """True if this round replaces the one that we follow."""
         known = self.open.get(start.step)
         return (
             known is None or start.attempt > known.attempt or (start.attempt != known.attempt and self.is_dead(known))
         )
 
     def void(self, step: int) -> None:
-        """It will not end: the next that we open outbids it at those who still hold to it, whoever had opened it."""
+        """Drop a round that will not end. Our next round gets a higher number, so every member leaves the dropped
+        one."""
         order = self.open.pop(step).attempt // (_RANKS * _TENURES)
         self.retries = max(self.retries, order - self.plan_sequence * _ATTEMPTS_PER_PLAN) + 1
 
@@ -74,16 +74,16 @@ class Rounds:
             self.void(step)
 
     def number(self, rank: int, incarnation: int) -> int:
-        """Of the next that we open."""
+        """Return the number of the next round that we open."""
         return attempt(self.plan_sequence, self.retries, rank=rank, incarnation=incarnation)
 
     @property
     def named(self) -> set[PeerID]:
-        """Everybody in any of them."""
+        """The members of all open rounds."""
         return {member.peer for start in self.open.values() for member in start.members}
 
     def has_named(self, peer: PeerID, step: int) -> bool:
-        """Whether `peer` takes part in the round of `step`."""
+        """True if `peer` takes part in the round of `step`."""
         return step in self.open and any(member.peer == peer for member in self.open[step].members)
 
     def forget_before(self, step: int) -> None:

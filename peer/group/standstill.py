@@ -1,4 +1,4 @@
-"""What a group waits for, in words: the first thing to know when a run stands still."""
+"""Say in words what a group waits for: the first thing to know when a run stands still."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ from shoal.protocol.messages import RoundStart
 
 
 def standstill(members: Members, open_round: RoundStart | None, missing: Sequence[int]) -> str:
-    """Args: missing: microbatches of the step that nobody has contributed."""
+    """`missing`: microbatches of the step that no member has contributed."""
     if open_round is not None:
         return "the round of " + ", ".join(member.peer[-8:] for member in open_round.members)
     what = f"microbatches {list(missing)}" if missing else "a round"
     if members.lead is None:
-        return f"{what}, and somebody who leads"
+        return f"{what}, and a leader"
     if members.lead != members.me:
-        return f"{what}, from {members.lead[-8:]}, who leads"
+        return f"{what}, from the leader, {members.lead[-8:]}"
     others = ", ".join(peer[-8:] for peer in members.doubtful)
-    return f"{what}; we lead, but have not heard so from {others}" if others else f"{what}; we lead"
+    return f"{what}; we lead, but these have not confirmed it: {others}" if others else f"{what}; we lead"

@@ -1,8 +1,8 @@
-"""Who has contributed what to a step, and who brings which of it to the reduction. Pure.
+"""Track what each member has contributed to a step, and choose what each brings to the reduction. Pure.
 
-A microbatch that runs a second time may end up in the sums of two members: its first run was only doubted, not dead. So
-what runs again is kept apart from the sum until the step is committed, and whoever opens the round says who leaves it
-out. Then a repair changes nothing but the time. Only what ran twice without anyone knowing is counted twice.
+A retried microbatch may end up in the sums of two members, if its first run was not lost. So its gradient is held out
+of the sum until the commit, and the round's opener says which members leave it out: a repair changes nothing but the
+time. Only a microbatch that ran twice without anyone knowing counts twice.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,15 +22,15 @@ class Tally:
     loss_sum: float = 0.0
     staleness_sum: int = 0
     apart: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Those of the indices that can be left out, with their loss and staleness."""
+    """Index -> (loss, staleness) of the contributions that are held out and can still be left out."""
 
     @property
     def firm(self) -> Indices:
-        """What cannot be taken out of the sum any more."""
+        """Indices that cannot be removed from the sum any more."""
         return self.indices & ~self._optional
 
     def may_bring(self, indices: Indices) -> bool:
-        """Whether a round that wants exactly these of us can have them."""
+        """True if a round can get exactly these indices from this member."""
         return indices & ~self._optional == self.firm and indices | self.indices == self.indices
 
     @property
@@ -50,13 +50,12 @@ def round_of(
     form: WireFormat,
     light: Collection[PeerID] = (),
 ) -> RoundStart:
-    """Open a round: everybody brings what is firm, and of what is kept apart the first by rank that has it brings it.
+    """Open a round. Each member brings its firm contributions; the first member by rank brings one that is held out.
 
     Args:
-        ranked: its members. Who is in no plan any more has no bandwidth: it reduces no more than the one with least.
-        microbatches: those that a step has.
-        form: how its pieces are to travel.
-        light: who holds weights alone.
+        ranked: the round's members. A member without a bandwidth (no plan names it any more) counts as the slowest.
+        microbatches: number per step.
+        light: the learners.
     """
     present = [(peer, tallies[peer]) for peer in ranked if peer in tallies]
     union = 0
@@ -88,11 +87,7 @@ def round_of(
 
 @dataclass(kw_only=True, slots=True)
 class Tallies:
-    """What every member has said of every open step, ourselves included.
-
-    Args:
-        microbatches: M, per step.
-    """
+    """The contributions to each open step that each member, ourselves included, has reported."""
 
     me: PeerID
     microbatches: int
@@ -110,11 +105,11 @@ class Tallies:
         return found
 
     def may_bring(self, peer: PeerID, step: int, bitmap: bytes) -> bool:
-        """Whether a round that wants exactly these of `peer` can have them."""
+        """True if a round can get exactly these microbatches from `peer`."""
         return self.tally(step, peer).may_bring(indices_from(bitmap, count=self.microbatches))
 
     def held(self, step: int, by: Iterable[PeerID]) -> Indices:
-        """What these have contributed together."""
+        """Return the union of what these members have contributed."""
         tallies, union = self._by_step.get(step, {}), 0
         for peer in by:
             if peer in tallies:
@@ -122,25 +117,25 @@ class Tallies:
         return union
 
     def is_held(self, step: int, index: int) -> bool:
-        """Somebody has contributed it."""
+        """True if a member has contributed it."""
         return has_index(self.held(step, self._by_step.get(step, ())), index)
 
     @property
     def has_own(self) -> bool:
-        """Something of ours is not committed yet."""
+        """True if a contribution of ours is not committed yet."""
         return any(tallies[self.me].indices for tallies in self._by_step.values() if self.me in tallies)
 
     @property
     def steps(self) -> set[int]:
-        """About which there is something to say."""
+        """Steps about which we have something to report."""
         return {*self._by_step, *self._claimed}
 
     def claim(self, step: int, index: int) -> None:
-        """We have been granted it."""
+        """Record that a microbatch was granted to us."""
         self._claimed[step] = self._claimed.get(step, 0) | 1 << index
 
     def add(self, step: int, index: int, *, loss: float, staleness_steps: int, apart: bool) -> bool:
-        """We contribute it. Returns: False: we had before."""
+        """Record our contribution. Return False if it is a repeat."""
         tally = self.tally(step, self.me)
         if tally.indices >> index & 1:
             return False
@@ -152,16 +147,16 @@ class Tallies:
         return True
 
     def take(self, source: PeerID, message: Progress) -> bool:
-        """A mate's word on a step. Returns: whether it has contributed more."""
+        """Take a member's report on a step. Return whether its contribution has grown."""
         tally, indices = self.tally(message.step, source), indices_from(message.indices, count=self.microbatches)
         before, now = tally.indices.bit_count(), indices.bit_count()
-        if now >= before:  # Calls may overtake each other; a contribution only grows.
+        if now >= before:  # Reports may overtake each other; a contribution only grows.
             tally.indices, tally.loss_sum, tally.staleness_sum = indices, message.loss_sum, message.staleness_sum
             tally.apart = {index: (loss, steps) for index, loss, steps in message.apart if has_index(indices, index)}
         return now > before
 
     def lose(self, peer: PeerID, step: int) -> Indices:
-        """It died. Returns: what it had contributed to `step`."""
+        """Drop a dead member's contribution to `step` and return it."""
         return self._by_step.get(step, {}).pop(peer, Tally()).indices
 
     def forget_before(self, version: int) -> None:
@@ -170,7 +165,7 @@ class Tallies:
                 del table[step]
 
     def word(self, step: int, *, stage: int, lead: PeerID, incarnation: int, count: int) -> Progress:
-        """Ours on a step."""
+        """Return our report on a step."""
         mine, claimed = self._by_step.get(step, {}).get(self.me) or Tally(), self._claimed.get(step, 0)
         return Progress(
             stage=stage,

@@ -1,11 +1,9 @@
-"""What a replica tells its mates: at once, or the lead at once and the others when it has gathered a little, or
-everybody then.
+"""Decide when a replica reports to its group: to the leader at once and to the others later, or to all later.
 
-A step of thousands of microbatches in a group of dozens would otherwise be hundreds of thousands of calls: each
-contribution told to everybody. Only the lead acts on them. The others need them once one of them leads, and a change of
-lead makes everybody say everything to everybody anyway. And the lead acts on the last word of a step only: while more
-microbatches of it are here, whose words will follow, it need not hear of each. A call is 2.5 ms of the processors of
-both ends, which is much beside a microbatch of a small model.
+Thousands of microbatches a step in a group of dozens would be hundreds of thousands of calls if each contribution were
+told to everyone. Only the leader acts on them; a new leader hears everything again anyway. And the leader acts only on
+a member's last report of a step, so earlier ones can wait. A call takes 2.5 ms of processor time at both ends, which is
+long compared with a microbatch of a small model.
 """
 
 import asyncio
@@ -18,24 +16,24 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundStart
 
 _GATHER_S: Final = 1.0
-"""If the lead falls together with who contributed, what that one did since has to be missed by time. And how long the
-lead may have to wait for a word that can rest, should none follow."""
+"""How long reports are gathered, and how long the leader may wait for a deferred one. Reports of this time are lost if
+the leader and their sender die together; a timeout notices that."""
 _GATHER_MATES: Final = 8
-"""In a larger group the others hear later, by the square of how much larger it is: the group as a whole says no more a
-second. A group of forty has forty times forty pairs."""
+"""Members up to which all hear once in `_GATHER_S`. A larger group gathers longer, by the square of the ratio, so that
+it sends no more messages a second: forty members have forty times forty pairs."""
 
 _Word = Progress | RoundStart | Digest
 
 
 class Telling:
-    """Args: audience: whom a message concerns."""
+    """Send the messages of one replica. Args: audience: returns the members that a message concerns."""
 
     def __init__(self, me: PeerID, outbox: Outbox, audience: Callable[[_Word], Iterable[PeerID]]) -> None:
         self._me = me
         self._outbox = outbox
         self._audience = audience
         self._gathered: dict[tuple[type, int], Progress] = {}
-        self._resting: dict[tuple[type, int], Progress] = {}  # what the lead has not heard either
+        self._resting: dict[tuple[type, int], Progress] = {}  # reports that the leader has not received either
         self._timer: asyncio.TimerHandle | None = None
         self._lead_timer: asyncio.TimerHandle | None = None
 
@@ -47,7 +45,7 @@ class Telling:
                 self._the_lead(message.lead, message)
             case Tell(message, to=None):
                 self._everybody(message, self._audience(message))
-                if isinstance(message, Digest):  # what led here is nobody's concern any more
+                if isinstance(message, Digest):  # reports on the steps before are obsolete
                     for words in (self._gathered, self._resting):
                         for key in [key for key, word in words.items() if word.step < message.version]:
                             del words[key]
@@ -62,7 +60,7 @@ class Telling:
             self._outbox.post(mate, key, message)
 
     def _rest(self, message: Progress) -> None:
-        """Everybody later; the lead first."""
+        """Defer a report: the leader hears it after a while, the others later."""
         if message.lead != self._me:
             self._resting[_key(message)] = message
             if self._lead_timer is None:
@@ -70,7 +68,7 @@ class Telling:
         self._gather(message)
 
     def _the_lead(self, lead: PeerID, message: Progress) -> None:
-        """The others later: the last word on that step only."""
+        """Report to the leader now, and the last report on each step to the others later."""
         self._resting.pop(_key(message), None)
         self._outbox.post(lead, _key(message), message)
         self._gather(message)

@@ -1,23 +1,23 @@
-"""The gradient of a matrix that both ends of the pipeline hold: a tied model's embedding, which is its head, too.
+"""Sum the gradient of a tied matrix (embedding and head), which both ends of the pipeline hold.
 
-Each end reduces its own gradient in its group, as every stage does, and rounds it to the format in which reductions
-travel. Then a member of each end gets what the other end has, and adds the two; addition of two numbers has no order,
-so all members of both ends step the matrix with the same bits. Since it began equal, and is clipped by its own norm, it
-stays equal. Where one stage is both ends, its members add the two parts of what they have reduced.
+Each end reduces its own gradient in its group, as every stage does, and rounds it to the format of reductions. Then a
+member of each end fetches the other end's gradient and adds the two. Addition of two numbers has no order, so all
+members of both ends step the matrix with the same bits. It began equal and is clipped by its own norm, so it stays
+equal. If one stage is both ends, its members add the two parts locally.
 
-    round ends -> `RoundEnded` to the mates -> all have answered -> `TiedRequest` to a member of the other end
+    round ends -> `RoundEnded` to the group -> all have answered -> `TiedRequest` to a member of the other end
     -> `TiedOffer` and frames `TiedChunk` -> the sum -> all members of the other end have it, too -> step
 
-**One result a step.** What has been given to the other end cannot be taken back, though a member may die before its
-mates have the end of its round, and they would reduce again, without it, to other bits. So a member whose round has
-ended first tells the others of the round. Whoever has answered takes part in no other attempt at that step for as long
-as one of those lives who told it: it ends that round, too, or catches up with them after their step. When all who live
-have answered, the gradient may leave the group. If they all die then, their mates reduce again; a member of the other
-end that has added what the dead gave it gives them that sum, and they step the matrix with it.
+**One result a step.** What the other end has received cannot be taken back. But if a member dies after its round has
+ended, the group reduces again without it, to other bits. So a member first tells the others that its round has ended. A
+member that has answered joins no other attempt at that step while a member that told it lives: it ends that round, too,
+or catches up after their step. When all living members have answered, the gradient may leave the group. If all members
+with the result then die, the group reduces again; but if the other end has already added the dead members' gradient,
+the group steps the matrix with that sum.
 
-And nobody steps before all members of the other end have the sum, or get it from a mate: who is at the next version
-has no need of it any more, and whoever comes instead of a dead member begins at that version, so that a member of the
-other end that is behind would find it nowhere.
+**No step before the other end has the sum.** A member waits until each member of the other end has the sum or can get
+it from its group. A replacement for a dead member begins at the next version and never has the sum. If members stepped
+earlier and died, a member of the other end that is behind would find the sum nowhere.
 """
 
 import asyncio
@@ -48,15 +48,15 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 0.5
 _ANSWER_S: Final = 2.0
-"""A mate that is gone by the plan is not waited for: look so often."""
+"""Timeout of a question. Between tries we check whether the plan has dropped the peer."""
 _WAIT_S: Final = 5.0
-"""A member of the other end whose round has not ended within that says so: another one may be further."""
+"""A member of the other end says so if its round has not ended within this time; another member may be further."""
 _PEEK_S: Final = 1.0
-"""A member that is asked whether it has the sum waits for it so long before it says no."""
+"""How long a member that is asked whether it has the sum waits for it before it says no."""
 _SILENT_S: Final = 5.0
-"""A member of the other end that has not answered for so long is taken to get the sum from one of its mates."""
+"""A member of the other end that has been silent for this long is assumed to get the sum from its group."""
 _PIECE_S: Final = 60.0
-"""A fetch to which no piece has come for so long is begun again, with another member."""
+"""A fetch without a new piece for this long begins again with another member."""
 
 
 @dataclass(slots=True)
@@ -72,29 +72,26 @@ class _Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """The gradient of the matrix that one end sends to the other."""
+    """The matrix's gradient that one end sends to the other."""
 
     values_n: Tensor
     """float32 [n], as the receiver decodes it."""
     form: WireFormat
     is_whole: bool
-    """Whether it is the sum of both ends' gradients already."""
+    """It is the sum of both ends' gradients already."""
     made: Mapping[int, Payload] = field(default_factory=dict)
     """First element -> the piece's bytes, for formats of few bits: encoding `values_n` again would round it again."""
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """The other end's gradient on its way to us."""
-
     source: PeerID
     serial: int
     missing: set[int]
     pieces: dict[int, Payload] = field(default_factory=dict)
-    """First element -> bytes. They are decoded at the end: the answer that names their format may come after them."""
+    """First element -> bytes, decoded at the end: the answer that names their format may arrive after them."""
     is_lost: bool = False
     more: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set whenever something has changed."""
 
 
 class TiedGradient:
@@ -103,11 +100,11 @@ class TiedGradient:
     N parameters of the stage   n of them in the matrix
 
     Args:
-        spans: where the matrix lies among our parameters (`tied_spans`): one, or both where the stage is both ends.
-        keep_steps: so many steps behind us a member of the other end may be.
-        other_end: the stage at the other end and its members, by the plan; None: it is ours.
-        on_whole: the gradient of a step, float32 [N], with both ends' of the matrix in it, and the round it is from.
-        begin: take part in a round that was put off.
+        spans: where the matrix lies among our parameters (`tied_spans`): one, or both if the stage is both ends.
+        keep_steps: number of steps that a member of the other end may be behind us.
+        other_end: returns the stage at the other end and its planned members; None: our stage is both ends.
+        on_whole: takes a step's gradient, float32 [N], with both ends' sum of the matrix, and its round.
+        begin: takes part in a round that was put off.
     """
 
     def __init__(
@@ -127,20 +124,20 @@ class TiedGradient:
         self._core, self._spans = core, tuple(spans.values())
         self._vectors, self._endpoint, self._compute, self._tasks = vectors, endpoint, compute, tasks
         self._exact = vectors.mean_form
-        """A sum of both ends' gradients travels so."""
+        """Format of a sum of both ends' gradients."""
         self._piece_bytes_max = max(tensor_bytes(form, vectors.chunk) for form in (self._exact, *vectors.sums))
         self._other_end, self._on_whole, self._begin = other_end, on_whole, begin
         self._keep_steps = keep_steps
         self._size = self._spans[0].stop - self._spans[0].start
         self._promises: dict[int, _Promise] = {}
         self._given: dict[int, _Given] = {}
-        """By step."""
+        """Step -> what the other end may fetch."""
         self._news = asyncio.Event()
-        """Set, and replaced, whenever somebody may get an answer who waits for one."""
+        """Set, and replaced, after each change that a waiting request may depend on."""
         self._fetches: dict[int, _Fetch] = {}
         self._num_asked = 0
         self._silent: dict[PeerID, float] = {}
-        """Since when a member of the other end does not answer."""
+        """Member of the other end -> when it stopped answering."""
 
     def install(self) -> None:
         stage = self._core.stage
@@ -151,7 +148,7 @@ class TiedGradient:
     # --- our group ---
 
     def may_begin(self, start: RoundStart) -> bool:
-        """Whether to take part in a round; if not, `begin` may say so later."""
+        """True if we may take part in a round now; otherwise `begin` may be called later."""
         promise = self._promises.get(start.step)
         if promise is None or promise.attempt == start.attempt:
             return True
@@ -163,7 +160,7 @@ class TiedGradient:
         return False
 
     def ended(self, reduction: Reduction) -> None:
-        """Our round has ended. Once for each, however often it is said."""
+        """Start the exchange after our round. Repeated calls have no effect."""
         start = reduction.start
         promise = self._promised(start.step, start.attempt)
         if promise.attempt == start.attempt and self._core.me not in promise.told_by:
@@ -171,19 +168,17 @@ class TiedGradient:
             self._tasks.spawn(self._meet(reduction), f"both ends of step {start.step}")
 
     def _promised(self, step: int, attempt: int) -> _Promise:
-        """Return the promise at `step`. It is a new one, of `attempt`, unless a living member has told us that it has
-        the result of another attempt: then it is the one of that attempt."""
+        """Return the promise at `step`: the existing one while a living member has its result, else a new one."""
         promise = self._promises.get(step)
         if promise is None or not promise.told_by:
             promise = self._promises[step] = _Promise(attempt, set())
         return promise
 
     def look(self) -> None:
-        """The core has handled an event. Join a round that was put off, if every member that had the other attempt's
-        result has died, and give up a fetch from a member that the plan has dropped from the other end."""
+        """Join a put-off round once all members with the other attempt's result are dead; give up dropped sources."""
         other = self._other_end()
         for fetch in self._fetches.values():
-            if other is None or fetch.source not in other[1]:  # the plan has dropped it
+            if other is None or fetch.source not in other[1]:
                 fetch.is_lost = True
                 fetch.more.set()
         holders = (self._core.me, *self._core.holders)
@@ -195,19 +190,19 @@ class TiedGradient:
                 self._begin(promise.put_off)
 
     def mate_lost(self, peer: PeerID) -> None:
-        """It is gone, or has begun anew, and with it what it had."""
+        """Forget the results of a member that is gone or has restarted."""
         for promise in self._promises.values():
             promise.told_by.discard(peer)
 
     def reached(self, version: int) -> None:
-        """We are at `version`."""
+        """Drop what is not needed at `version`."""
         self._promises = {step: promise for step, promise in self._promises.items() if step >= version}
         self._given = {step: given for step, given in self._given.items() if step >= version - self._keep_steps}
         self._tell()
 
     async def _on_round_ended(self, source: PeerID, message: RoundEnded) -> Done:
         if message.step < self._core.version:
-            return Done()  # it will catch up with us
+            return Done()  # the sender will catch up with us
         if not self._core.has_place(source) or message.step >= self._core.version + OPEN_STEPS_MAX:
             raise Refused(self._core.me, f"does not know the sender as a member of group {self._core.stage}")
         promise = self._promised(message.step, message.attempt)
@@ -218,13 +213,13 @@ class TiedGradient:
         return Done()
 
     async def _told(self, mate: PeerID, start: RoundStart) -> None:
-        """Until it has answered, is gone, or the group has made the step."""
+        """Tell `mate` that the round has ended, until it answers, is gone, or the group has made the step."""
         word = RoundEnded(stage=start.stage, step=start.step, attempt=start.attempt)
         while self._is_open(start.step) and not self._core.is_gone(mate):
             try:
                 await self._endpoint.ask(mate, word, Done, timeout_s=_ANSWER_S)
             except (Unreachable, Refused, RemoteError) as error:
-                logger.debug("step %d is not known there: %s", start.step, error)
+                logger.debug("the end of step %d's round is not acknowledged: %s", start.step, error)
                 await asyncio.sleep(_AGAIN_S)
             else:
                 return
@@ -254,21 +249,20 @@ class TiedGradient:
             self._on_whole(whole_N, start)
 
     def _is_open(self, step: int) -> bool:
-        """We have not made it. A round may end before our step to it: its leader was ahead of us."""
+        """True if we have not made the step. A round may end before we reach its step: its leader was ahead of us."""
         return self._core.version <= step
 
-    # What is made here of a reduced gradient is a copy: mates that have not the end of the round may still get pieces
-    # of that one.
+    # The following work on copies of a reduced gradient: members that have not finished the round may still get pieces
+    # of the original.
 
     def _added_here(self, mean_N: Tensor) -> Tensor:
-        """The gradient where one stage is both ends."""
         whole_N = self._vectors.copied(mean_N)
         self._vectors.meet(whole_N, self._spans, [mean_N[span] for span in self._spans[1:]])
         return whole_N
 
     def _rounded(self, mean_N: Tensor, start: RoundStart) -> _Given:
-        """Our end's part as the other end will read it, which is what we add ourselves. All members of our group make
-        the same bytes of it."""
+        """Return our end's part as the other end will decode it, which is also what we add. All members of our group
+        make the same bytes."""
         own_n, made = self._vectors.copied(mean_N[self._spans[0]]), {}
         for at, size in self._chunks():
             payload = self._vectors.round_mean(own_n[at : at + size], start.form, _key(start, at))
@@ -277,7 +271,7 @@ class TiedGradient:
         return _Given(values_n=own_n, form=start.form, is_whole=False, made=made)
 
     def _added(self, mean_N: Tensor, ours: _Given, theirs: _Given) -> tuple[Tensor, _Given]:
-        """(the gradient with both ends' in it, what we can give of it). The part is kept for longer than the rest."""
+        """Return (the gradient with the sum of both ends, what the other end may fetch of it, kept longer)."""
         whole_N, span = self._vectors.copied(mean_N), self._spans[0]
         if theirs.is_whole:
             whole_N[span] = theirs.values_n
@@ -287,7 +281,6 @@ class TiedGradient:
         return whole_N, _Given(values_n=self._vectors.copied(whole_N[span]), form=self._exact, is_whole=True)
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """Return (first element, number of elements) of each piece in which the matrix's gradient is sent."""
         chunk = self._vectors.chunk
         return [(at, min(chunk, self._size - at)) for at in range(0, self._size, chunk)]
 
@@ -300,8 +293,7 @@ class TiedGradient:
         self._news = asyncio.Event()
 
     async def _known_there(self, step: int) -> None:
-        """Until every member of the other end that may need the sum has it. Whom we have not reached for a while gets
-        it from a mate, if it lives."""
+        """Wait until all members of the other end have the sum, or are silent and can get it from their group."""
         known: set[PeerID] = set()
         while self._is_open(step) and (other := self._other_end()) is not None:
             stage, peers = other
@@ -330,8 +322,8 @@ class TiedGradient:
         return offer.is_whole
 
     async def _fetched(self, step: int) -> _Given | None:
-        """The other end's gradient of the matrix; None: we have made the step otherwise."""
-        tried = self._core.standing[0]  # not all of us ask the same one
+        """Return the other end's gradient of the matrix; None: we have made the step otherwise."""
+        tried = self._core.standing[0]  # spread our group's requests over the other end
         while self._is_open(step) and (other := self._other_end()) is not None:
             stage, peers = other
             for number in range(len(peers)):
@@ -340,7 +332,7 @@ class TiedGradient:
                 try:
                     return await self._fetch(peers[(tried + number) % len(peers)], stage, step)
                 except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("nothing of the other end's step %d: %s", step, error)
+                    logger.debug("no gradient of the other end for step %d: %s", step, error)
             await asyncio.sleep(_AGAIN_S)
         return None
 
@@ -384,7 +376,7 @@ class TiedGradient:
     async def _on_chunk(self, source: PeerID, meta: TiedChunk, payload: Payload) -> None:
         fetch = self._fetches.get(meta.step)
         if fetch is None or (fetch.source, fetch.serial) != (source, meta.serial) or meta.start not in fetch.missing:
-            return  # it may be of an earlier answer, which had something else
+            return  # it may belong to an earlier answer with another gradient
         if len(payload) > self._piece_bytes_max:
             raise RemoteError(source, f"sent {len(payload)} bytes for a piece of a gradient")
         fetch.pieces[meta.start] = payload
@@ -408,8 +400,8 @@ class TiedGradient:
         return TiedOffer(is_whole=given.is_whole, form=given.form)
 
     def _needs(self, step: int) -> bool:
-        """Whether we would have to get the sum of `step` from the other end. Who has answered for a mate's result, and
-        has not come to it, gets it from that mate."""
+        """True if we would need the sum of `step` from the other end. A member that has acknowledged another member's
+        result, and has not finished the round itself, gets the sum from that member."""
         if not self._core.ready or self._core.version > step or (step in self._given and self._given[step].is_whole):
             return False
         promise = self._promises.get(step)
@@ -438,6 +430,5 @@ class TiedGradient:
 
 
 def _key(start: RoundStart, at: int) -> tuple[int, int]:
-    """The seed for the stochastic rounding of the piece at `at`: another one for each end, step and piece."""
     digest = blake3(f"{start.stage} {start.step} {at} tied".encode()).digest(length=8)
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

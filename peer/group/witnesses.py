@@ -1,7 +1,7 @@
-"""One holder's part in what a newcomer may fetch: it signs what it steps to, keeps what the other holders are about to
-sign, and offers what most of them have.
+"""Sign the states that this holder steps to, keep what the other holders are about to sign, and offer newcomers the
+newest state that most of their voters have signed.
 
-Nothing happens here while every member of the group holds the state: none is hashed, signed or kept beyond its step.
+While every member of the group holds the state, nothing is hashed, signed or kept beyond its step.
 """
 
 import logging
@@ -40,7 +40,7 @@ class Witnessed:
 
 
 class Witnesses:
-    """Of one tenure in a group."""
+    """The signed states of one membership in a group."""
 
     def __init__(self, core: GroupView, *, endpoint: Endpoint, compute: Compute, tasks: Tasks) -> None:
         self._core = core
@@ -50,7 +50,7 @@ class Witnesses:
         self._outbox = Outbox(endpoint)
         self._attestations = Attestations()
         self._kept: dict[int, tuple[Witnessed, str]] = {}
-        """Version -> the state with its root."""
+        """Version -> (state, root)."""
         self._signing: set[int] = set()
 
     def install(self) -> None:
@@ -61,7 +61,7 @@ class Witnesses:
         self._kept.clear()
 
     def look(self, state: StageState | None) -> None:
-        """We have stepped to `state`, or there is a new plan."""
+        """Sign `state` if some member lacks the state; otherwise drop everything. Call after each step and plan."""
         core = self._core
         if core.ready and state is not None and set(core.mates) - set(core.whole_mates):
             self._tasks.spawn(self._sign(state), f"sign version {state.version}")
@@ -73,10 +73,9 @@ class Witnesses:
         self._outbox.forget(mate)
 
     async def offer(self, newcomer: PeerID, state: StageState, version: int) -> Witnessed | None:
-        """What `newcomer` may fetch: the newest that most of its voters have signed, or `version` if we keep it.
+        """Return what `newcomer` may fetch: the newest state that most of its voters have signed, or `version` if we
+        keep it. None: `newcomer` is no newcomer of the group, or that version is not kept here.
 
-        Args: state: ours, now.
-        Returns: None: it is no newcomer of the group, or that version is not kept here.
         Raises: Refused: too few have signed anything so far.
         """
         core = self._core
@@ -93,7 +92,7 @@ class Witnesses:
             if is_majority(sum(peer in signers for peer in asked), asked):
                 ranked = sorted(signers.items(), key=lambda signed: (signed[0] not in asked, signed[0]))
                 return Witnessed(found.state, found.proofs, tuple(ranked[:SIGNATURES_PER_OFFER_MAX]))
-        self._tell(state.version)  # a holder may not have known us for one when we first said so
+        self._tell(state.version)  # a holder may not have known us as one when we first told it
         raise Refused(core.me, "waits until most holders have signed what it holds")
 
     async def _sign(self, state: StageState) -> None:
@@ -116,7 +115,6 @@ class Witnesses:
         self._tell(state.version)
 
     def _tell(self, version: int) -> None:
-        """All other holders that we know of."""
         core = self._core
         if version not in self._kept:
             return
@@ -136,7 +134,7 @@ class Witnesses:
 
 
 def is_witnessed(endpoint: Endpoint, offer: StateOffer, keys: tuple[str, ...], asked: tuple[PeerID, ...]) -> bool:
-    """Whether more than half of `asked` have signed what a holder offers of a group's layers `keys`."""
+    """True if more than half of `asked` have signed what a holder offers of a group's layers `keys`."""
     if tuple(key for key, _ in offer.digests) != keys:
         return False
     root, signers = root_of(offer.digests), set[PeerID]()

@@ -1,6 +1,8 @@
-"""Fetches state: ranges from all holders of the same version at once, each layer checked against the digest that most
-holders name; another holder is asked where one fails. Who fetches the same at the same time gives each other what has
-come (`relay.py`).
+"""Fetch state: ranges from all holders of one version at once, each layer checked against the digest that most holders
+name.
+
+If a layer fails its check, other holders are asked. Peers that fetch the same layers at the same time (`mates`) share
+what has arrived (`relay.py`).
 """
 
 import asyncio
@@ -36,25 +38,23 @@ _REQUESTS_A_HOLDER = 2
 _REQUESTS_OF_MATES = 8
 _CARRIERS_MAX = 32
 _RETRY_CARRIER_S = 2.0
-"""A peer that carries nothing yet, since it fetches itself, is asked again after so long."""
+"""Delay before a carrier that fetches for itself is asked again."""
 _LESS = 0.7
-"""If a range takes the direct path so much more slowly while others are carried, all share one line, and there is
-nothing to gain by carriers."""
+"""If a direct range slows down to this fraction beside carried ones, all paths share one line: carrying stops."""
 _RETRY_MATE_S = 0.5
-"""A mate that has not got a range yet is asked again after so long at the earliest."""
+"""Delay before a mate that does not have a range yet is asked again."""
 
 
 _OTHERS_TIMES_MAX = 8
-"""The holder is not asked for what mates and carriers are to bring until it has had the time to send one range to each
-peer that fetches; one more than there are such peers, but at most this number, times what our slowest range took.
-Asked sooner, it would send the same bytes twice, and where a layer is a few ranges everybody waits for its uplink."""
+"""A holder is not asked for ranges of mates and carriers until it could have sent one range to each fetching peer:
+(number of such peers + 1), at most this number, times our slowest range. Asked sooner, it would send the same bytes
+twice, and where a layer is a few ranges everybody waits for its uplink."""
 _OTHERS_S_MIN = 0.5
 _OTHERS_S_FIRST = 2.0
-"""The same where nothing has come from that holder yet."""
+"""The same before anything has come from that holder."""
 _KEEP_S = 10.0
-"""A fetch that is held up asks its holders so often for what they have pinned for it: a pin lapses unasked."""
+"""How often a paused fetch asks its holders to keep their pins, which lapse unasked."""
 _LOOK_S = 0.1
-"""How often a request that is held back so looks again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,17 @@ class _Range:
     start: int
     stop: int
     owner: PeerID | None = None
-    """The mate that gets it from a holder; None: we do."""
+    """The mate that gets this range from a holder; None: we do."""
 
 
 @dataclass(slots=True)
 class FetchProgress:
-    """Elements that are here, of how many; a layer that must come again counts anew. 0 of 0: it is being asked for."""
+    """Number of elements that have arrived, of `total` (0 while holders are asked); a repeated layer counts anew."""
 
     done: int = 0
     total: int = 0
     what: str = "state"
-    """In words, for whoever waits for it."""
+    """The thing that is fetched, in words for the user."""
 
 
 class StateFetcher:
@@ -114,32 +114,30 @@ class StateFetcher:
         self._at_least = 0
         self._base: RoundedWeights | None = None
         self._with_base: set[PeerID] = set()
-        """Holders that can send the difference to it."""
+        """Holders that can send the difference to `_base`."""
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self._relay: Relay | None = None
         self._mates: set[PeerID] = set()
-        """Those of the relay's that can be reached."""
+        """The relay's mates that are reachable."""
         self._carriers: list[PeerID] = []
-        """Peers that may still be asked to get a lone holder's ranges for us."""
+        """Peers that may still be asked to get ranges of a single holder for us."""
         self._alone: dict[PeerID, float] = {}
-        """Holder -> bytes/s of the quickest range that came from there before anything was carried."""
+        """Holder -> bytes/s of the fastest direct range before anything was carried."""
         self._is_carried = False
-        """Whether a carrier has brought anything."""
         self._asked: dict[PeerID, int] = {}
-        """Mate -> the value of `_num_asked` when it was last asked: the least recently asked mate is next."""
+        """Mate -> `_num_asked` when it was last asked; the least recently asked mate is next."""
         self._took_s: dict[PeerID, float] = {}
-        """By holder: the seconds that the slowest of the ranges took which it has sent us."""
+        """Holder -> seconds that its slowest range took."""
         self._num_asked = 0
-        """Requests to mates so far."""
         self._known: dict[str, int] = {}
-        """Layer -> elements that its parameters begin with and that were here before anything was fetched."""
+        """Layer -> length of the parameter prefix that is already local."""
         self._begun: dict[str, Unfinished] = {}
-        """Layers of which an earlier fetch has got some ranges that are used here."""
+        """Layers with ranges from an earlier fetch."""
         self._here: dict[str, set[tuple[int, int]]] = {}
         """Layer -> (tensor, first element) of the ranges that are here."""
         self._passed: dict[str, bool] = {}
-        """Whether mates have given us a part of a layer; False: none may any more."""
+        """Layer -> True if mates have given us a part of it; False: mates may give none any more."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -159,25 +157,28 @@ class StateFetcher:
         relay: Relay | None = None,
         carriers: Sequence[PeerID] = (),
     ) -> StageState:
-        """Get `version`, or the newest that a holder trains; of what they train, or of a stored era's snapshots, or of
-        what the run begins with (`INITIAL`), or parameters alone in bf16 of what they train (`WEIGHTS`); of the last
-        two there are no moments.
+        """Fetch `version`, or the newest that a holder has.
+
+        `stored_era` says of what: the trained state, a stored generation's snapshots, the initial parameters
+        (`INITIAL`), or the trained parameters alone in bf16 (`WEIGHTS`). The last two have no moments.
 
         Args:
-            is_witnessed: of the newest, take nothing but what this says of an offer.
-            voters: of the newest, take the one of which more than half of these name the same digests.
-            at_least: of that, no version before this one.
-            base: of parameters alone: what we have, to which holders that have it, too, send the difference.
-            known: layers that the caller believes it has at that version: what most holders name otherwise is fetched.
-            expected: the digests of layers of which the plan certifies them: no other is taken.
-            begins: what the caller believes that a layer's parameters begin with, float32; only the rest is fetched,
-                unless the layer's digest says otherwise.
-            begun: of `version`, what an earlier fetch has got of layers; they come under the digests that it went by,
+            is_witnessed: for the newest version: accept only offers for which this is true.
+            voters: for the newest version: accept the one that more than half of these peers name by the same digests.
+            at_least: with `voters`: the oldest acceptable version.
+            base: with `WEIGHTS`: weights that we have; holders that have them, too, send the difference.
+            known: layers that the caller believes it has at that version; those that differ from the holders' digests
+                are fetched.
+            expected: layer -> the digest that the plan certifies.
+            begins: layer -> believed parameter prefix, float32; only the rest is fetched, unless the layer's digest
+                disagrees.
+            begun: with `version`: layers that an earlier fetch has begun. They are completed under that fetch's digests
                 or not at all.
-            relay: gets what comes, for the mates who fetch the same, and who are asked for what has come to them.
-            carriers: peers that are asked to get ranges of a lone holder for us, over paths of their own.
-        Raises: Unreachable: some layer has no holder, or all of its were lost on the way. RemoteError: the only holder
-            of a layer sent something else than it had said.
+            relay: shares arrived ranges with mates that fetch the same layers, and names those mates.
+            carriers: peers that are asked to get ranges of a single holder for us, over paths of their own.
+        Raises: Unreachable: a layer has no holder, or lost all of them. RemoteError: a layer's only holder sent
+            something
+            else than its digest.
         """
         self._version, self._stored_era, self._is_witnessed = version, stored_era, is_witnessed
         self._voters, self._at_least, self._base = voters, at_least, base
@@ -219,7 +220,7 @@ class StateFetcher:
                 if len(self._sources[key]) == 1 and not is_passed:
                     self._here[key] = set()
                     raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
-                # With several sources nobody knows who erred: fetch it again without one, then without the next.
+                # With several sources the culprit is unknown: fetch again without one, then without the next.
                 logger.warning("layer %s did not match its digest: fetching it again", key)
                 self.progress.done -= sum(tensor.numel() for tensor in self._tensors[key])
                 if not is_passed:
@@ -230,25 +231,24 @@ class StateFetcher:
         return StageState(version=self._version, layers=layers)
 
     def hold_up(self) -> None:
-        """Ask for nothing more until `go_on`: something else needs our line. What is on its way comes."""
+        """Pause until `go_on`: something else needs our line. Requests in flight continue."""
         self._goes_on.clear()
 
     def go_on(self) -> None:
         self._goes_on.set()
 
     def unfinished(self) -> dict[str, Unfinished]:
-        """What has come of each layer, if something has, for another fetch of the same version. For a fetch that has
-        failed."""
+        """Return what has arrived of each begun layer, for another fetch of the same version after this one failed."""
         return {
             key: Unfinished(self._version, self._digests[key], self._tensors[key], here)
             for key, here in self._here.items()
             if here
         }
 
-    # --- who has it ---
+    # --- holders ---
 
     async def _offers(self, holders: Sequence[PeerID]) -> dict[PeerID, StateOffer]:
-        """Those of one version, which becomes ours."""
+        """Return the offers of one version, which becomes ours."""
         first = await self._ask_all(holders, self._version)
         if self._version >= 0 or not first:
             return first
@@ -261,7 +261,7 @@ class StateFetcher:
         same |= await self._ask_all(others, self._version)
         if self._is_witnessed is None and self._voters is None:
             return same
-        # Who was asked by the number has not had to show who else has signed it: the same digests are enough.
+        # A holder asked for the version by number need not prove its signatures: equal digests are enough.
         digests = dict(next(iter(same.values())).digests)
         return {peer: offer for peer, offer in same.items() if dict(offer.digests) == digests}
 
@@ -273,7 +273,7 @@ class StateFetcher:
         return sound
 
     def _of_most(self, offers: dict[PeerID, StateOffer], voters: Sequence[PeerID]) -> dict[PeerID, StateOffer]:
-        """The newest of which more than half of the voters say the same."""
+        """Return the offers that more than half of the voters agree on."""
         said = {peer: (offer.version, tuple(sorted(offer.digests))) for peer, offer in offers.items()}
         votes = Counter(said[peer] for peer in voters if peer in said)
         named = [word for word, num in votes.items() if is_majority(num, voters) and word[0] >= self._at_least]
@@ -282,7 +282,7 @@ class StateFetcher:
         return {peer: offer for peer, offer in offers.items() if said[peer] == named[0]}
 
     def _choose(self, offers: dict[PeerID, StateOffer]) -> dict[str, str]:
-        """The digest that most holders name for each layer; who names it is a source of it."""
+        """Return each layer's most frequent digest. The holders that name it become the layer's sources."""
         digests: dict[str, str] = {}
         for key in self._keys:
             named = {peer: dict(offer.digests).get(key) for peer, offer in offers.items()}
@@ -319,7 +319,7 @@ class StateFetcher:
     # --- the bytes ---
 
     async def _fetch_layers(self, keys: Sequence[str]) -> None:
-        """Fill the tensors of `keys`; who fails is nobody's source any more."""
+        """Fill the tensors of `keys`. A holder that fails is removed from all sources."""
         left = dict.fromkeys(wanted for key in keys for wanted in self._ranges_of(key))
         while left:
             orphan = next((wanted.key for wanted in left if not self._sources[wanted.key]), None)
@@ -337,7 +337,7 @@ class StateFetcher:
         loop = asyncio.get_running_loop()
         begun_s, under_way = loop.time(), Counter[PeerID]()
         todo, lent = list(left), dict[_Range, None]()
-        """Ranges that nobody is asked for, and those that only mates and carriers are asked for."""
+        """`todo`: ranges that nobody is asked for; `lent`: ranges that only mates and carriers are asked for."""
         nothing_left = asyncio.Event()
 
         async def get(peer: PeerID, wanted: _Range, holder: PeerID | None = None) -> None:
@@ -385,7 +385,7 @@ class StateFetcher:
                     under_way[peer] -= 1
 
         async def borrow(peer: PeerID, wanted: _Range, holder: PeerID | None = None) -> bool:
-            """Returns: False: it was refused."""
+            """Return False if the request was refused."""
             todo.remove(wanted)
             lent[wanted] = None
             try:
@@ -407,7 +407,7 @@ class StateFetcher:
                     if not await borrow(wanted.owner, wanted):
                         await asyncio.sleep(_RETRY_MATE_S)
                 except (Unreachable, RemoteError) as error:
-                    logger.info("a mate passes nothing on: %s", error)
+                    logger.info("a group peer does not share its ranges: %s", error)
                     self._mates.discard(wanted.owner)
 
         async def ask_carrier(peer: PeerID) -> None:
@@ -440,7 +440,7 @@ class StateFetcher:
                 raise error
 
     async def _held_up(self, peer: PeerID) -> None:
-        """Wait until the fetch may go on, or until it is time to look after what a holder has pinned for it."""
+        """Wait until the fetch may go on, or until the holder's pin needs a request."""
         try:
             async with asyncio.timeout(_KEEP_S):
                 await self._goes_on.wait()
@@ -448,14 +448,13 @@ class StateFetcher:
             await self._ask_all([peer], self._version)
 
     async def _is_offered_again(self, peer: PeerID) -> bool:
-        """Whether a holder that refuses a range still has what it has offered: what it has pinned lapses if nobody asks
-        it for long, as while mates pass on what is left."""
+        """True if a holder that refused a range still offers the same state: its pin lapses while mates pass ranges
+        on."""
         offer = (await self._ask_all([peer], self._version)).get(peer)
         named = dict(offer.digests) if offer is not None else {}
         return all(named.get(key) == self._digests[key] for key, sources in self._sources.items() if peer in sources)
 
     def _lose(self, peer: PeerID, error: Exception) -> None:
-        """Nothing comes from that holder any more."""
         logger.warning("lost a source of state: %s", error)
         for sources in self._sources.values():
             if peer in sources:
@@ -475,7 +474,7 @@ class StateFetcher:
         return found
 
     def _fill(self, key: str, begin_N: Tensor) -> None:
-        """Take over what a layer's parameters begin with, as whole ranges."""
+        """Take over a layer's parameter prefix, in complete ranges."""
         into_N = self._tensors[key][0]
         for start, stop in ranges(into_N.numel(), self._vectors):
             if stop <= begin_N.numel():
@@ -484,27 +483,25 @@ class StateFetcher:
                 self._came(_Range(key, 0, start, stop))
 
     def _take_up(self, key: str, at: Unfinished) -> None:
-        """Take over what an earlier fetch has got of a layer."""
         for index, tensor in enumerate(self._tensors[key]):
             for start, stop in ranges(tensor.numel(), self._vectors):
                 if (index, start) in at.here:
                     self._came(_Range(key, index, start, stop))
 
     def _next_own(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """What to get from a holder: our own ranges."""
         return next((each for each in todo if each.owner is None and holder in self._sources[each.key]), None)
 
     def _last_of_mates(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Of what a holder has, the range that mates will come to last; all of ours must have been asked for."""
+        """Return the holder's range that mates will reach last. Call it when all of ours have been asked for."""
         return next((each for each in reversed(todo) if holder in self._sources[each.key]), None)
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """For how many seconds of a fetch a holder is not asked for ranges that mates or carriers are to bring."""
+        """Return how long after its start the fetch asks no holder for ranges of mates or carriers."""
         took_s, times = self._took_s.get(holder), min(2 + len(self._mates), _OTHERS_TIMES_MAX)
         return _OTHERS_S_FIRST if took_s is None else max(_OTHERS_S_MIN, times * took_s)
 
     def _next_lent(self, holder: PeerID, lent: Mapping[_Range, None]) -> _Range | None:
-        """What a holder has of what mates and carriers were asked for, the longest time ago first."""
+        """Return the holder's range that mates or carriers were asked for the longest time ago."""
         return next((wanted for wanted in lent if holder in self._sources[wanted.key]), None)
 
     def _came(self, wanted: _Range) -> None:
@@ -514,7 +511,7 @@ class StateFetcher:
             self._relay.came(wanted.key, wanted.tensor, wanted.start)
 
     def _next_of_mates(self, todo: Sequence[_Range]) -> _Range | None:
-        """A range of the mate that has been asked the longest time ago."""
+        """Return a range of the mate that was asked the longest time ago."""
         firsts: dict[PeerID, _Range] = {}
         for wanted in todo:
             if wanted.owner in self._mates:
@@ -527,7 +524,7 @@ class StateFetcher:
         return firsts[owner]
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """A range that only one other peer has; the last of them, as we get the first ones ourselves."""
+        """Return the last range that only one other peer has; we get the first ones ourselves."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             if len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id):
@@ -535,7 +532,7 @@ class StateFetcher:
         return None
 
     def _compare(self, holder: PeerID, came: _Range, took_s: float) -> None:
-        """A range has come from `holder` itself. If carriers only take from our own path, there are none any more."""
+        """Compare a direct range's rate with earlier ones. Stop using carriers if they only slow down our own path."""
         if came.stop - came.start < RANGE_CHUNKS * self._vectors.chunk or took_s <= 0.0:
             return
         rate = 4.0 * (came.stop - came.start) / took_s
@@ -545,7 +542,6 @@ class StateFetcher:
             self._carriers = []
 
     def _sizes(self, key: str) -> tuple[int, int, int]:
-        """Elements of the tensors of a layer."""
         if self._stored_era == INITIAL:
             return begun_numel(self._spec, key), 0, 0
         numel = state_layout(self._spec, key).numel
@@ -583,7 +579,6 @@ class StateFetcher:
         )
 
     def _differing(self, keys: Sequence[str], digests: Mapping[str, str]) -> list[str]:
-        """Which of these layers are not what their digests say."""
         return [key for key in keys if self._layer(key).proof() != digests[key]]
 
     def _layer(self, key: str) -> LayerState:

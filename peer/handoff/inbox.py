@@ -1,7 +1,7 @@
-"""Where chunks of state arrive: each is expected by somebody, or dropped.
+"""Receive chunks of state that a fetch expects, and drop all others.
 
-Two fetches may expect the same chunk of the same sender: one of a layer that we are to hold, one of the copy that its
-holder has us keep. Both ask for it, and the first that comes is good for both.
+Two fetches may expect the same chunk of the same sender: one for a layer that we are to hold, one for a copy that we
+keep. The first copy of the chunk that arrives serves both.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from shoal.protocol.messages import StateChunk
 from shoal.protocol.ports import Compute, Payload
 
 WEIGHTS = -3
-"""In place of a stored era: of what is trained now the parameters alone, rounded to bf16 (`light.py`)."""
+"""Stands for a stored era: the parameters that are trained now, rounded to bf16, without moments (`light.py`)."""
 
 GRADIENT = 3
-"""The tensor of a layer that is no part of its state: the reduced gradient with which it stepped to a version."""
+"""Stands for a tensor of the state: the reduced gradient with which a layer stepped to a version."""
 
 _Key = tuple[PeerID, int, int, str, int, int]
 """Sender, stored era, version, layer key, tensor, first element."""
@@ -29,25 +29,23 @@ _Key = tuple[PeerID, int, int, str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """A chunk that somebody waits for."""
-
     into_N: Tensor
     first: int
-    """The element of the tensor with which `into_N` begins."""
+    """First element of the tensor that `into_N` holds."""
     event: asyncio.Event
     before_N: Tensor | None = None
-    """The tensor at version `base`, to which the difference is expected."""
+    """The tensor at version `base`, to which a difference is expected."""
     base: int = -1
     parts: set[int] = field(default_factory=set)
-    """The first element of each part that has come (`Vectors.background_chunk`); all of them, if it came as a whole."""
+    """First elements of the parts that have arrived (`Vectors.background_chunk`)."""
 
     def size(self, start: int, chunk: int) -> int:
-        """How many elements the chunk has that begins at `start`."""
+        """Number of elements of the chunk that begins at `start`."""
         return min(chunk, self.into_N.numel() - (start - self.first))
 
 
 class ChunkInbox:
-    """One a peer: several fetches may be under way, of several states."""
+    """The chunks that this peer's fetches expect; one inbox per peer."""
 
     def __init__(self, endpoint: Endpoint, *, compute: Compute, vectors: Vectors = VECTORS) -> None:
         self._vectors = vectors
@@ -69,12 +67,13 @@ class ChunkInbox:
         before_N: Tensor | None = None,
         base: int = -1,
     ) -> asyncio.Event:
-        """The event is set when elements [start, start + chunk) have been filled in; call `forget` in any case.
+        """Return an event that is set when elements [start, start + chunk) have been filled in. Call `forget` in any
+        case.
 
         Args:
-            start: a multiple of the chunk. It comes as a whole or in parts (`Vectors.background_chunk`).
-            into_N: the tensor, or of a tensor that is not wanted as a whole what begins with element `first`.
-            before_N: the whole tensor at version `base`, if the difference to that has been asked for.
+            start: a multiple of the chunk. The chunk comes whole or in parts (`Vectors.background_chunk`).
+            into_N: the tensor, from element `first` on.
+            before_N: the whole tensor at version `base`, if the difference to it has been asked for.
         """
         event = asyncio.Event()
         key = (peer, stored_era, version, layer, tensor, start)
@@ -84,7 +83,7 @@ class ChunkInbox:
     def forget(
         self, peer: PeerID, stored_era: int, version: int, layer: str, tensor: int, start: int, event: asyncio.Event
     ) -> None:
-        """Args: event: what `expect` returned."""
+        """Stop expecting a chunk. Args: event: from `expect`."""
         key = (peer, stored_era, version, layer, tensor, start)
         self._expected[key] = [expected for expected in self._expected[key] if expected.event is not event]
         if not self._expected[key]:
@@ -121,7 +120,6 @@ class ChunkInbox:
                 each.event.set()
 
     def _read(self, source: PeerID, meta: StateChunk, payload: Payload) -> Tensor:
-        """Raises: RemoteError: these are not the bytes of any numbers."""
         vectors = self._vectors
         if meta.tensor == GRADIENT:
             size, read = vectors.mean_bytes, vectors.mean_of
@@ -136,7 +134,7 @@ class ChunkInbox:
     async def _take_difference(
         self, source: PeerID, meta: StateChunk, payload: Payload, expected: tuple[_Expected, ...]
     ) -> None:
-        """A whole chunk, as the difference to what each of `expected` has."""
+        """Take a whole chunk as the difference to `before_N`."""
         for each in expected:
             size, before_N = each.size(meta.start, self._vectors.chunk), each.before_N
             if meta.start % self._vectors.chunk or before_N is None or not size <= len(payload) <= 3 * size:

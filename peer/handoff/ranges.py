@@ -1,4 +1,4 @@
-"""Gets one range of a tensor from one peer; the chunks arrive as frames."""
+"""Fetch one range of a tensor from one peer; the chunks arrive as frames."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,14 +14,14 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Done, StateChunkRequest
 
 RANGE_CHUNKS = 4
-"""What a chunk request asks for at most: 4 MiB, so that a round trip is small against the transfer."""
+"""Maximum length of a range: 4 MiB, so that a round trip is short against the transfer."""
 RANGE_TIMEOUT_S = 60.0
-"""The time that a range has to come. Whoever has more patience asks for it again each time that this has passed: the
-request or a chunk may have been lost. A holder that is still sending it does not send it twice."""
+"""A peer with more patience repeats the request after this time, since a request or chunk may be lost. A holder that is
+still sending the range does not send it twice."""
 
 
 def ranges(size: int, vectors: Vectors) -> list[tuple[int, int]]:
-    """Cut a tensor into what one request may ask for, (start, stop) each."""
+    """Cut a tensor into ranges (start, stop)."""
     width = RANGE_CHUNKS * vectors.chunk
     return [(start, min(start + width, size)) for start in range(0, size, width)]
 
@@ -41,8 +41,8 @@ async def fetch_range(
     """Fill elements [start, stop) of a tensor with what `request` asks of `peer`.
 
     Args:
-        into_N: the tensor, or what of it begins with element `first`.
-        before_N: the same tensor at the version `request.base`, to which the difference is asked for.
+        into_N: the tensor, from element `first` on.
+        before_N: the same tensor at version `request.base`, to which the difference is asked for.
     Raises: Unreachable, Refused, RemoteError.
     """
     what = (peer, request.stored_era, request.version, request.layer, request.tensor)
@@ -59,10 +59,8 @@ async def fetch_range(
 
 
 async def _ask_until_here(ask: Callable[[], Awaitable[Done]], events: Sequence[asyncio.Event]) -> None:
-    """Ask, and again after a while, until all events are set. Earlier requests go on: who ends one ends the sending.
-
-    Raises: what `ask` raises.
-    """
+    """Ask, and again after a while, until all events are set. Earlier requests stay open: cancelling a request stops
+    its transfer. Raises what `ask` raises."""
     loop, asking = asyncio.get_running_loop(), set[asyncio.Future[Done]]()
     here = asyncio.gather(*(event.wait() for event in events))
     try:

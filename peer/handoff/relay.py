@@ -1,12 +1,12 @@
-"""What one fetch has got so far, for those who fetch the same layers at the same time.
+"""Share what one fetch has received with peers that fetch the same layers at the same time.
 
-When a layout ends all members of a stage of the next one lack the same layers, and one peer may be all that has them.
-If each of n members got all of its ranges from there, the state would leave that peer n times, over a line that may be
-the very reason for the change. So every range has an **owner** among those who fetch, the same in everybody's eyes
-without a word between them. Each gets its own ranges from a holder, and the others' from their owners, which are asked
-to wait with the answer until the range is there. What an owner is slow to get anybody takes from a holder after all.
+At the end of a layout all members of a stage of the next one lack the same layers, and one peer may be the only holder.
+If each of n members fetched everything from it, the state would leave that peer n times, over a line that may be the
+very reason for the change. So every range has an **owner** among the fetching peers, which all compute alike without a
+message. Each peer gets its own ranges from a holder, and the others' from their owners, which answer once the range is
+there. If an owner is slow, its ranges are taken from a holder after all.
 
-Nothing here has been compared with a digest: whoever fetches does that itself, layer by layer.
+Ranges are not checked here: each fetching peer checks whole layers against their digests.
 """
 
 import asyncio
@@ -22,17 +22,14 @@ from shoal.protocol.messages import StateChunkRequest
 
 
 class Relay:
-    """Of one fetch, of one version of one era's state.
-
-    Args: mates: the others who fetch some of the same layers.
-    """
+    """The received ranges of one fetch. Args: mates: the other peers that fetch some of the same layers."""
 
     def __init__(self, stored_era: int, version: int, mates: Collection[PeerID], *, vectors: Vectors) -> None:
         self.mates = frozenset(mates)
         self.until_s = 0.0
-        """When the server may forget it, if it is done."""
+        """When the server may drop the relay, once it is done."""
         self.is_done = False
-        """All has come, or the fetch came to nothing."""
+        """The fetch is over, with or without success."""
         self._is_void = False
         self._at = stored_era, version
         self._width = RANGE_CHUNKS * vectors.chunk
@@ -42,21 +39,21 @@ class Relay:
         """Layer -> (tensor, first element) of the ranges that are here."""
         self._came = asyncio.Event()
 
-    # --- what the fetch says ---
+    # --- calls of the fetch ---
 
     def begin(self, key: str, tensors: Sequence[Tensor], *, whole: bool = False) -> None:
-        """A layer is to be filled into these tensors, from the first range on; or it is `whole` already."""
+        """Begin to fill a layer into these tensors; `whole`: it is complete already."""
         self._tensors[key], self._here[key] = tensors, set()
         (self._whole.add if whole else self._whole.discard)(key)
         self._tell()
 
     def came(self, key: str, tensor: int, start: int) -> None:
-        """A range is here."""
+        """Record that a range is here."""
         self._here[key].add((tensor, start))
         self._tell()
 
     def done(self, *, void: bool = False) -> None:
-        """The fetch is over. Args: void: it came to nothing, and nobody is given anything of it any more."""
+        """End the fetch. Args: void: it failed, so nobody gets anything of it any more."""
         self.is_done = True
         if void:
             self._is_void, self.until_s = True, 0.0
@@ -66,15 +63,15 @@ class Relay:
         self._came.set()
         self._came = asyncio.Event()
 
-    # --- who asks ---
+    # --- calls of mates ---
 
     def is_asked(self, source: PeerID, request: StateChunkRequest) -> bool:
-        """Whether `source` may ask here for that layer of that state."""
+        """True if `source` may ask here for that layer of that state."""
         at = request.stored_era, request.version
         return source in self.mates and at == self._at and request.layer in self._tensors and not self._is_void
 
     async def read(self, request: StateChunkRequest, *, patience_s: float) -> Tensor | None:
-        """The tensor, of which the range asked for is here; None: it has not come within `patience_s`."""
+        """Return the tensor once it has the requested range; None: the range did not arrive within `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
                 while not self._is_void and not self._has(request):
@@ -89,10 +86,10 @@ class Relay:
 
 
 def owner_of(key: str, tensor: int, number: int, fetching: Sequence[PeerID]) -> PeerID:
-    """Who of those who fetch a layer gets a range of it from a holder.
+    """Return the peer that gets a range from a holder for all that fetch the layer.
 
     Args:
-        number: the range's place among those of the tensor.
-        fetching: in an order that is the same for all.
+        number: the range's index within its tensor.
+        fetching: the fetching peers, in an order that is the same for all of them.
     """
     return fetching[(zlib.crc32(f"{key}/{tensor}".encode()) + number) % len(fetching)]

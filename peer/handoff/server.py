@@ -1,13 +1,14 @@
-"""Serves state to who asks: a newcomer, a peer that keeps a copy, or everybody after all holders of a layer died.
+"""Serve state: to newcomers, to peers that keep a copy, and to everybody after all holders of a layer died.
 
-What is asked for is pinned (state is immutable, so a pin is a reference) and served in ranges. Nobody stops for it:
-holders go on committing, and keep the reduced gradients since the oldest version that a newcomer fetches, which it
-replays. Who keeps a copy never does: at a step a second those of a long transfer would be many times the state. A step
-of the optimizer takes a state apart that nobody has pinned: a request that comes meanwhile waits for the next version.
+The requested version is pinned (state is immutable, so a pin is a reference) and served in ranges. Training does not
+stop for it: holders go on committing, and keep the reduced gradients since the oldest version that a newcomer fetches,
+which it replays. A peer that keeps a copy does not replay: at a step a second the gradients of a long transfer would be
+many times the state. An optimizer step destroys a state that is not pinned: a request that comes during a step waits
+for the next version.
 
-Who gets ready for the following layout (`StateRequest.ahead`) fetches layer by layer, and nobody waits for it: what
-goes to it leaves when nothing else does, or after a few times what it takes itself. Once the layout has ended the whole
-run waits for it, and it leaves at once. Nor does anybody wait for a copy, which leaves behind everything else.
+A peer that prepares for the next layout (`StateRequest.ahead`) fetches layer by layer, at low priority: a chunk leaves
+when nothing else does, or after a few times what it takes itself. Once the layout has ended the whole run waits for it,
+and it leaves at once. Copies leave after everything else.
 """
 
 import asyncio
@@ -37,26 +38,26 @@ from shoal.protocol.ports import Clock, Compute, Payload, Priority
 logger = logging.getLogger(__name__)
 
 PINNED_S = 30.0
-"""A pin outlives its last request by this much, as long as it is not older than `PINNED_S_MAX`."""
+"""A pin lasts this long after its last request, unless it is older than `PINNED_S_MAX`."""
 TRAINED = -1
-"""In place of a stored era: what is trained here now."""
+"""Stands for a stored era: the state that is trained here now."""
 INITIAL = -2
-"""In place of a stored era: the parameters that the run begins with, as version 0 and without moments."""
+"""Stands for a stored era: the parameters that the run begins with, as version 0 without moments."""
 
 _GRADIENT_WAIT_S = 4.0
-"""A request for the reduced gradient of a step that is still to come waits so long for it."""
+"""How long a request waits for the reduced gradient of a future step."""
 _CARRIED_MAX = 4
-"""So many ranges at once are got here for others."""
+"""Number of ranges that are fetched here for others at once."""
 _STEP_WAIT_S = 2.0
-"""A request that comes while its layers step waits so long for them; then whoever asks has to ask again."""
+"""How long a request waits while its layers step; then the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
-"""A request for what is being fetched here waits so long for it; then who asks may take it from somebody else."""
+"""How long a request waits for a range that is being fetched here; then the requester may ask another peer."""
 _YIELD_TIMES = 4.0
-"""What is fetched ahead waits for a quiet moment, at most so many times as long as the chunk before took to leave."""
+"""A chunk fetched ahead waits for a quiet moment, at most this many times as long as the last one took to leave."""
 _YIELD_S_MIN = 0.05
 _LOOK_S = 0.005
 FIRST_STEP_S = 60.0
-"""The longest time for which copies wait for the first step of a layout."""
+"""The longest time that copies wait for the first step of a layout."""
 _FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
@@ -64,36 +65,37 @@ _Key = tuple[int, int]
 
 
 class _Pin:
-    """Args: is_followed: light members have what it holds, and come for the difference to the next version."""
+    """Layers of one version that are kept for others. Args: is_followed: learners have them, and will ask for the
+    difference to the next version."""
 
     def __init__(self, born_s: float, *, is_followed: bool = False) -> None:
         self._born_s = born_s
         self._is_followed = is_followed
         self.until_s = born_s + PINNED_S
         self.num_sending = 0
-        """Ranges that are leaving. On a busy line one may take longer than a pin lives unasked."""
+        """Ranges that are leaving. On a busy line one may take longer than a pin lasts unasked."""
         self.is_asked_for = False
-        """By somebody else; what we have pinned ourselves is as much as we chose."""
+        """Another peer has asked for it. What we pin ourselves is not limited."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
-        """Of the layers that may be offered; the others' are being made."""
+        """Layer -> digest, of the layers that may be offered; the others' digests are being made."""
         self.signatures: Signatures = ()
-        """Of those who have signed it for newcomers."""
+        """Holders' signatures for newcomers."""
         self.is_replayed = False
-        """A newcomer fetches it, and wants what was committed since."""
+        """A newcomer fetches it, and will replay the steps since."""
         self.left: dict[PeerID, int] = {}
-        """Elements that each has yet to ask for."""
+        """Peer -> number of elements that it has yet to ask for."""
         self.served: set[PeerID] = set()
-        """Who has asked for all that it wanted."""
+        """Peers that have asked for all that they wanted."""
 
     def asked_for(self, now_s: float) -> None:
-        """It is kept for a while more, but not for ever."""
+        """Prolong the pin, within its maximum age."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX
 
     def is_over(self, now_s: float) -> bool:
-        """Nobody wants it any more, or it has been kept for too long."""
+        """True if nobody wants it any more, or it has been kept for too long."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
     @property
@@ -101,13 +103,13 @@ class _Pin:
         return _num_bytes(self.layers.values())
 
     def keep(self, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
-        """Returns: those of which no digest is known."""
+        """Add layers. Return those without a known digest."""
         for key, layer in layers.items():
             self.layers.setdefault(key, layer)
         return {key: self.layers[key] for key in layers if key not in self.digests}
 
     def prove(self, proofs: Mapping[str, str]) -> None:
-        """Args: proofs: of layers, some of which may have been forgotten meanwhile."""
+        """Record digests. Layers may have been forgotten meanwhile."""
         for key, proof in proofs.items():
             if key in self.layers:
                 self.digests.setdefault(key, proof)
@@ -127,19 +129,19 @@ def _num_bytes(layers: Iterable[LayerState]) -> int:
 
 
 class StateServer:
-    """One a peer, whatever it holds.
+    """Serves whatever states this peer holds; one per peer.
 
     Args:
-        current: what this peer trains of which these layers are a part, or None while it has no such state.
-        is_stepping: whether these layers are on their way to their next version, so that there is no state of them now.
+        current: returns the trained state that includes these layers; None while there is none here.
+        is_stepping: true while these layers are in an optimizer step, so that they have no state.
         stored: (era, version, layer keys) -> those of the layers that are in a snapshot here.
         witnessed: (newcomer, layer keys, version or -1) -> what a newcomer of a group that holds these layers may
-            fetch; None: the sender is none. Raises Refused: nothing yet.
-        knows: whether a plan of late has a place for a peer. Nobody else is given anything.
-        is_busy: whether anything is being sent, to whomever.
-        gives_way: whether everybody waits for the first step of a layout, so that copies of this version, no newer
+            fetch; None: the sender is no newcomer. Raises Refused: nothing yet.
+        knows: true if a recent plan has a place for a peer. Others get nothing.
+        is_busy: true while anything is being sent to any peer.
+        gives_way: true while everybody waits for the first step of a layout, so that copies of this version, no newer
             than what the layout begins with, leave after it.
-        inbox: where chunks arrive that are passed on; None: nothing is got here for others.
+        inbox: receives chunks that are passed on; None: nothing is fetched here for others.
     """
 
     def __init__(
@@ -172,61 +174,61 @@ class StateServer:
         self._gives_way = gives_way
         self._is_stepping = is_stepping
         self._ahead: dict[PeerID, tuple[int, str, LayerState]] = {}
-        """Who fetches ahead -> version, key and state of the layer that it fetches now."""
+        """Peer that fetches ahead -> (version, key, state) of the layer that it fetches now."""
         self._copies: set[tuple[PeerID, int, str]] = set()
-        """Who keeps a copy of which version of which layer."""
+        """(peer, version, layer) of the copies that peers keep."""
         self._one_ahead = asyncio.Lock()
-        """One chunk at a time goes to those who fetch ahead."""
+        """Only one chunk at a time leaves for peers that fetch ahead."""
         self._took_s = 0.0
-        """How long the last of them took to leave."""
+        """Seconds that the last of them took to leave."""
         self._relays: list[Relay] = []
-        """The fetches of this peer whose mates may ask for what has come."""
+        """Our fetches from which other peers may ask for arrived ranges."""
         self._inbox = inbox
         self._leaving: dict[tuple[PeerID, StateChunkRequest], asyncio.Future[bool]] = {}
-        """(who asks, range) of what is leaving -> whether it has, in the end."""
+        """(requester, range) that is leaving -> whether it was sent, in the end."""
         self._carried: set[tuple[PeerID, StateChunkRequest]] = set()
-        """(holder, range) of what is on its way to us for others."""
+        """(holder, range) that we are fetching for others."""
         self._newcomers: dict[PeerID, float] = {}
-        """Who has asked for the newest, as only a newcomer does, until when we remember it. Plans may tell of it later,
-        and what it asks others for by its number is what some have reached meanwhile."""
+        """Peer -> until when we remember that it asked for the newest version, as only a newcomer does. Later requests
+        of a newcomer name a version, and plans may name it late."""
         self.initial: InitialWeights | None = None
-        """Of the host, if its run does not begin from the seed."""
+        """Set on the host, if its run does not begin from the seed."""
         endpoint.on(StateRequest, self._on_request)
         endpoint.on(StateChunkRequest, self._on_chunk_request)
 
     async def pin(self, state: StageState) -> None:
-        """Somebody is about to ask for this state, which will not be the current one any more."""
+        """Keep a state that will soon not be the current one, for peers that are about to ask for it."""
         await self._pin((TRAINED, state.version), state.layers)
 
     def pass_on(self, fetched: Relay) -> None:
-        """This peer begins a fetch: its mates may ask for what has come, and for a while after all has."""
+        """Share what a fetch of ours receives with its mates, and for a while after its end."""
         self._forget_old()
         fetched.until_s = self._clock.now_s() + PINNED_S
         self._relays.append(fetched)
 
     def pinned_from(self) -> int:
-        """The oldest version of what is trained on which a newcomer builds; far in the future if none does."""
+        """Return the oldest trained version that a newcomer builds on; far in the future if there is none."""
         self._forget_old()
         replayed = (version for (era, version), pin in self._pins.items() if era == TRAINED and pin.is_replayed)
         return min(replayed, default=2**62)
 
     def is_giving(self, peer: PeerID, version: int) -> bool:
-        """Whether `peer` has not got all yet that it wants of that version of what is trained."""
+        """True if `peer` has yet to get something that it wants of that version of the trained state."""
         self._forget_old()
         pin = self._pins.get((TRAINED, version))
         return pin is not None and peer in pin.left
 
     def has_given(self, peer: PeerID, version: int) -> bool:
-        """Whether `peer` has got all that it wanted of that version of what is trained."""
+        """True if `peer` has got all that it wanted of that version of the trained state."""
         pin = self._pins.get((TRAINED, version))
         return pin is not None and peer in pin.served and peer not in pin.left
 
     def gives_copy(self, peer: PeerID, version: int, keys: Iterable[str]) -> None:
-        """`peer` is about to fetch these layers as a copy, which nobody waits for."""
+        """Record that `peer` is about to fetch these layers as a copy, at the lowest priority."""
         self._copies.update((peer, version, key) for key in keys)
 
     def forget(self, keys: Collection[str]) -> None:
-        """A tenure that held these layers is over: what it has pinned is of no use to anybody."""
+        """Drop the pins of layers that this peer no longer holds."""
         for (era, version), pin in list(self._pins.items()):
             if era in (TRAINED, WEIGHTS):
                 pin.forget(keys)
@@ -235,12 +237,12 @@ class StateServer:
         self._copies = {copy for copy in self._copies if copy[2] not in keys}
 
     def forget_weights(self, keys: Collection[str]) -> None:
-        """Nobody follows these layers as a light member, or is about to: what is kept of their weights goes."""
+        """Drop weights of layers that no learner follows or is about to follow."""
         for at in [at for at, pin in self._pins.items() if at[0] == WEIGHTS and not pin.layers.keys().isdisjoint(keys)]:
             del self._pins[at]
 
     def forget_ahead(self) -> None:
-        """Nobody gets ready for another layout any more."""
+        """Drop what peers fetch ahead: no peer prepares for another layout any more."""
         self._ahead.clear()
 
     def _forget_old(self) -> None:
@@ -257,7 +259,7 @@ class StateServer:
         *,
         asked_by: PeerID | None = None,
     ) -> _Pin:
-        """Args: proofs: of these layers, where they are known."""
+        """Args: proofs: known digests of these layers."""
         now_s = self._clock.now_s()
         pin = self._pins.setdefault(key, _Pin(now_s, is_followed=key[0] == WEIGHTS))
         pin.asked_for(now_s)
@@ -267,13 +269,13 @@ class StateServer:
         unproved = pin.keep(layers)
         if unproved and proofs is None:
             proofs = await self._compute.run_on_host(lambda: {k: layer.proof() for k, layer in unproved.items()})
-            pin = self._pins.setdefault(key, pin)  # hashing a large stage takes longer than a pin lives unasked
+            pin = self._pins.setdefault(key, pin)  # hashing a large stage takes longer than a pin lasts unasked
             pin.asked_for(self._clock.now_s())
         pin.prove(proofs or {})
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
-        """Whether somebody else may have us keep that version too."""
+        """True if another peer may have us keep that version, too."""
         counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
         others = [self._pins[at] for at in counted if at != key]
         num_bytes = _num_bytes(layers) + sum(pin.num_bytes for pin in others)
@@ -326,7 +328,7 @@ class StateServer:
         return await self._offer(source, (TRAINED, state.version), state.layers, wanted)
 
     async def _to_compare(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """What most holders have signed, for a newcomer that has it already. Nothing is kept for it."""
+        """Return what most holders have signed, for a newcomer that already has the state. Nothing is pinned."""
         state, given = self._current(message.layers), None
         if state is not None:
             given = await self._witnessed(source, message.layers, -1)
@@ -336,14 +338,14 @@ class StateServer:
         return StateOffer(version=given.state.version, digests=said, pinned_s=0.0, signatures=given.signatures)
 
     async def _step_over(self, keys: Collection[str]) -> None:
-        """Wait until there is a state of these layers, if a step makes one; long ones are not waited for."""
+        """Wait for a step of these layers to end, but not for a long one."""
         for _ in range(math.ceil(_STEP_WAIT_S / _LOOK_S)):
             if not self._is_stepping(keys):
                 return
             await asyncio.sleep(_LOOK_S)
 
     async def _offer_pinned(self, source: PeerID, version: int, wanted: set[str], *, signed: bool) -> StateOffer:
-        """There is no room for another version: the newest of those that we keep anyway. Raises: Refused."""
+        """Offer the newest version that is pinned anyway, since there is no room for another. Raises: Refused."""
         kept = ((at, pin) for at, pin in self._pins.items() if at[0] == TRAINED and (pin.signatures or not signed))
         versions = [at for (_, at), pin in kept if wanted <= pin.digests.keys()]
         if version >= 0 or not versions:
@@ -351,8 +353,8 @@ class StateServer:
         return await self._offer(source, (TRAINED, max(versions)), {}, wanted)
 
     async def _offer_weights(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Parameters of what is trained now, in bf16. Of these versions the two newest are kept: each is a sixth of
-        the state, and whoever is late for one asks for the next."""
+        """Offer trained parameters in bf16. The two newest versions are kept: each is a sixth of the state, and a
+        learner that misses one asks for the next."""
         state, me = self._current(message.layers), self._endpoint.peer_id
         pin = self._pins.get((WEIGHTS, message.version))
         if pin is not None and pin.digests.keys() >= set(message.layers):
@@ -377,15 +379,15 @@ class StateServer:
     async def _begun_with(self, keys: tuple[str, ...]) -> dict[str, LayerState]:
         me = self._endpoint.peer_id
         if self.initial is None:
-            raise Refused(me, "has not what the run begins with")
+            raise Refused(me, "does not have the initial weights of the run")
         try:
             pin = self._pins.get((INITIAL, 0))
             missing = [key for key in keys if pin is None or key not in pin.digests]
             read = await self.initial.read(missing)
             return {key: bare_layer(param_N, self._vectors) for key, param_N in read.items()}
         except LocalError as error:
-            logger.error("cannot give what the run begins with: %s", error)
-            raise Refused(me, "cannot read what the run begins with") from error
+            logger.error("cannot serve the initial weights of the run: %s", error)
+            raise Refused(me, "cannot read the initial weights of the run") from error
 
     async def _offer(
         self,
@@ -404,10 +406,10 @@ class StateServer:
         return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures)
 
     def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """The one layer that `source` fetches next, as it is now; it takes the place of the one before."""
+        """Offer the one layer that `source` fetches ahead next. It replaces the one before."""
         me = self._endpoint.peer_id
         if len(message.layers) != 1 or not self.trail.is_wanted:
-            raise Refused(me, "knows of no layout that follows, or is asked for several layers at once")
+            raise Refused(me, "knows of no next layout, or was asked for several layers at once")
         state = self._current(message.layers)
         if state is None:
             raise Refused(me, "does not hold that state")
@@ -465,7 +467,7 @@ class StateServer:
         return Done()
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
-        """What the difference is to be sent to; None: none is wanted. Raises: Refused: it is not here."""
+        """Return the tensor to base the difference on; None: none is wanted. Raises: Refused: it is not here."""
         if message.base < 0 or message.stored_era != WEIGHTS or message.tensor != 0:
             return None
         pin = self._pins.get((WEIGHTS, message.base))
@@ -474,12 +476,11 @@ class StateServer:
         return pin.layers[message.layer].param_N
 
     async def _carry(self, source: PeerID, message: StateChunkRequest, holder: PeerID) -> Done:
-        """Get a range from its holder for somebody whose own path from there is slow, and pass it on. Nothing is
-        carried by who is fetching itself."""
+        """Get a range from its holder for another peer, and pass it on. A peer that is fetching itself refuses."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
         if not self._knows(source) or not self._knows(holder) or self._inbox is None or is_fetching:
-            raise Refused(me, "gets nothing for others now")
+            raise Refused(me, "carries no ranges for others now")
         length = message.stop - message.start
         is_range = message.start >= 0 and 0 < length <= RANGE_CHUNKS * self._vectors.chunk
         if not is_range or not 0 <= message.tensor < GRADIENT:
@@ -493,7 +494,7 @@ class StateServer:
             stop=message.stop,
         )
         if (holder, request) in self._carried or len(self._carried) >= _CARRIED_MAX:
-            raise Refused(me, "gets that for somebody else, or enough for others already")
+            raise Refused(me, "already carries that range, or as many as it may")
         self._carried.add((holder, request))
         try:
             wanted = StateRequest(layers=(message.layer,), version=message.version, stored_era=message.stored_era)
@@ -528,7 +529,7 @@ class StateServer:
             await self._send_chunk(source, message, values_N, start, Priority.STATE)
 
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> Done:
-        """The reduced gradient with which a layer stepped to a version, once it has."""
+        """Send the reduced gradient with which a layer stepped to a version, once it has."""
         me = self._endpoint.peer_id
         if not self._knows(source):
             raise Refused(me, "does not know the sender from a plan")
@@ -542,7 +543,7 @@ class StateServer:
         return Done()
 
     async def _give_ahead(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> None:
-        """Send a range: while training goes on when nothing else is being sent, or when that lasts too long."""
+        """Send a range: during training only while nothing else is being sent, or after too long a wait."""
         for start in self._starts(source, message, values_N):
             if not self.trail.is_wanted:
                 await self._send_chunk(source, message, values_N, start, Priority.STATE)
@@ -557,7 +558,7 @@ class StateServer:
                 self._took_s = self._clock.now_s() - began_s
 
     def _starts(self, source: PeerID, message: StateChunkRequest, values_N: Tensor) -> range:
-        """Where the chunks of a range begin. Raises: RemoteError: the tensor has no such range, or it is too long."""
+        """Return where a range's chunks begin. Raises: RemoteError: no such range, or too long."""
         chunk = self._vectors.chunk
         if not 0 <= message.start < message.stop <= min(values_N.numel(), message.start + RANGE_CHUNKS * chunk):
             raise RemoteError(source, f"asks for elements {message.start} to {message.stop} of {values_N.numel()}")
@@ -574,12 +575,12 @@ class StateServer:
         first: int = 0,
         before_N: Tensor | None = None,
     ) -> None:
-        """Send a chunk, in parts if nobody waits for it.
+        """Send a chunk, in parts at the lowest priority.
 
         Args:
-            values_N: the tensor, or what of it begins with element `first`.
-            before_N: the same tensor at the version to which the difference is sent; None: it is sent as it is.
-        Raises: Refused: the network does not let us.
+            values_N: the tensor, from element `first` on.
+            before_N: the same tensor at the version to which the difference is sent; None: send the chunk itself.
+        Raises: Refused: the requester is unreachable.
         """
         stop = min(start + self._vectors.chunk, message.stop)
         part = self._vectors.background_chunk if priority is Priority.BULK else self._vectors.chunk
@@ -606,13 +607,13 @@ class StateServer:
             try:
                 await self._endpoint.send(source, meta, payload, priority=priority, again=meta)
             except Unreachable as error:
-                raise Refused(self._endpoint.peer_id, "cannot reach who asks") from error
+                raise Refused(self._endpoint.peer_id, "cannot reach the requester") from error
 
     def _is_copy(self, source: PeerID, message: StateChunkRequest) -> bool:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
 
     async def _give_way(self, version: int) -> None:
-        """Wait, before a copy of `version` is sent, until the layout has made its first step; at most a minute.
+        """Wait, before a copy of `version` is sent, for the first step of the layout, at most a minute.
 
         Before that step members fetch their layers, and the copy would take a part of our uplink from them.
         """

@@ -1,8 +1,8 @@
-"""The reduced gradients of the last steps, for those who fetch the state of layers that are being trained.
+"""Keep the reduced gradients of the last steps, for peers that fetch layers in training.
 
-A layout is about to end, and other peers are to hold the layers then. Such a peer fetches a layer at the version that
-it has, and replays each step from there on: a step of a layer needs that layer's part of the reduced gradient and
-nothing else. Gradients are kept as long as somebody has yet to replay them, and no longer.
+When a layout is about to end, other peers prepare to hold its layers. Such a peer fetches a layer at its present
+version and replays each step from there on, for which it needs only that layer's part of the reduced gradient. A
+gradient is kept until every such peer has replayed it.
 """
 
 import asyncio
@@ -15,28 +15,28 @@ from shoal.protocol.limits import REPLAYED_BYTES_MAX
 from shoal.protocol.plan import Plan
 
 TRAIL_STEPS_MIN = 4
-"""So many steps are kept however large their gradients are: those of three are as much as the state, and who lacks more
-fetches that; one more may come while the first is on its way."""
+"""Number of steps that are kept however large: three steps' gradients are as much as the state, so a peer that lacks
+more fetches that; one more step may come while the first is on its way."""
 
 
 class Trail:
-    """Of all groups of one peer, in one era."""
+    """The kept gradients of all groups of one peer, in one generation."""
 
     def __init__(self) -> None:
         self._is_wanted, self._era = False, -1
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
-        """Who replays -> the oldest version that it has yet to step to, as far as it has asked."""
+        """Replaying peer -> the oldest version that it has yet to step to, as far as it has asked."""
         self._noted = asyncio.Event()
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the layout is to end, so that somebody may ask."""
+        """True if the layout is to end, so that peers may ask."""
         return self._is_wanted
 
     def follow(self, plan: Plan) -> None:
-        """Keep what is here while the layout of `plan` is to end, and until the next one is under way."""
+        """Take a plan. Gradients are kept while its layout is to end, and until the next one is under way."""
         self._is_wanted = bool(plan.following)
         is_last = plan.fresh and plan.restore_era == self._era
         if (self._is_wanted and plan.era == self._era) or is_last:
@@ -45,7 +45,7 @@ class Trail:
         self._steps, self._wanted_from = {}, {}
 
     def note(self, era: int, version: int, gradients: Mapping[str, Tensor]) -> None:
-        """These layers have stepped to `version` with these parts of the reduced gradient."""
+        """Record with which parts of the reduced gradient these layers have stepped to `version`."""
         if not self._is_wanted or era != self._era:
             return
         self._steps.setdefault(version, {}).update(gradients)
@@ -62,13 +62,13 @@ class Trail:
         return sum(4 * part_N.numel() for part_N in parts)
 
     def wants(self, peer: PeerID, version: int, *, at_least: bool = False) -> None:
-        """`peer` has yet to replay the step to `version`, and those after it. Args: at_least: and those that it wanted
+        """Record that `peer` will replay the steps to `version` and after; `at_least`: and those that it wanted
         before."""
         self._wanted_from[peer] = min(version, self._wanted_from.get(peer, version)) if at_least else version
 
     async def read(self, era: int, version: int, key: str, *, patience_s: float) -> Tensor | None:
-        """The reduced gradient with which the layer stepped to `version`, as soon as it has; None: it is not kept any
-        more, or has not come within `patience_s`."""
+        """Return the gradient with which the layer stepped to `version`; None: dropped, or not here within
+        `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
                 while era == self._era and self._is_wanted and not self._has(version, key) and self._is_ahead(version):

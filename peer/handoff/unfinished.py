@@ -1,4 +1,4 @@
-"""What a fetch that failed has got of a layer, for the next one."""
+"""Keep what a failed fetch has received of a layer, for the next one."""
 
 from dataclasses import dataclass, field
 
@@ -7,13 +7,15 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Unfinished:
-    """Good for a fetch of the same layer at the same version, under the same digest. Nothing here has been compared
-    with it: whoever ends the fetch does that, with the whole layer."""
+    """Part of a layer, usable by a fetch of the same layer at the same version under the same digest.
+
+    It is not checked against the digest: the fetch that completes the layer does that.
+    """
 
     version: int
     digest: str
-    """Of the layer, as most holders named it."""
+    """The layer's, as most holders named it."""
     tensors: tuple[Tensor, Tensor, Tensor]
-    """Parameters and moments, as long as the layer's; filled where a range is `here`."""
+    """Parameters and moments at full length; filled where a range is `here`."""
     here: set[tuple[int, int]] = field(default_factory=set)
-    """(Tensor, first element) of the ranges that have come."""
+    """(Tensor, first element) of the ranges that have arrived."""

@@ -1,10 +1,10 @@
-"""The one place that talks to real networks and disks keeps out of memory what hivemind imports and we never use.
+"""Real networks and disks: the one package that imports hivemind, and only the parts of it that we use.
 
-Three packages of hivemind import in their own files all that they have: `hivemind` its averager, its mixture of
-experts, its optimizer, and scipy for them; `hivemind.dht` and `hivemind.utils` what hands tensors from one process to
-another, and torch for it. A command that only asks a run something needs none of them, and torch alone takes two
-seconds to import. Once this folder is imported, an import of one of the three makes a package without running its file,
-so that an import of one of its parts loads this part and what that needs itself. What was loaded before stays as it is.
+`hivemind`, `hivemind.dht` and `hivemind.utils` import everything that they have (averager, mixture of experts,
+optimizer, tensor transport), and with it scipy and torch. A command that only asks a run something needs none of that,
+and torch alone takes two seconds to import. Once this package is imported, importing one of the three makes an empty
+package without running its `__init__.py`, so an import of a submodule loads only what that submodule needs. Packages
+that are already loaded stay as they are.
 """
 
 import importlib
@@ -24,11 +24,11 @@ _PART_OF: dict[str, dict[str, str]] = {
         "get_logger": "logging",
     },
 }
-"""The packages, each with the names that other modules of hivemind import from it, and the part that has the name."""
+"""Package -> name that other modules of hivemind import from it -> submodule that has the name."""
 
 
 class _WithoutContents(MetaPathFinder, Loader):
-    """Finds the three packages and, instead of running their files, gives them the names of `_PART_OF`."""
+    """Find the three packages and give them the names of `_PART_OF` instead of running their files."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name in _PART_OF else None
@@ -50,4 +50,4 @@ class _WithoutContents(MetaPathFinder, Loader):
         module.__getattr__ = find  # type: ignore[method-assign]
 
 
-sys.meta_path.insert(0, _WithoutContents())  # before anything here imports a part of hivemind
+sys.meta_path.insert(0, _WithoutContents())  # before any import of hivemind here

@@ -1,9 +1,8 @@
-"""Tells anybody, before they agree on a run or a version, that this is a shoal, its version and its time, and whether
-this peer can call back.
+"""Tell any caller, of any run or version: our version, our time, and whether we can call it back.
 
-The handler's name has neither run nor version in it, and unknown fields are ignored, so that peers of all versions
-understand each other as far as this goes. Which run a peer is in it tells nobody: whoever knows the run's id may ask
-whether it is that one. A caller is called back only at the address that it called from.
+The handler's name has neither run nor version in it, and unknown fields are ignored, so peers of all versions can ask.
+A peer does not reveal its run: a caller that knows a run's id may ask whether the peer is in it. A caller is called
+back only at the address from which it called.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ _REQUEST_BYTES_MAX = 256
 _CALLS_BACK_AT_ONCE = 4
 _CALL_BACK_TIMEOUT_S = 3.0
 _SOMEBODY_ELSE = "peer id mismatch"
-"""What go-libp2p says of a handshake with another key than the address names."""
+"""go-libp2p's message when a handshake shows another key than the address names."""
 _TCP = re.compile(r"^/ip[46]/([^/]+)/tcp/\d+$")
 
 
@@ -44,37 +43,32 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 class AboutRequest(msgspec.Struct, frozen=True):
     port: int = 0
-    """The port on which the caller listens and wants to be called; 0: none."""
+    """The port on which the caller listens and wants to be called back; 0: none."""
     run_mark: str = ""
-    """`mark_of` the run that the caller means; it shows the run to nobody who does not know it."""
+    """`mark_of` the run that the caller means; it reveals the run only to peers that know it."""
 
 
 class About(msgspec.Struct, frozen=True):
     protocol_version: int
     is_in_run: bool = False
-    """Whether it is in the run of the request's mark."""
+    """True if the peer is in the run of the request's mark."""
     shoal: _Name = ""
     """The program's version, for people."""
     wall_s: float = 0.0
-    """Seconds since 1970 by its clock."""
+    """Seconds since 1970, by the peer's clock."""
     called_back: bool | None = None
-    """Whether a connection to the caller's port came about; None: not tried."""
+    """True if a connection to the caller's port succeeded; None: not tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AboutReply:
     about: About
     ahead_s: float
-    """How far our clock is ahead of the other's, to half a round trip."""
+    """How far our clock is ahead of the peer's, accurate to half a round trip."""
 
 
 class AboutAnswerer:
-    """Answers on behalf of one peer.
-
-    Args:
-        seen_at: the multiaddrs from which a peer is connected to us.
-        wall_s: seconds since 1970.
-    """
+    """Answer for one peer. Args: seen_at: returns the multiaddrs from which a peer is connected to us."""
 
     def __init__(
         self,
@@ -90,7 +84,7 @@ class AboutAnswerer:
         self._calling_back = 0
 
     async def answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """A handler of the daemon's. Never raises on what came from a network."""
+        """Handle a request of the daemon. Never raises on network input."""
         peer = PeerID(caller.to_base58())
         asked = _asked(request)
         called_back = await self._call_back(asked.port, peer)
@@ -120,7 +114,7 @@ def mark_of(run: str, asker: PeerID) -> str:
 
 
 def _asked(request: bytes) -> AboutRequest:
-    """Read a request; an unreadable one asks for nothing in particular."""
+    """Decode a request; an unreadable one counts as empty."""
     try:
         return msgspec.json.decode(request, type=AboutRequest) if len(request) <= _REQUEST_BYTES_MAX else AboutRequest()
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -128,7 +122,7 @@ def _asked(request: bytes) -> AboutRequest:
 
 
 def _host_of(addresses: Sequence[str]) -> str | None:
-    """Find where a connection comes from; None if it leads over a relay."""
+    """Return the IP address of a connection; None if it uses a relay."""
     for address in addresses:
         match = _TCP.match(address)
         if match is not None:
@@ -150,7 +144,7 @@ async def _answers(host: str, port: int) -> bool:
 
 
 async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeout_s: float) -> None:
-    """Connect, if that is not so already. Raises: Unreachable: why not. RemoteError: somebody else is there."""
+    """Connect unless connected. Raises: Unreachable. RemoteError: another peer answers at the address."""
     try:
         async with asyncio.timeout(timeout_s):
             p2p: Any = await daemon.p2p()
@@ -160,14 +154,14 @@ async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeo
         raise Unreachable(peer, f"no handshake in {timeout_s:g} s") from error
     except (TransportError, P2PDaemonError, OSError, EOFError, ValueError) as error:
         if _SOMEBODY_ELSE in str(error):
-            raise RemoteError(peer, "is not at its address: somebody else answers there") from error
+            raise RemoteError(peer, "is not at its address: another peer answers there") from error
         raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
 
 
 async def ask_about(
     daemon: Daemon, peer: PeerID, *, me: PeerID, run: str, port: int = 0, timeout_s: float
 ) -> AboutReply:
-    """Ask a connected peer of any run. Raises: Unreachable. RemoteError: its answer is none."""
+    """Ask a connected peer of any run. Raises: Unreachable. RemoteError: the answer is invalid."""
     request = msgspec.json.encode(AboutRequest(port, mark_of(run, me)))
     sent_s = time.time()
     try:
@@ -176,17 +170,17 @@ async def ask_about(
             reply = await p2p._client.call_unary_handler(HivemindPeerID.from_base58(peer), ABOUT_NAME, request)
     except TimeoutError as error:
         raise Unreachable(peer, f"no answer in {timeout_s:g} s") from error
-    except P2PHandlerError as error:  # whose text is the other's
+    except P2PHandlerError as error:  # its text comes from the peer
         raise Unreachable(peer, "it failed to answer") from error
     except (TransportError, P2PDaemonError, OSError, EOFError) as error:
         raise Unreachable(peer, (str(error).splitlines() or [repr(error)])[0][:120]) from error
     middle_s = (sent_s + time.time()) / 2
     try:
         if len(reply) > CONTROL_BYTES_MAX:
-            raise RemoteError(peer, "answered with too much")
+            raise RemoteError(peer, "sent an answer that is too long")
         about = msgspec.json.decode(reply, type=About)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteError(peer, f"said nothing readable about itself ({error})") from error
+        raise RemoteError(peer, f"sent an unreadable answer about itself ({error})") from error
     if not about.shoal.isprintable():
-        raise RemoteError(peer, "said something of itself that is no name")
+        raise RemoteError(peer, "sent a version of its program that is not printable")
     return AboutReply(about=about, ahead_s=middle_s - about.wall_s)

@@ -1,4 +1,4 @@
-"""Decides whether something more may come of one source: so much at once, and a little a second. Pure."""
+"""Limit events by source: a burst, and a rate in the long run. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -12,24 +12,18 @@ S = TypeVar("S", bound=Hashable)
 
 @dataclass(slots=True)
 class Allowance(Generic[S]):
-    """Counts by source. The caller says what time it is.
-
-    Args:
-        most: what may come at once.
-        per_s: what may come a second in the long run.
-    """
+    """Token buckets by source. Args: most: the burst; per_s: events per second in the long run."""
 
     most: float
     per_s: float
     _spent: OrderedDict[S, tuple[float, float]] = field(default_factory=OrderedDict)
-    """What time has not made up for, and when that was reckoned; the last source that came is at the end."""
+    """Source -> (tokens spent, when computed), least recent source first."""
 
     def __len__(self) -> int:
-        """How many sources are remembered."""
         return len(self._spent)
 
     def takes(self, source: S, now_s: float, number: int = 1) -> bool:
-        """Whether `number` more of `source` are within the allowance; they are counted if so."""
+        """Count `number` more events of `source` if they are within the allowance; return whether they are."""
         spent, then_s = self._spent.pop(source, (0.0, now_s))
         spent = max(0.0, spent - (now_s - then_s) * self.per_s)
         is_within = spent + number <= self.most

@@ -1,17 +1,17 @@
-"""What two members and their carrier say before a stream is put through: one short message each, in this order.
+"""Messages of two members and their carrier before a stream is put through: one short message each, in this order.
 
-    opener -> carrier   Carry       to whom, and what for
-    carrier -> other    Carried     from whom, and what for
+    opener -> carrier   Carry       target and purpose
+    carrier -> other    Carried     source and purpose
     other -> carrier    Answer      whether it takes the stream
-    carrier -> opener   Answer      whether it is through
+    carrier -> opener   Answer      whether the stream is through
 
-Whoever asks and whoever answers shows its certificate, so that each knows a member before it does anything for it. Who
-is at the two ends the ends prove to each other afterwards (`secure_channel.py`).
+Each message shows its sender's certificate, so each side recognises a member before it does anything for it. The two
+ends prove their identities to each other afterwards (`secure_channel.py`).
 
-The carrier also tells each end from where the other one is connected with it. Behind a NAT that has one outer port for
-all whom a peer speaks to (any but a symmetric one) this is an address that can be dialled, once the peer behind it has
-dialled us: that opens its NAT for our address. Each end dials the other's again and again, so a hole is punched by the
-second of these dials, whoever it is from.
+The carrier also tells each end the address from which the other one is connected to it. Behind a NAT with one outer
+port for all destinations (any but a symmetric NAT) this address can be dialled once the peer behind it has dialled us,
+which opens its NAT for our address. Both ends dial repeatedly, so the second of these dials, from either end, gets
+through.
 """
 
 import asyncio
@@ -49,16 +49,16 @@ class Carry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     certificate: _Certificate
 
     def __post_init__(self) -> None:
-        public_key_of(PeerID(self.to))  # or it names nobody
+        public_key_of(PeerID(self.to))  # or it names no peer
 
 
 class Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     source: _Peer
-    """The opener, as the carrier knows it; it proves that itself."""
+    """The opener, as the carrier knows it. The opener proves it later."""
     purpose: Purpose
     certificate: _Certificate
     seen_at: _Places
-    """The multiaddrs from which the opener is connected with the carrier."""
+    """The multiaddrs from which the opener is connected to the carrier."""
 
     def __post_init__(self) -> None:
         public_key_of(PeerID(self.source))
@@ -66,17 +66,17 @@ class Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     refusal: _Sentence
-    """The reason why not; empty: yes."""
+    """The reason of a refusal; empty: accepted."""
     certificate: _Certificate
     seen_at: _Places = ()
-    """Those of the other end, from the carrier."""
+    """The other end's multiaddrs, from the carrier."""
 
 
 Said = TypeVar("Said", Carry, Carried, Answer)
 
 
 def plain_tcp(places: Sequence[str]) -> tuple[str, ...]:
-    """Choose among the other ends of a peer's connections those that somebody else could dial."""
+    """Return the remote addresses of a peer's connections that another peer could dial."""
     return tuple(place for place in places if _TCP.match(place) and len(place) <= ADDRESS_CHARS_MAX)[:_SEEN_AT_MAX]
 
 
@@ -86,14 +86,14 @@ def encode(message: Carry | Carried | Answer) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader, kind: type[Said], source: PeerID) -> Said:
-    """Read what `source` says first. Raises: RemoteError: it is none of this; EOFError, OSError."""
+    """Read the first message of `source`. Raises: RemoteError: it is invalid; EOFError, OSError."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > _BYTES_MAX:
-        raise RemoteError(source, f"said {length} bytes about a carried stream, where {_BYTES_MAX} are the limit")
+        raise RemoteError(source, f"sent {length} bytes about a carried stream; the limit is {_BYTES_MAX}")
     try:
         return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RemoteError(source, f"said nothing readable about a carried stream ({error})") from error
+        raise RemoteError(source, f"sent an unreadable message about a carried stream ({error})") from error
 
 
 def check_member(members: Members, peer: PeerID, certificate: bytes) -> None:

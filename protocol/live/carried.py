@@ -1,4 +1,4 @@
-"""The two ends of carried streams: asks a carrier for one, and takes those that carriers bring."""
+"""The two ends of carried streams: ask a carrier for a stream, and accept streams that carriers bring."""
 
 import asyncio
 import logging
@@ -20,17 +20,19 @@ from shoal.protocol.membership import Members
 logger = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S: Final = 8.0
-"""How long all of it may take: the carrier gives the other end five seconds."""
+"""The whole time. The carrier gives the other end five seconds of it."""
 
 Take = Callable[[PeerID, PeerID, Purpose, Streams], Awaitable[None]]
-"""(source, carrier, what for, stream): returns when the stream is over."""
+"""Returns when the stream is over. Arguments: source, carrier, purpose, stream."""
 
 
 class CarriedStreams:
-    """Args:
-    open_stream: opens a stream to a peer that may carry.
-    seen: told where a carrier sees the other end, once that has proved who it is.
-    take: uses a stream that somebody has had put through to us.
+    """Open and accept carried streams.
+
+    Args:
+        open_stream: opens a stream to a peer that may carry.
+        seen: called with the addresses at which a carrier sees the other end, once that end has proved its identity.
+        take: uses a stream that a peer has had put through to us.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class CarriedStreams:
         self._doorway = Doorway(of_one_max=CARRIED_ARRIVING_OF_ONE_MAX)
 
     async def ask(self, carrier: PeerID, peer: PeerID, purpose: Purpose) -> Streams:
-        """Have a stream to `peer` put through, and agree on keys with `peer`. Raises: NotCarried: why not."""
+        """Have a stream to `peer` put through, and agree on keys with `peer`. Raises: NotCarried."""
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 reader, writer = await self._open_stream(carrier)
@@ -66,7 +68,7 @@ class CarriedStreams:
                     writer.transport.abort()
                     raise
         except RemoteError as error:
-            logger.warning("a stream over %s came to nothing: %s", carrier[-8:], error)
+            logger.warning("a stream over %s failed: %s", carrier[-8:], error)
             raise NotCarried(str(error)) from error
         except TimeoutError as error:
             raise NotCarried(f"no answer in {_ASK_TIMEOUT_S:g} s") from error
@@ -74,7 +76,7 @@ class CarriedStreams:
             raise NotCarried(_reason(error)) from error
 
     async def arrive(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A handler of the daemon's; returns when the stream is over. Never raises on what came from a network."""
+        """Handle a carried stream; return when it is over. Never raises on network input."""
         carrier = PeerID(info.peer_id.to_base58())
         try:
             with self._doorway.waits(carrier, writer.transport.abort):
@@ -83,7 +85,7 @@ class CarriedStreams:
                     source = PeerID(said.source)
                     check_member(self._members, source, said.certificate)
                     if source in (self._identity.peer_id, carrier):
-                        raise RemoteError(carrier, "brings a stream of somebody who needs no carrier")
+                        raise RemoteError(carrier, "brought a stream of a peer that needs no carrier")
                     writer.write(encode(Answer("", self._members.certificate)))
                     streams = await secure(
                         writer, self._identity, source, run=self._members.run, purpose=said.purpose, opens=False
@@ -102,5 +104,5 @@ class CarriedStreams:
 def _reason(error: BaseException) -> str:
     text = str(error)
     if "protocols not supported" in text:
-        return "it carries for nobody"
+        return "it is no carrier"
     return (text.splitlines() or [repr(error)])[0][:120] or repr(error)

@@ -2,8 +2,8 @@
 
     a message   kind 1 B | number 4 B | length 4 B | body
 
-An answer has the number of its request; each end numbers its own. libp2p has a stream for each call, which over a
-carrier would be an agreement on keys for each.
+An answer has the number of its request; each end numbers its own. libp2p opens a stream for each call, which over a
+carrier would need a key agreement each.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from shoal.protocol.live.carriage import Streams
 logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 60.0
-"""How long a stream without calls is kept. Whoever works together has a heartbeat a second."""
+"""How long a stream without calls is kept. Peers that work together send a heartbeat every second."""
 _HEAD: Final = struct.Struct(">BII")
 
 Answer = Callable[[PeerID, bytes], Awaitable[bytes]]
-"""(source, request) -> reply; raises whatever it likes when there is none."""
+"""(source, request) -> reply; may raise anything."""
 
 
 class _Kind(IntEnum):
@@ -37,7 +37,7 @@ class _Kind(IntEnum):
 
 
 class CallStream:
-    """Args: answer: answers what the peer asks."""
+    """One stream of calls. Args: answer: answers the peer's requests."""
 
     def __init__(self, peer: PeerID, streams: Streams, answer: Answer) -> None:
         self._peer = peer
@@ -66,7 +66,7 @@ class CallStream:
             self._waiting.pop(number, None)
 
     async def serve(self) -> None:
-        """Read until the stream ends. Raises: RemoteError: the peer says what no honest one says."""
+        """Read until the stream ends. Raises: RemoteError: an invalid message."""
         try:
             while True:
                 head = await self._reader.readexactly(_HEAD.size)
@@ -91,7 +91,7 @@ class CallStream:
             self.end()
 
     def end(self) -> None:
-        """Close it; whoever waits for an answer gets Unreachable."""
+        """Close the stream. Pending calls raise Unreachable."""
         self.is_over = True
         self._timer.cancel()
         self._writer.transport.abort()
@@ -115,12 +115,12 @@ class CallStream:
     async def _reply(self, number: int, request: bytes) -> None:
         try:
             kind, body = _Kind.REPLY, await self._answer(self._peer, request)
-        except Exception:  # said where it happened; the caller is told nothing about us
+        except Exception:  # already logged; the caller learns nothing about us
             kind, body = _Kind.FAILED, b""
         if not self.is_over:
             self._say(kind, number, body)
             with suppress(OSError):
-                await self._writer.drain()  # who asks and never listens is not read either
+                await self._writer.drain()  # a peer that asks and never reads is not read either
 
     def _say(self, kind: _Kind, number: int, body: bytes) -> None:
         self._used_s = self._loop.time()
@@ -132,14 +132,14 @@ class CarriedCalls:
 
     Args:
         open_stream: has a stream for calls put through to a peer. Raises: Unreachable.
-        answer: answers what others ask.
+        answer: answers the requests of others.
     """
 
     def __init__(self, open_stream: Callable[[PeerID], Awaitable[Streams]], answer: Answer) -> None:
         self._open_stream = open_stream
         self._answer = answer
         self._streams: dict[PeerID, list[CallStream]] = {}
-        """The newest last: both ends may have opened one at the same time, and another carrier may bring one."""
+        """Newest last: both ends may open one at the same time, or another carrier may bring one."""
         self._opening: dict[PeerID, asyncio.Task[CallStream]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -165,11 +165,11 @@ class CarriedCalls:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _open(self, peer: PeerID) -> CallStream:
-        """One stream for all who ask at the same time, whichever of them gives up."""
+        """Open one stream for all simultaneous callers, even if some of them give up."""
         task = self._opening.get(peer)
         if task is None:
             task = self._opening[peer] = asyncio.create_task(self._opened(peer), name=f"calls to {peer[-8:]}")
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait by then
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # maybe no caller waits any more
         return await asyncio.shield(task)
 
     async def _opened(self, peer: PeerID) -> CallStream:

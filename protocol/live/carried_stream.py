@@ -1,10 +1,10 @@
-"""One end of a stream that a third peer carries: an asyncio transport whose bytes are sealed (`secure_channel.py`).
+"""One end of a stream that a third peer carries: an asyncio transport that seals its bytes (`secure_channel.py`).
 
-It stands where the daemon's own stream stands otherwise, so `Link` knows nothing of it: reading can be paused, writing
-says when the kernel has everything, and the protocol on top can be changed.
+It replaces the daemon's own stream, and `Link` sees no difference: reading can be paused, writing reports when the
+kernel has everything, and the protocol on top can be changed.
 
-Neither end sees the other's connection. So each says every second that it is there, and a stream that has brought
-nothing for some seconds is given up: the carrier may be gone without a word, and another one may be at hand.
+Neither end sees the other's connection. So each sends an empty record every second, and a stream that has brought
+nothing for some seconds is given up: the carrier may be gone without a word, and another one may be available.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from shoal.protocol.ports import Payload
 
 _SAYS_S: Final = 1.0
 _SILENT_S: Final = 4.0
-"""How long a stream may bring nothing. A carrier within its limits passes something of each stream more often."""
+"""Limit of silence. A carrier within its limits passes something of each stream more often."""
 
 
 class _Inner(asyncio.Protocol):
-    """Reads what the carrier brings: whole pieces while the ends agree on keys, records from then on."""
+    """Read what the carrier brings: fixed-length handshake messages, then records."""
 
     def __init__(self) -> None:
         self.outer: CarriedTransport | None = None
@@ -69,11 +69,11 @@ async def secure(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Agree on keys with `peer` over a stream that a carrier has put through, and take that stream over.
 
-    Nothing may have been read ahead of it: the opener is silent until the carrier has said that it is through, and the
-    other end until the opener has spoken.
+    Nothing may have been read ahead: the opener is silent until the carrier has confirmed, and the other end until the
+    opener has spoken.
 
     Args:
-        opens: whether this end has asked for the stream.
+        opens: this end has asked for the stream.
     Returns: a reader and a writer of the plain bytes.
     Raises: RemoteError: `peer` is not at the other end. EOFError, OSError: the stream broke.
     """
@@ -113,11 +113,7 @@ async def _agree(inner: _Inner, transport: asyncio.WriteTransport, handshake: Ha
 
 
 class CarriedTransport(asyncio.Transport):
-    """What stands above it sees plain bytes.
-
-    Args:
-        keeps: of the stream below; its finalizer would close it.
-    """
+    """The plain side of the stream. Args: keeps: the writer below, since its finalizer would close the stream."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()
@@ -131,10 +127,10 @@ class CarriedTransport(asyncio.Transport):
         self._timer = self._loop.call_later(_SAYS_S, self._beat)
         inner.outer = self
 
-    # What stands below says
+    # Calls from the layer below
 
     def came(self) -> None:
-        """More bytes, or somebody wants to read again."""
+        """Deliver more bytes, after an arrival or when reading resumes."""
         self._heard_s = self._loop.time()
         if self._is_delivering or self._is_over:
             return

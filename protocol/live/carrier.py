@@ -1,11 +1,11 @@
-"""Carries streams between members that cannot reach each other: puts them through, and passes bytes both ways.
+"""Carry streams between members that cannot reach each other: put them through, and pass bytes both ways.
 
-What it carries it can neither read nor change (`secure_channel.py`). It does so for members alone, between two with
-whom it is connected already: it dials nobody for them. How much it does is bounded: streams of one member, streams in
-all, bytes a second (`--limit relay_mbit_s`), which count towards the volunteer's upload too and stand in line behind
-this peer's own gradients. It reads no faster than it can pass on, so the sender's own flow control does the rest.
+A carrier can neither read nor change what it carries (`secure_channel.py`). It carries only for members, between two
+that are already connected to it: it dials nobody for them. Limits bound the streams of one member, all streams, and the
+bytes a second (`--limit relay_mbit_s`), which count towards the volunteer's upload and queue behind this peer's own
+gradients. It reads no faster than it can pass on, so the sender's flow control does the rest.
 
-What was too much to ask for is refused with the reason, and the next carrier is asked.
+A request beyond a limit is refused with the reason, and the opener asks the next carrier.
 """
 
 import asyncio
@@ -29,18 +29,16 @@ from shoal.protocol.membership import Members
 logger = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S: Final = 5.0
-"""How long the opener may take to say where to, and the other end to take the stream."""
+"""How long the opener may take to name its target, and the other end to accept the stream."""
 _PIECE_BYTES: Final = 64 * 1024
 
 
 class Refusal(Exception):
-    """Says in a sentence, to the opener, why a stream is not carried."""
+    """Why a stream is not carried, in a sentence for the opener."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Carriage:
-    """One stream that is put through, or about to be."""
-
     source: PeerID
     to: PeerID
     purpose: Purpose
@@ -52,11 +50,13 @@ class _Carriage:
 
 
 class Carrier:
-    """Args:
-    relay_bytes_per_s: how much is passed on at most, both ways together.
-    connected: whom the daemon has a connection to now, with the other ends' multiaddrs.
-    open_stream: opens a stream for a peer's carried ones, over a connection that is there.
-    find_connection: tells the uplink where the stream to a peer goes.
+    """Carry streams for members.
+
+    Args:
+        relay_bytes_per_s: limit of what is passed on, both ways together.
+        connected: returns the peers to which the daemon is connected now, with their remote multiaddrs.
+        open_stream: opens a stream for carried streams to a peer, over an existing connection.
+        find_connection: tells the uplink which connection the stream to a peer uses.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Carrier:
         find_connection: Callable[[PeerID], Awaitable[None]],
     ) -> None:
         self._members, self._throttle = members, throttle
-        # Calls have a rate of their own and do not wait for tensors; these make up for what calls have taken.
+        # Calls have a separate rate and do not wait for tensors; frames pay for what calls have used.
         self._frames, self._calls = _Gate(relay_bytes_per_s), _Gate(relay_bytes_per_s)
         self._connected, self._open_stream, self._find_connection = connected, open_stream, find_connection
         self._doorway = Doorway()
@@ -78,11 +78,10 @@ class Carrier:
         self.carried_bytes = 0
 
     def __len__(self) -> int:
-        """How many streams are carried now."""
         return len(self._carried)
 
     async def carry(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A handler of the daemon's; returns when the stream is over. Never raises on what came from a network."""
+        """Handle a carry request; return when the stream is over. Never raises on network input."""
         source = PeerID(info.peer_id.to_base58())
         try:
             with self._doorway.waits(source, writer.transport.abort):
@@ -90,14 +89,14 @@ class Carrier:
                     asked = await read(reader, Carry, source)
             await self._put_through(source, asked, (reader, writer))
         except RemoteError as error:
-            logger.warning("carries nothing for %s: %s", source[-8:], error)
+            logger.warning("refused to carry for %s: %s", source[-8:], error)
         except (OSError, EOFError, TimeoutError) as error:
             logger.debug("a stream of %s was not carried: %r", source[-8:], error)
         finally:
             writer.close()
 
     def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
-        """End what is carried from or to those peers."""
+        """End the streams from or to those peers."""
         for carriage in self._carried:
             if is_cut(carriage.source) or is_cut(carriage.to):
                 carriage.cut()
@@ -122,15 +121,15 @@ class Carrier:
     def _admit(self, carriage: _Carriage) -> Iterator[None]:
         """Count a stream while this context lasts. Raises: Refusal."""
         if carriage.to == carriage.source:
-            raise Refusal("that is a stream to oneself")
+            raise Refusal("both ends are the same peer")
         if self._members.is_excluded(carriage.to):
             raise Refusal("the other end is excluded from the run")
         for end, whose in ((carriage.source, "your"), (carriage.to, "the other end's")):
             of_end = sum(end in (other.source, other.to) for other in self._carried)
             if of_end >= CARRIED_STREAMS_OF_ONE_MAX:
-                raise Refusal(f"it carries {of_end} of {whose} streams, the most it does of one member's")
+                raise Refusal(f"it carries {of_end} of {whose} streams, its limit for one member")
         if len(self._carried) >= CARRIED_STREAMS_MAX:
-            raise Refusal(f"it carries {len(self._carried)} streams, the most it does")
+            raise Refusal(f"it carries {len(self._carried)} streams, its limit")
         self._carried.append(carriage)
         try:
             yield
@@ -138,9 +137,9 @@ class Carrier:
             self._carried.remove(carriage)
 
     async def _reach(self, carriage: _Carriage, certificate: bytes) -> tuple[Streams, tuple[str, ...]]:
-        """Open a stream to the other end. Returns: also from where that end is connected.
+        """Open a stream to the other end. Return it and the addresses from which that end is connected.
 
-        Raises: Refusal: the other end is not there, takes no stream, or is no member.
+        Raises: Refusal: the other end is not connected, takes no stream, or is no member.
         """
         to, connected = carriage.to, await self._connected()
         if to not in connected:
@@ -169,7 +168,7 @@ class Carrier:
         return (reader, writer), plain_tcp(connected[to])
 
     async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
-        """Returns when either end has closed or broken, and what it has sent before that has gone out."""
+        """Pass bytes until either end has closed or broken, and what it had sent before has gone out."""
         ways = [
             asyncio.create_task(self._pass(carriage, a[0], b[1], carriage.to), name="carry there"),
             asyncio.create_task(self._pass(carriage, b[0], a[1], carriage.source), name="carry back"),
@@ -197,7 +196,6 @@ class Carrier:
         )
 
     async def _wait(self, purpose: Purpose, nbytes: int, to: PeerID) -> None:
-        """Wait until so many bytes may pass to `to`."""
         throttle = self._throttle
         self.carried_bytes += nbytes
         throttle.received(nbytes)
@@ -214,7 +212,7 @@ class Carrier:
 
 
 class _Gate:
-    """Lets pieces of all streams pass at a rate, in the order in which they come."""
+    """Let pieces of all streams pass at a rate, first come, first served."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.limiter = RateLimiter(bytes_per_s)

@@ -1,5 +1,4 @@
-"""The Compute port on two worker threads, one for the device's jobs and one for what is done to tensors in the host's
-memory: both leave the loop free for the network."""
+"""The Compute port on two worker threads, one for the device and one for host memory; the event loop stays free."""
 
 import asyncio
 import threading
@@ -16,18 +15,18 @@ T = TypeVar("T")
 
 
 class ThreadCompute:
-    """Jobs run one at a time in the order given.
+    """Run jobs one at a time in the order given.
 
     Args:
         initializer: runs in each of the two threads before its first job (number of threads, device). If it raises, so
             does every job.
-        probe_clock: what probes are timed with. `time.thread_time` for a CPU: six peers that start on one machine
+        probe_clock: times probes. `time.thread_time` for a CPU: six peers that start on one machine
             would otherwise measure each other's start, and differ by a factor of four.
-        share: of the device's time. The device rests once it has had more than that (`duty.py`), and a job is said to
-            have taken as long as the share takes to earn it: that is how fast the device is for those who plan with it.
-        spent_s: seconds of the device's time that this process has had so far; None: what its jobs took. Of a CPU the
-            processor's seconds say more: a job that waits for other programs, or that keeps one of two threads busy,
-            has not had all of that time, and the network's work is the processor's too.
+        share: of the device's time. The device rests once it has had more (`duty.py`), and a job's reported duration is
+            the time in which the share earns it: so planners see the speed that the share allows.
+        spent_s: returns the seconds of device time that this process has used; None: the jobs' durations. For a CPU,
+            processor seconds say more: a job may wait for other programs or use one of two threads, and
+            network work uses the processor, too.
     """
 
     def __init__(
@@ -45,22 +44,22 @@ class ThreadCompute:
         self._initializer = initializer
         self._probe_clock = probe_clock
         self._initialized: set[int] = set()
-        """Identifiers of the threads that are."""
+        """Ids of the threads that have run `initializer`."""
         self._is_closed = False
         self._spent_s = spent_s
         self._jobs_s = 0.0
         self._charged_s = spent_s() if spent_s is not None else 0.0
         self._by_jobs_s = 0.0
-        """What was used while jobs ran, since the last charge."""
+        """Seconds used by jobs since the last charge."""
         self._turn = asyncio.Lock()
 
     @property
     def used_s(self) -> float:
-        """Seconds of the device's time that this process has had so far, as `share` counts them."""
+        """Seconds of the device's time that this process has used, as `share` counts them."""
         return self._jobs_s if self._spent_s is None else self._spent_s()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Cancelling does not stop a job that has begun: its result is dropped, and the next job waits for it.
+        """Run a job. Cancelling does not stop one that has begun: its result is dropped, and the next job waits for it.
 
         Raises: whatever `work` raises. LocalError: the device is closed.
         """
@@ -76,13 +75,13 @@ class ThreadCompute:
             return await loop.run_in_executor(self._thread, self._timed, kind, work)
 
     async def run_on_host(self, work: Callable[[], T]) -> T:
-        """Run `work` on the other thread. Raises: whatever `work` raises. LocalError: the device is closed."""
+        """Run `work` on the host-memory thread. Raises: whatever `work` raises. LocalError: the device is closed."""
         if self._is_closed:
             raise LocalError("this device is closed")
         return await asyncio.get_running_loop().run_in_executor(self._host_thread, self._prepared, work)
 
     def close(self) -> None:
-        """Cancel the jobs that have not begun; one that has runs to its end, and its thread ends with it."""
+        """Cancel the jobs that have not begun. A running job finishes, and its thread ends with it."""
         self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._host_thread.shutdown(wait=False, cancel_futures=True)
@@ -106,7 +105,7 @@ class ThreadCompute:
 
     def _timed(self, kind: JobKind, work: Callable[[], T]) -> Timed[T]:
         self._prepare_thread()
-        # time.monotonic is also what the loop's time() reads, so these seconds compare with the Clock's
+        # time.monotonic is also the loop's clock, so these seconds compare with the Clock's
         clock = self._probe_clock if kind == "probe" else time.monotonic
         started_s, clock_started_s, used_before_s = time.monotonic(), clock(), self.used_s
         try:

@@ -1,17 +1,17 @@
-"""Keeps one address, and one network, from having more than its share of the network daemon's connections.
+"""Limit the daemon's connections of one address and of one network.
 
-`p2pd` accepts whoever comes: it bounds neither connections nor handshakes, waits 15 seconds for each that does not go
-on, and computes a key and a signature for each that begins one. It offers no option, and a proxy in front of it would
-copy every byte once more. So the kernel is asked: a second socket listens on the daemon's port and never accepts, and a
-few instructions (classic BPF on the port's SO_REUSEPORT group) send new connections of an address to it that has too
-many. Its queue is full after the first, from then on the kernel drops what comes, and the attacker waits for its own
-retries. Connections that stand are not touched, and nobody else's path changes by an instruction's length.
+`p2pd` bounds neither connections nor handshakes, waits 15 seconds for each stalled handshake, and computes a key and a
+signature for each that begins. It has no option for this, and a proxy in front of it would copy every byte once more.
+So the kernel helps: a second socket listens on the daemon's port and never accepts, and a few instructions (classic BPF
+on the port's SO_REUSEPORT group) send it the new connections of an address that has too many. Its queue is full after
+the first connection; from then on the kernel drops what comes, and the attacker waits for its own retries. Existing
+connections are untouched, and other peers lose no time.
 
-Who has too many, or opens too many, is read from the kernel's own table ten times a second; a connection that waits for
-its sender's answer does not count, as the address may be made up. An address shut out stays so until it has been quiet
-for a while. An IPv6 host counts with its /64, which is what one customer has. A public /24 (IPv6: /48) has limits
-of its own, for a stranger with all of its addresses. Private networks and loopback only have that of what stands, by
-address.
+Ten times a second we read the kernel's connection table for addresses that have or open too many connections. A
+connection that waits for its sender's answer does not count, as the address may be forged. An address is shut out until
+it has been quiet for a while. An IPv6 host counts by its /64, which is what one customer has. A public /24 (IPv6: /48)
+has limits of its own, against a stranger that owns all its addresses. Private networks and loopback only have the limit
+on existing connections, by address.
 """
 
 import asyncio
@@ -43,39 +43,35 @@ _TCP: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
 _ATTACH: Final = 51
 """SO_ATTACH_REUSEPORT_CBPF, Linux 4.5; Python has no name for it."""
 _NET: Final = -0x100000 & 0xFFFFFFFF
-"""SKF_NET_OFF: offsets from the IP header on."""
+"""SKF_NET_OFF: offsets count from the IP header."""
 _LOAD, _AND, _JUMP_IF, _RETURN = 0x20, 0x54, 0x15, 0x06
 _SOURCE4, _SOURCE6 = 12, 8
-"""Where the sender is in an IP header."""
 _DAEMON, _US = 0, 1
-"""The index of each socket in the group, which is the order in which the sockets began to listen."""
+"""Index of each socket in the group: the order in which they began to listen."""
 _LOOK_S: Final = 0.1
-"""The time between two looks: a flood of 1,000 a second makes 100 meanwhile, beside the 128 that anybody may have."""
+"""Between two looks a flood of 1,000 a second makes 100 connections, beside the 128 that any address may have."""
 _SHARE: Final = 0.05
-"""The share of a core that reading the table may take: 0.3 ms where there are some hundred connections, 10 ms for
-10,000."""
+"""Share of a core for reading the table, which takes 0.3 ms with some hundred connections and 10 ms with 10,000."""
 _NONE_YET = ("0A", "06", "03")
-"""States in which a line is no connection: LISTEN, TIME_WAIT, and SYN_RECV, which costs the daemon nothing."""
+"""States that do not count as connections: LISTEN, TIME_WAIT, and SYN_RECV, which costs the daemon nothing."""
 _ADDRESSES: Final = CONNECTIONS_OF_NETWORK_MAX // CONNECTIONS_OF_ADDRESS_MAX
-"""A network may have, and open, as much as so many addresses."""
+"""A network may have, and open, as many connections as this number of addresses."""
 
 Network = bytes
-"""The first bytes of the addresses in it: four of one IPv4 address and three of a /24, eight of an IPv6 /64 and six of
-a /48."""
+"""Address prefix: four bytes for an IPv4 address and three for a /24, eight for an IPv6 /64 and six for a /48."""
 _WIDER: Final = {4: 3, 8: 6}
-"""The length of an address, and of the network to which it belongs."""
+"""Length of an address -> length of its network."""
 
 
 class ConnectionLimit:
-    """Works beside one running daemon, from `open` to `close`. Where the kernel cannot help, it does nothing and says
-    so."""
+    """Guard one running daemon, from `open` to `close`. If the kernel cannot help, it logs that and does nothing."""
 
     def __init__(self, listen: Sequence[str]) -> None:
         self._places = [match for match in map(_TCP.match, listen) if match is not None and int(match[3]) > 0]
         self._sockets: list[tuple[int, socket.socket]] = []
         self._looking: asyncio.Task[None] | None = None
         self._shut_out: dict[Network, float] = {}
-        """Each address that is shut out, and since when it has been quiet (or now, if it is not)."""
+        """Shut-out network -> since when it has been quiet (or now, if it is not)."""
         self._opening = {
             is_network: Allowance[Network](
                 CONNECTIONS_OPENED_MAX * (_ADDRESSES if is_network else 1),
@@ -89,10 +85,10 @@ class ConnectionLimit:
         return frozenset(self._shut_out)
 
     def shut_out_now(self, address: Network, now_s: float) -> None:
-        """Shut `address` out until it has been quiet for a while, whatever the number of its connections."""
+        """Shut `address` out until it has been quiet for a while, regardless of the number of its connections."""
         if address not in self._shut_out and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
             self._shut_out[address] = now_s
-            logger.warning("%s asks too much: new connections of it wait", _shown(address))
+            logger.warning("%s sends too many requests: its new connections wait", _shown(address))
             self._divert_all()
 
     def open(self) -> None:
@@ -100,13 +96,13 @@ class ConnectionLimit:
             for place in self._places:
                 self._sockets.append((int(place[1]), _second_listener(int(place[1]), place[2], int(place[3]))))
         except OSError as error:
-            logger.info("a flood of connections cannot be kept out here: %s", error)
+            logger.info("floods of connections cannot be limited here: %s", error)
             self._close_sockets()
             return
         self._looking = asyncio.create_task(self._look_on(), name="count connections")
 
     async def close(self) -> None:
-        """End this before the daemon's port is to be free. A second call does nothing."""
+        """Stop before the daemon's port must be free. Safe to call twice."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
@@ -133,11 +129,11 @@ class ConnectionLimit:
     def look(
         self, connections: Mapping[Network, int], now_s: float, opened: Mapping[Network, int] | None = None
     ) -> None:
-        """Shut out who has too many or opens too many, let in who was quiet for long enough.
+        """Shut out networks that have or open too many connections; readmit those that were quiet for long enough.
 
         Args:
-            connections: that stand, by address.
-            opened: those of them that did not stand at the last look. One that was closed meanwhile is in neither.
+            connections: existing connections by address.
+            opened: those that did not exist at the last look. A connection that was closed meanwhile is in neither.
         """
         before = self.shut_out
         for address, number in (opened or {}).items():
@@ -145,7 +141,7 @@ class ConnectionLimit:
                 if network in self._shut_out or len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
                     self._shut_out[network] = now_s
         found = count_networks(connections) + Counter(connections)
-        for network in sorted(found, key=len):  # a whole network before its addresses: there may not be room for all
+        for network in sorted(found, key=len):  # networks before addresses: there may not be room for all
             if found[network] > _most(network) and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
                 self._shut_out.setdefault(network, now_s)
         for network, since_s in tuple(self._shut_out.items()):
@@ -174,7 +170,7 @@ class ConnectionLimit:
 
 
 def read_connections(ports: Iterable[int], tables: Path = Path("/proc/self/net")) -> dict[Network, set[str]]:
-    """The other ends of connections to these ports of ours that stand, by address. An end is in the kernel's words."""
+    """Return address -> remote ends of its connections to our `ports`, in the kernel's notation."""
     wanted = {f"{port:04X}" for port in ports}
     found: dict[Network, set[str]] = {}
     for name in ("tcp", "tcp6"):
@@ -187,7 +183,7 @@ def read_connections(ports: Iterable[int], tables: Path = Path("/proc/self/net")
 
 
 def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
-    """Connections of each public network that are within what its addresses may have."""
+    """Return the connections of each public network, counting at most what each of its addresses may have."""
     found: Counter[Network] = Counter()
     for address, number in connections.items():
         _, network = address_and_network(_ip(address))
@@ -197,7 +193,7 @@ def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
 
 
 def address_and_network(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[Network, Network | None]:
-    """What one customer has of the network that `ip` is in, and the /24 or /48; None: `ip` is not public."""
+    """Return (IPv4 address or IPv6 /64, its /24 or /48). The second is None if `ip` is not public."""
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     ip = mapped or ip
     address = ip.packed[:8]
@@ -213,7 +209,7 @@ def _most(network: Network) -> int:
 
 
 def _network(words: str) -> Network:
-    """Read an address from the kernel's table, whose words are in the machine's order of bytes."""
+    """Parse an address of the kernel's table, whose words have the machine's byte order."""
     raw = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
     mapped = ipaddress.IPv6Address(raw).ipv4_mapped if len(raw) == 16 else None
     return mapped.packed if mapped is not None else raw[:8]
@@ -227,7 +223,7 @@ def _shown(network: Network) -> str:
 
 
 def _second_listener(version: int, host: str, port: int) -> socket.socket:
-    """Raises: OSError: no such port of this process's user, or a kernel that cannot."""
+    """Raises: OSError: the port is not this user's, or the kernel lacks the feature."""
     listener = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -244,8 +240,8 @@ def _second_listener(version: int, host: str, port: int) -> socket.socket:
 
 
 def _send_away_whoever_came(listener: socket.socket) -> None:
-    """Between `listen` and the program the kernel gave every other connection to us: reset at once they dial again,
-    while in our queue they would hang."""
+    """Reset connections that arrived between `listen` and the BPF program, when the kernel gave us every other one. The
+    peers dial again; in our queue they would hang."""
     listener.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -255,7 +251,7 @@ def _send_away_whoever_came(listener: socket.socket) -> None:
 
 
 def _divert(listener: socket.socket, version: int, networks: Iterable[Network]) -> None:
-    """Let new connections of `networks` end here, all others at the daemon. Raises: OSError."""
+    """Divert new connections of `networks` to this socket, all others to the daemon. Raises: OSError."""
     chosen = sorted(network for network in networks if (len(network) <= 4) == (version == 4))
     program = _of_ipv4(chosen) if version == 4 else _of_ipv6(chosen)
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
@@ -263,14 +259,14 @@ def _divert(listener: socket.socket, version: int, networks: Iterable[Network]) 
 
 
 _Line = tuple[int, int, int, int]
-"""Operation, lines to skip if it is so, if it is not, operand."""
+"""Operation, lines to skip if true, lines to skip if false, operand."""
 
 
 def _of_ipv4(networks: Sequence[Network]) -> list[_Line]:
     lines: list[_Line] = [(_LOAD, 0, 0, _NET + _SOURCE4)]
     for network in sorted(networks, key=len, reverse=True):
         if len(network) == 3:
-            lines.append((_AND, 0, 0, 0xFFFFFF00))  # what was loaded stays so: addresses come before networks
+            lines.append((_AND, 0, 0, 0xFFFFFF00))  # the AND stays in effect: addresses come before networks
         lines += [(_JUMP_IF, 0, 1, int.from_bytes(network.ljust(4, b"\0"))), (_RETURN, 0, 0, _US)]
     return [*lines, (_RETURN, 0, 0, _DAEMON)]
 

@@ -1,8 +1,8 @@
-"""One p2pd child process and our connection to it: started, watched, started again when it dies, cleaned up.
+"""Start one p2pd child process, watch it, restart it when it dies, and clean up after it.
 
-The daemon owns the network: its death closes every stream and forgets every handler. So whoever registers something
-with it does so in a setup hook, which runs at the first start and after every restart. A setup speaks with the daemon
-alone: `p2p()` waits until all of them have run, so a setup that waited for another peer could wait for itself.
+The daemon owns the network: its death closes every stream and forgets every handler. So handlers are registered in a
+setup hook, which runs at the first start and after every restart. A setup may call the daemon only: `p2p()` waits until
+all setups have run, so a setup that waited for another peer could wait for itself.
 """
 
 import asyncio
@@ -39,19 +39,18 @@ logger = logging.getLogger(__name__)
 Setup = Callable[[P2P], Awaitable[None]]
 
 _PULSE_S = 15.0
-"""How often the daemon is asked who it is: it answers in a millisecond, and its visible addresses change over time."""
+"""Interval of liveness checks: the daemon answers in a millisecond. Its visible addresses change over time."""
 _PULSE_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 15.0
 _SETUP_TIMEOUT_S = 10.0
-"""The daemon answers each setup in milliseconds. One that takes longer for all of them is replaced."""
+"""The daemon answers each setup in milliseconds. If all of them together take longer than this, it is replaced."""
 _LAST_BREATH_S = 1.0
 _NAME_PATIENCE_S = 2.0
-"""A peer that was killed a moment ago may still have its name: the kernel closes what it had open after its end."""
+"""The name of a peer that was just killed may still be taken: the kernel closes its files after its end."""
 _WITH_US = ("--pdeathsig", "KILL")
 _RELAY_LIMITS = {"relayDataLimit": 128 * 1024, "relayTimeLimit": "2m"}
-"""What libp2p's own relay gives each connection by default. The daemon would carry 4 GiB for anybody, outside a
-volunteer's limits."""
+"""libp2p's own defaults for each connection. p2pd would relay 4 GiB for anybody, outside a volunteer's limits."""
 _RESTART_WAITS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 
 _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
@@ -59,23 +58,22 @@ _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
 
 @functools.cache
 def _wrapper() -> tuple[str, ...]:
-    """Make the command that runs the daemon: each part execs the next in place, so that the process id stays the
-    daemon's.
+    """Return the command that runs the daemon. Each part execs the next, so that the process id stays the daemon's.
 
-    In a session of its own: Ctrl-C reaches the whole foreground process group, and a drain still needs its daemon. And
-    the kernel ends it with us where it can be told so: by itself it notices after 1.6 s that we were killed, once in
-    some two hundred times it did not within ten.
+    setsid gives the daemon its own session: Ctrl-C signals the whole foreground process group, and a drain still needs
+    the daemon. setpriv lets the kernel kill it when we die. Alone it notices our death after 1.6 s; once in some two
+    hundred times it did not within ten.
     """
     setsid, setpriv = shutil.which("setsid"), shutil.which("setpriv")
     words = [setsid] if setsid else []
-    if setpriv:  # busybox has one that knows less
+    if setpriv:  # busybox's setpriv lacks the option
         knows = subprocess.run([setpriv, *_WITH_US, "true"], capture_output=True, check=False)
         words += [setpriv, *_WITH_US] if knows.returncode == 0 else []
     return tuple(words)
 
 
 def daemon_path() -> Path:
-    """Find the program that hivemind starts."""
+    """Return the program that hivemind starts."""
     return Path(hivemind_cli.__file__).with_name(P2PD_FILENAME)
 
 
@@ -86,24 +84,24 @@ class _DetachedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        # libp2p's own DHT hands everybody's addresses to whoever asks; we know where our peers are without it. p2pd
-        # insists on one where it is to look for relays: then it may ask others, and answers nobody.
+        # libp2p's own DHT tells anybody's addresses to any peer; we know our peers' addresses without it. With
+        # autoRelay p2pd insists on a DHT: as a client it may ask others and answers nobody.
         kwargs.pop("dhtServer", None)
         if kwargs.get("autoRelay"):
             kwargs["dhtClient"] = 1
-        # Over another's relay two daemons arrange to punch a hole. What we say to each other goes over `carrier.py`.
+        # Two daemons hole-punch over another's relay. Our own traffic goes over `carrier.py`.
         kwargs |= _RELAY_LIMITS
         return [*_wrapper(), *P2P._make_process_args(*args, **kwargs)]
 
 
 class Daemon:
-    """Keeps one p2pd alive.
+    """One running p2pd.
 
     Args:
         state_dir: holds the key file, the lock that keeps two peers from sharing one identity, and the names of what
-            must be removed should this process be killed.
+            must be removed if this process is killed.
         listen: multiaddrs over TCP; port 0 lets the system choose, and a restart keeps its choice.
-        relays: multiaddrs of peers whose relay service may be used behind a NAT.
+        relays: multiaddrs of peers that may relay for us behind a NAT.
     """
 
     def __init__(
@@ -131,10 +129,10 @@ class Daemon:
         self._name: socket.socket | None = None
         self._connection_limit = ConnectionLimit(())
         self.visible: tuple[Any, ...] = ()
-        """Multiaddrs under which others may reach us, without `/p2p/…`."""
+        """Multiaddrs at which others may reach us, without `/p2p/…`."""
         self.restarts = 0
         self.on_restart: list[Callable[[], Awaitable[None]]] = []
-        """Called after each restart, once the daemon is up again: one after the other."""
+        """Called one after the other after each restart, once the daemon is up again."""
         self._reunion: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -165,33 +163,32 @@ class Daemon:
 
     @property
     def shut_out(self) -> frozenset[bytes]:
-        """Networks whose new connections wait (`connection_limit.py`)."""
+        """Networks that are shut out: their new connections wait (`connection_limit.py`)."""
         return self._connection_limit.shut_out
 
     def keep_out(self, address: bytes) -> None:
-        """Let new connections of an address wait for a while (`connection_limit.py`)."""
+        """Make new connections of an address wait for a while (`connection_limit.py`)."""
         self._connection_limit.shut_out_now(address, asyncio.get_running_loop().time())
 
     @property
     def listening(self) -> tuple[str, ...]:
-        """The addresses that the daemon listens on; a port 0 has become the one that the system chose, where that can
-        be known."""
+        """The addresses on which the daemon listens. Port 0 is replaced by the chosen port where that is known."""
         return self._listen
 
     @property
     def local_addresses(self) -> tuple[str, ...]:
-        """Multiaddrs under which this machine itself reaches us, without `/p2p/…`: `visible` may lead it nowhere."""
+        """Multiaddrs for processes on this machine, without `/p2p/…`; `visible` ones may not work from here."""
         return from_this_machine(self._listen)
 
     async def p2p(self) -> Any:
-        """hivemind's P2P of the running daemon; waits while it restarts. Raises: TransportError: it is closed."""
+        """Return hivemind's P2P of the running daemon; wait while it restarts. Raises: TransportError: it is closed."""
         await self._up.wait()
         if self._p2p is None:
             raise TransportError("the network daemon of this peer is closed")
         return self._p2p
 
     async def refresh(self) -> None:
-        """Ask the daemon now under which addresses others may reach us. Before `close`."""
+        """Ask the daemon for its visible addresses now. Call before `close`."""
         await self._pulse()
 
     async def add_setup(self, setup: Setup) -> None:
@@ -212,7 +209,7 @@ class Daemon:
             self._setups.remove(setup)
 
     async def close(self) -> None:
-        """Leaves no process, no task and no socket file. Again does nothing."""
+        """Stop the daemon; leave no process, task or socket file. Safe to call twice."""
         tasks = [task for task in (self._watcher, self._reunion) if task is not None]
         for task in tasks:
             task.cancel()
@@ -221,7 +218,7 @@ class Daemon:
         await self._connection_limit.close()
         if self._p2p is not None:
             p2p, self._p2p = self._p2p, None
-            self._up.set()  # whoever waits for a restart that will not come
+            self._up.set()  # release waiters for a restart that will not come
             await _stop(p2p)
         self._release()
 
@@ -240,10 +237,11 @@ class Daemon:
         self._lock = lock
 
     async def _take_name(self) -> None:
-        """Keep a copy of this peer's state folder from running beside it: a folder's lock is not that of its copy.
+        """Keep a copy of this peer's state folder from running on this machine: the copy has another lock file.
 
-        The name is in Linux's abstract namespace, which all users of the machine share and which forgets a process that
-        ends. Raises: TransportError: it is taken.
+        The name is in Linux's abstract namespace, which all users share and which drops the names of a process that
+        ends.
+        Raises: TransportError: the name is taken.
         """
         if sys.platform != "linux":
             return
@@ -282,10 +280,10 @@ class Daemon:
         creating = asyncio.ensure_future(self._create())
         try:
             p2p = await asyncio.shield(creating)
-        except BaseException as error:  # cancelled, too: by a close() in the middle of a restart
+        except BaseException as error:  # also on cancellation, by a close() in the middle of a restart
             for failed in started:
                 _kill(failed)
-            await asyncio.gather(creating, return_exceptions=True)  # a daemon half started cannot be stopped
+            await asyncio.gather(creating, return_exceptions=True)  # a half-started daemon cannot be stopped
             for failed in started:
                 await _stop(failed)
             if isinstance(error, P2PDaemonError | OSError | EOFError | ValueError):
@@ -295,7 +293,7 @@ class Daemon:
         leftovers.remember(self._state_dir, p2p._child.pid, _socket_paths(p2p))
         self._p2p = p2p
         self.visible = tuple(p2p._visible_maddrs)
-        if not self._announce:  # else nothing tells the port: `visible` has the announced ones
+        if not self._announce:  # with announced addresses, `visible` shows those and not our port
             self._listen = keep_ports(self._listen, [str(address) for address in self.visible])
         self._connection_limit = ConnectionLimit(self._listen)
         self._connection_limit.open()
@@ -319,7 +317,7 @@ class Daemon:
             trusted_relays=self._relays if nat else None,  # p2pd panics over relays that it may not use
             auto_nat=nat,
             nat_port_map=nat,
-            startup_timeout=2 * _START_TIMEOUT_S,  # ours comes first: after its own it waits for the daemon's end
+            startup_timeout=2 * _START_TIMEOUT_S,  # our timeout ends first: hivemind's would wait for the daemon's end
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -356,13 +354,13 @@ class Daemon:
                 logger.error("a part of this peer did not come back after the daemon's restart: %r", error)
 
     async def _death(self) -> str:
-        """Wait until the daemon is of no use any more. Returns: what happened to it."""
+        """Wait until the daemon is useless. Return what happened to it."""
         exited = asyncio.ensure_future(self._p2p._child.wait())
         silent = self._p2p._client.control._read_task
         try:
             while True:
                 await asyncio.wait({exited, silent}, timeout=_PULSE_S, return_when=asyncio.FIRST_COMPLETED)
-                if silent.done():  # most often because it died: its status, a moment later, says more
+                if silent.done():  # usually because the daemon died; its exit status comes a moment later
                     await asyncio.wait({exited}, timeout=_LAST_BREATH_S)
                 if exited.done():
                     return f"ended with status {exited.result()}"
@@ -379,7 +377,7 @@ class Daemon:
                 _, visible = await self._p2p._client.identify()
         except TimeoutError:
             return False
-        except Exception as error:  # it just died, or could not say: the next look at the process will tell
+        except Exception as error:  # it just died, or could not answer: the next look at the process will tell
             logger.debug("the daemon's answer could not be read: %r", error)
             return True
         self.visible = tuple(visible) or self.visible
@@ -391,10 +389,10 @@ class Daemon:
             try:
                 await self._launch()
                 break
-            except Exception as error:  # whatever it is, a peer without a daemon is out
+            except Exception as error:  # whatever the error, a peer without a daemon is useless
                 logger.error("%s; trying again", _last_words(error))
                 if attempt >= len(_RESTART_WAITS_S):
-                    self._listen = self._asked  # somebody else has the port that the system chose for us
+                    self._listen = self._asked  # another process may have taken the port that the system chose for us
         self._up.set()
 
 
@@ -411,7 +409,6 @@ async def _set_up(p2p: Any, setups: Sequence[Setup]) -> None:
 
 
 def _holder(name: str) -> str:
-    """Say which process listens on an abstract socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         with suppress(OSError):
             probe.connect(name)
@@ -420,7 +417,7 @@ def _holder(name: str) -> str:
 
 
 def _fail_pending_calls(control: Any) -> None:
-    """hivemind leaves the futures of unanswered calls for ever when the daemon dies."""
+    """Fail unanswered calls: hivemind leaves their futures pending for ever when the daemon dies."""
     for future in tuple(control._pending_calls.values()):
         if not future.done():
             future.set_exception(P2PDaemonError("our own network daemon died"))
@@ -437,14 +434,14 @@ def _last_words(error: BaseException) -> str:
 
 
 def _kill(p2p: Any) -> None:
-    """A daemon that is of no use any more: one that is suspended would take no other signal."""
+    """Kill the daemon: a suspended one takes no other signal."""
     if p2p._child is not None and p2p._child.returncode is None:
         with suppress(ProcessLookupError):
             p2p._child.kill()
 
 
 async def _stop(p2p: Any) -> None:
-    """Shut down with nothing left: hivemind cancels its tasks but does not wait, and forgets a dead daemon's socket."""
+    """Shut down completely: hivemind cancels its tasks without waiting, and leaves a dead daemon's socket."""
     control = getattr(p2p._client, "control", None)
     tasks = [p2p._listen_task, p2p._reader_task]
     if control is not None:

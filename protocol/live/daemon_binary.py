@@ -1,7 +1,7 @@
-"""Whether the network daemon on this disk is the one that hivemind ships: it holds a peer's key and connections.
+"""Check that the network daemon on disk is the one that hivemind ships: it holds a peer's key and connections.
 
-`p2pd.sha256` beside this file has the digests that we know, as `sha256sum` writes them, with the machine in place of
-the file. `pip` checks a wheel when it is installed; this notices what happened to the file since.
+`p2pd.sha256` beside this file has the known digests in `sha256sum`'s format, with the machine in place of the file.
+`pip` checks a wheel at installation; this check notices later changes of the file.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ _KNOWN: Final = Path(__file__).with_name("p2pd.sha256")
 
 
 def check_daemon(binary: Path, *, known: Path = _KNOWN) -> None:
-    """Takes 10 ms. On a machine for which hivemind has no wheel its daemon was built there, so nothing is known of it.
+    """Check the daemon's digest, in 10 ms. Without a hivemind wheel for this machine the digest is unknown and passes.
 
-    Raises: TransportError: `binary` is missing, or another file than hivemind's.
+    Raises: TransportError: `binary` is missing or differs from hivemind's.
     """
     wanted = _digests(known).get(f"{sys.platform}-{platform.machine()}")
     if wanted is None:
@@ -36,7 +36,7 @@ def check_daemon(binary: Path, *, known: Path = _KNOWN) -> None:
 
 
 def _digests(known: Path) -> dict[str, set[str]]:
-    """Read the known digests of each machine: more than one while two versions of hivemind are in use."""
+    """Machine -> known digests: several while two versions of hivemind are in use."""
     digests: dict[str, set[str]] = {}
     for line in known.read_text().splitlines():
         digest, _, machine = line.partition("  ")

@@ -1,7 +1,7 @@
-"""hivemind's messages to its daemon, each in one write.
+"""Send each of hivemind's messages to its daemon in one write.
 
-hivemind writes the length of a message byte by byte and then the message: three system calls, and the daemon wakes up
-for each. A call between two peers is four such messages. Measured in `MEASURED.md`.
+hivemind writes a message's length byte by byte and then the message: three system calls, and the daemon wakes up for
+each. A call between two peers is four such messages. Measured in `MEASURED.md`.
 """
 
 import io
@@ -13,12 +13,12 @@ from hivemind.p2p.p2p_daemon_bindings import control
 
 
 def install() -> None:
-    """Let hivemind's client of the daemon write so. A second time changes nothing."""
+    """Patch hivemind's daemon client. Safe to call twice."""
     control.write_pbmsg = write_message
 
 
 async def write_message(stream: StreamWriter, message: Message) -> None:
-    """Write `message` behind its length, a varint, as `write_pbmsg` of hivemind does."""
+    """Write `message` after its length, a varint, as hivemind's `write_pbmsg` does."""
     buffer = io.BytesIO()
     serialize_length_prefixed(message, buffer)
     stream.write(buffer.getvalue())

@@ -1,7 +1,7 @@
-"""The Directory port on hivemind's DHT node, in our own loop and on the transport's daemon.
+"""The Directory port on hivemind's DHT node, in our event loop and on the transport's daemon.
 
-The node is rebuilt on every new daemon with the id and the records of the one before, and finds its neighbours again
-through the peers that the transport knows.
+Each new daemon gets a new node with the id and records of the one before. It finds its neighbours again through the
+peers that the transport knows.
 """
 
 import asyncio
@@ -47,26 +47,27 @@ class LiveDirectory:
         self._keeper: asyncio.Task[None] | None = None
         self._is_open = True
         self._has_met = asyncio.Event()
-        """Set once the node has looked for its neighbours: before that it knows nothing."""
+        """Set once the node has looked for neighbours; before that it knows nothing."""
 
     @classmethod
     async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":
-        """Join the directory through the peers that `transport` is connected to; with none of them, begin a new one.
+        """Join the directory through the peers to which `transport` is connected; without any, begin a new one.
 
         Args:
-            accept: what this node keeps, hands on and reads under each key, and nothing under others; None: anything.
-                Must be the same on all peers.
+            accept: key -> rule for the records that this node stores, forwards and reads; no others. None: anything.
+                Must
+                be the same on all peers.
         """
         self = cls(transport, accept)
         await transport.daemon.add_setup(self._set_up)
-        transport.on_restart(self._meet_connected)  # after the transport's own, which dials them
+        transport.on_restart(self._meet_connected)  # after the transport's own callback, which dials them
         await self._meet_connected()
         self._keeper = asyncio.create_task(self._keep_joined(), name="stay in the directory")
         return self
 
     @property
     def num_neighbours(self) -> int:
-        """Nodes in the routing table."""
+        """Number of nodes in the routing table."""
         return len(self._node.protocol.routing_table.uid_to_peer_id) if self._node is not None else 0
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
@@ -99,16 +100,17 @@ class LiveDirectory:
         }
 
     async def join(self) -> int:
-        """Look for neighbours among the peers that the transport is connected to. Returns: how many there are now."""
+        """Look for neighbours among the connected peers. Return the number of neighbours."""
         node = await self._ready()
         await self._meet(node, await self._transport.connected())
         return self.num_neighbours
 
     async def _keep_joined(self) -> None:
-        """Peers that started apart have directories apart, silently, until one of them looks for the other.
+        """Look for neighbours regularly. Peers that started apart have separate directories until one of them looks for
+        the other.
 
         hivemind waits for replies with `asyncio.wait_for`, which in Python 3.11 drops a cancellation that comes
-        together with the reply. So the end of this loop does not depend on the cancellation alone.
+        together with the reply. So this loop also checks `_is_open`.
         """
         while self._is_open:
             await asyncio.sleep(_JOIN_AGAIN_S)
@@ -118,7 +120,7 @@ class LiveDirectory:
                 logger.debug("could not look for neighbours: %r", error)
 
     async def close(self) -> None:
-        """Leave; the transport stays open. Again does nothing."""
+        """Leave; the transport stays open. Safe to call twice."""
         self._is_open = False
         self._transport.daemon.remove_setup(self._set_up)
         with suppress(ValueError):
@@ -174,7 +176,6 @@ class LiveDirectory:
                 self._has_met.set()
 
     async def _meet(self, node: Any, peers: set[PeerID] | frozenset[PeerID]) -> None:
-        """Make `peers` neighbours, then ask them for theirs."""
         known = set(node.protocol.routing_table.peer_id_to_uid)
         strangers = [peer for peer in map(HivemindPeerID.from_base58, sorted(peers)) if peer not in known]
         met = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in strangers))
@@ -183,7 +184,7 @@ class LiveDirectory:
             await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
 
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
-        """Say it when our clock is the one that is off: records then lapse too early or too late."""
+        """Log an error if our clock is wrong: records then expire too early or too late."""
         differences = []
         for peer in peers[:_TIME_PROBES_MAX]:
             difference = await _clock_difference_s(node.protocol, peer)
@@ -209,12 +210,12 @@ class LiveDirectory:
 
 
 async def _clock_difference_s(protocol: DHTProtocol, peer: HivemindPeerID) -> float | None:
-    """Estimate how many seconds our clock is ahead of that of `peer`, to half a round trip."""
+    """Return how many seconds our clock is ahead of that of `peer`, accurate to half a round trip."""
     sent_s = time.time()
     try:
         async with asyncio.timeout(protocol.wait_timeout):
             reply = await protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest(), timeout=protocol.wait_timeout)
-    except Exception as error:  # a stranger's reply
+    except Exception as error:  # any reply of a foreign node
         logger.debug("no time from %s: %r", peer, error)
         return None
     return (sent_s + time.time()) / 2 - float(reply.dht_time)

@@ -1,4 +1,4 @@
-"""Disk on a folder of this machine."""
+"""The Disk port on a folder of this machine."""
 
 import errno
 import fcntl
@@ -12,11 +12,8 @@ from shoal.protocol.ports import Payload
 
 
 class LiveDisk:
-    """Safe to use from several threads and processes at once, as far as their paths differ or a lock is held.
-
-    Args:
-        root: made with the first folder. That the folders above it are durable is up to whoever made them.
-    """
+    """Safe to use from several threads and processes at once, as long as their paths differ or a lock is held. The
+    caller makes the folders above `root` durable."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -55,9 +52,9 @@ class LiveDisk:
 
     def make_folder(self, path: PurePosixPath) -> None:
         self._at(path).mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):  # we may be allowed to use our folder and not to read the one it is in
+        with suppress(PermissionError):  # the parent folder may be unreadable to us
             _sync(self.root.absolute().parent)
-        # Also above folders that we found: who made them may have been killed before it came to this.
+        # Sync also above existing folders: their creator may have been killed before it synced them.
         for folder in reversed(path.parents):
             _sync(self._at(folder))
 

@@ -1,9 +1,8 @@
-"""Bounds how many streams and lanes wait for their other end to prove who it is: streams by peer, lanes by address, and
-both in all.
+"""Bound the streams and lanes whose other end has not proved its identity: streams by peer, lanes by address, and both
+in total.
 
-Each is a file and a task of ours, and whoever reaches the daemon can open thousands over one connection. One too many
-sends the oldest away, of the peer itself or of all: an honest HELLO comes within a round trip, so who floods drives out
-streams that wait for nothing.
+Each costs us a file and a task, and a peer can open thousands over one connection. One too many closes the oldest, of
+the same source or of all. An honest HELLO comes within a round trip, so a flood mostly drives out its own streams.
 """
 
 import contextlib
@@ -21,19 +20,18 @@ class _Waiting:
 
 @dataclass(slots=True)
 class Doorway:
-    """Holds the waiting streams of one transport."""
+    """The waiting streams of one transport."""
 
     of_one_max: int = WAITING_STREAMS_OF_ONE_MAX
     _waiting: list[_Waiting] = field(default_factory=list)
-    """The oldest first."""
+    """Oldest first."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @contextlib.contextmanager
     def waits(self, source: str, end: Callable[[], None]) -> Iterator[None]:
-        """Count a stream of `source`, a peer or an address, that has not said hello, while this context lasts; `end`
-        closes that stream at once."""
+        """Count a stream of `source` (a peer or an address) while this context lasts. `end` closes it at once."""
         own = _Waiting(source, end)
         self._waiting.append(own)
         of_source = [one for one in self._waiting if one.source == source]
@@ -44,7 +42,7 @@ class Doorway:
         try:
             yield
         finally:
-            with contextlib.suppress(ValueError):  # it was sent away
+            with contextlib.suppress(ValueError):  # it was closed
                 self._waiting.remove(own)
 
     def _end(self, one: _Waiting) -> None:

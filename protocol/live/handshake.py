@@ -1,4 +1,4 @@
-"""The first frame on a stream, from each side: who speaks, in which run and version, and where to find them again."""
+"""The first frame on a stream from each side: identity, run, version and addresses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
 
 class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`to` keeps a receiver from showing a sender's HELLO to a third peer."""
+    """A HELLO. `to` keeps a receiver from replaying it to a third peer."""
 
     version: int
     to: PeerID
     addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-    """Made for this stream; both ends' together name it to its lanes."""
+    """Random for this stream. Both ends' nonces together name the stream to its lanes."""
     lane_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    """The TCP port on which the sender waits for lanes; 0: on none."""
+    """The TCP port on which the sender accepts lanes; 0: none."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -36,18 +36,18 @@ _DECODER = msgspec.msgpack.Decoder(StreamHello)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeter:
-    """Says and checks hello on behalf of one peer.
+    """Send and check HELLOs for one peer.
 
-    Whoever is called checks the caller's hello before it says its own: a stranger learns neither run nor addresses.
+    The called side checks the caller's HELLO before it sends its own: a stranger learns neither run nor addresses.
     """
 
     identity: Identity
     members: Members
     addresses: Callable[[], tuple[str, ...]]
-    """A restarted daemon has forgotten everyone: whoever streams to us should be found again without being asked."""
+    """Returns our addresses: a peer whose daemon restarts forgets ours, and learns them again from a HELLO."""
 
     def hello(self, to: PeerID, *, nonce: bytes, lane_port: int = 0) -> bytes:
-        """A whole HELLO frame."""
+        """Return a whole HELLO frame."""
         short = tuple(address for address in self.addresses() if len(address) <= ADDRESS_CHARS_MAX)
         body = _ENCODER.encode(StreamHello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX], nonce, lane_port))
         meta = seal(
@@ -62,7 +62,7 @@ class Greeter:
         return b"".join(encode_frame(FrameType.HELLO, 0, meta, b""))
 
     def check(self, frame: Frame, source: PeerID) -> StreamHello:
-        """Raises: RemoteError: `source` is no member of this run, of another version, or somebody else."""
+        """Raises: RemoteError: `source` is no member of this run, has another version, or is another peer."""
         envelope = unseal(frame.meta, "hello", run=self.members.run, source=source)
         try:
             hello = _DECODER.decode(envelope.body)
@@ -71,7 +71,7 @@ class Greeter:
         if hello.version != PROTOCOL_VERSION:
             raise RemoteError(source, f"speaks protocol {hello.version}, this is {PROTOCOL_VERSION}")
         if hello.to != self.identity.peer_id:
-            raise RemoteError(source, "sent a hello that was meant for someone else")
+            raise RemoteError(source, "sent a hello that was meant for another peer")
         self.members.show(source, envelope.certificate)
         if self.members.access_level(source) < AccessLevel.MEMBER:
             raise RemoteError(source, "is no member of this run")

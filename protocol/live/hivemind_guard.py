@@ -1,6 +1,6 @@
-"""Closes what hivemind 1.1.12 leaves open, before the first node or daemon starts.
+"""Close the holes of hivemind 1.1.12 before the first node or daemon starts.
 
-Everything here is in reach of any stranger on the DHT, or of a badly timed timeout; each function names the hole.
+Any stranger on the DHT can reach them, or a badly timed timeout; each function names its hole.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _nesting = threading.local()
 
 
 def install() -> None:
-    """Guard every decoder and store of this process. Call it before a node or daemon starts; again does nothing."""
+    """Guard every decoder and store of this process. Call it before a node or daemon starts. Safe to call twice."""
     if getattr(MSGPackSerializer.loads, "__func__", None) is not _guarded_loads:
         MSGPackSerializer.loads = classmethod(_guarded_loads)
         MSGPackSerializer._decode_ext_types = classmethod(_guarded_ext(MSGPackSerializer._decode_ext_types.__func__))
@@ -55,15 +55,14 @@ def install() -> None:
 
 
 def _keep_quiet() -> None:
-    """Hole: it writes tracebacks to the terminal by itself, such as when its daemon ends: what a user has to know of
-    that, we say. With HIVEMIND_LOGLEVEL it talks as ever."""
+    """Hole: hivemind prints tracebacks by itself. We log what users need; HIVEMIND_LOGLEVEL turns its log on."""
     if "HIVEMIND_LOGLEVEL" not in os.environ:
         use_hivemind_log_handler("nowhere")
         logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
-    """Hole: nested extension types recurse in C; 937 bytes end the process. 0x50 recurses by way of `loads` itself."""
+    """Hole: nested extension types recurse in C; 937 bytes end the process. 0x50 recurses through `loads` itself."""
     nested = getattr(_nesting, "loads", 0)
     if nested >= _NESTED_LOADS_MAX:
         raise TooDeep(f"extension types nest deeper than {_NESTED_LOADS_MAX}")
@@ -87,7 +86,7 @@ def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, 
 
 
 def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
-    """Hole: storing an older copy of a record is refused, but the record then expires with the older copy."""
+    """Hole: an older copy of a record is refused, but the record then expires with the older copy."""
 
     def store_later(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
         held = self.data.get(key)
@@ -99,12 +98,11 @@ def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
-    """Hole: one record that is not valid, and all of a reply is refused. Who gets one past a node (its expiry a second
-    too far ahead for a slower clock) hides everybody else's from those who ask that node.
-    """
+    """Hole: one invalid record makes all of a reply invalid. A peer that gets one past a node (its expiry a second too
+    far ahead for a slower clock) hides all other records from everyone that asks that node."""
     if self.record_validator is None:
         return True
-    dictionary.maxsize = math.inf  # the sender's, of any type: a search that compares two of them may never end
+    dictionary.maxsize = math.inf  # the sender's value, of any type: a search that compares two of them may never end
     with dictionary.freeze():
         for subkey, (value, expiration_time) in tuple(dictionary.items()):
             record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expiration_time)
@@ -114,7 +112,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: a reply's own expiry is believed. One that never lapses ends the search, and nobody else is asked."""
+    """Hole: a reply's own expiry is trusted. One that never expires ends the search, and no other node is asked."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -124,7 +122,7 @@ def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callabl
 
 
 def _lapsing(held: Any) -> Any:
-    """Find when the reply lapses, which is with its last record; None: it has no record."""
+    """Return the reply with the expiry of its last record; None: it has no record."""
     if held is None or not isinstance(held.value, DictionaryDHTValue):
         return None
     expirations = [record.expiration_time for _, record in held.value.items()]
@@ -132,11 +130,11 @@ def _lapsing(held: Any) -> Any:
 
 
 class NotAMemberError(Exception):
-    """Says to the caller that it was refused, and nothing else: hivemind sends the text of an exception."""
+    """Tells the caller that it was refused, and nothing else: hivemind sends an exception's text."""
 
 
 def _for_members(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: a node answers anybody, and names the run's members and all that they keep."""
+    """Hole: a node answers anybody, and names the run's members and all their records."""
 
     @functools.wraps(answer)
     async def answer_members(self: Any, request: Any, context: Any) -> Any:
@@ -149,9 +147,9 @@ def _for_members(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
 
 
 class MemberPass(AuthorizerBase):  # type: ignore[misc]
-    """Shows our certificate with each request of the directory, and asks for the certificate of whoever requests.
+    """Send our certificate with each request of the directory, and check the requester's.
 
-    hivemind's own tokens are of another kind; of their message one field is used, for bytes.
+    hivemind's own tokens are different; we use one bytes field of their message.
     """
 
     def __init__(self, members: Members) -> None:
@@ -168,7 +166,7 @@ class MemberPass(AuthorizerBase):  # type: ignore[misc]
         request.auth.client_access_token.signature = self._members.certificate
 
     async def validate_request(self, request: Any) -> bool:
-        return True  # `lets_in` has seen to it, which knows who asks
+        return True  # `lets_in` has checked the requester
 
     async def sign_response(self, response: Any, request: Any) -> None:
         pass
@@ -178,12 +176,12 @@ class MemberPass(AuthorizerBase):  # type: ignore[misc]
 
 
 class RecordGate(RecordValidatorBase):  # type: ignore[misc]
-    """Lets only our kind of record into this node: subkey a string, value opaque bytes, both small, expiring soon.
+    """Accept only our kind of record: subkey a string, value opaque bytes, both small, expiring soon.
 
     Holes: a record without a subkey replaces all subkeys under its key; sizes and expiry have no bound.
 
     Args:
-        rules: what may stand where; None: anything, anywhere.
+        rules: key -> what may be stored there; None: anything, anywhere.
     """
 
     def __init__(self, rules: KeyRules | None = None) -> None:
@@ -204,8 +202,7 @@ class RecordGate(RecordValidatorBase):  # type: ignore[misc]
 
 
 def _subkey(packed: bytes) -> str | None:
-    """The string in `packed`, or None if it is something else."""
-    # fixstr, str 8, str 16 (msgpack specification, "formats"); anything else is not handed to a decoder at all
+    # fixstr, str 8, str 16 (msgpack specification, "formats"); nothing else reaches a decoder
     if not 0 < len(packed) <= _SUBKEY_BYTES_MAX or not (0xA0 <= packed[0] <= 0xBF or packed[0] in (0xD9, 0xDA)):
         return None
     try:
@@ -216,7 +213,6 @@ def _subkey(packed: bytes) -> str | None:
 
 
 def _value(packed: bytes) -> bytes | None:
-    """The bytes in `packed`, or None if it is something else."""
     for head, layout in ((b"\xc4", ">B"), (b"\xc5", ">H")):  # bin 8, bin 16
         at = 1 + struct.calcsize(layout)
         if packed[:1] == head and len(packed) >= at and struct.unpack_from(layout, packed, 1)[0] == len(packed) - at:
@@ -225,9 +221,8 @@ def _value(packed: bytes) -> bytes | None:
 
 
 class _Unanswered(dict[Any, asyncio.Future[Any]]):
-    """Hole: an answer that meets a call cancelled in the same turn of the loop raises in the only reader task,
-    after which no call of this process is ever answered again.
-    """
+    """Hole: an answer to a call that was cancelled in the same turn of the loop raises in the only reader task, after
+    which no call of this process is ever answered again."""
 
     def __contains__(self, call_id: object) -> bool:
         future = self.get(call_id)
@@ -250,8 +245,7 @@ def mend_control(control: Any) -> None:
 
 
 def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
-    """Hole: a request of anybody is handed to its handler, however many there are. Now only if `admits`, which is given
-    the caller's ID, says so; one that is not admitted is never answered. Mends a `ControlClient` in place."""
+    """Hole: every request reaches its handler. Now one of a peer that `admits` rejects is never answered."""
     handle = control._handle_persistent_request
 
     async def handle_admitted(call_id: Any, request: Any) -> None:
@@ -262,8 +256,8 @@ def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
 
 
 async def _take_stream(take: Callable[..., Awaitable[None]], reader: Any, writer: Any) -> None:
-    """Hole: a stream whose daemon ends before its first message, or that nobody takes, is an exception that no task
-    awaits, which asyncio shows as a traceback."""
+    """Hole: a stream that ends with its daemon before the first message, or that no handler takes, raises in a task
+    that nobody awaits, and asyncio prints a traceback."""
     try:
         await take(reader, writer)
     except (OSError, EOFError, DispatchFailure):

@@ -1,18 +1,18 @@
-"""One lane: a TCP connection between two members' own processes, for pieces of the frames of one stream.
+"""One lane: a TCP connection between two members' processes, for pieces of the frames of one stream.
 
     dialler                          other end
     stream 16 B, X 32 B       ->
                               <-     Y, signature of the other end    96 B
     signature of the dialler  ->                                      64 B
-    records of pieces, from the stream's sender to its receiver, whoever has dialled
+    records of pieces, from the stream's sender to its receiver, whichever end dialled
 
-Keys, signatures and records are those of `secure_channel.py`. The statement that both sign names the stream too, so
-that a lane serves no other one. `stream` comes from both HELLOs of the stream, which nobody but its ends has read:
-whoever does not know one is shut out before a key is computed. The plaintext of a record is one piece: where it belongs
-in the lanes' bytes (8 B), and those bytes.
+Keys, signatures and records are those of `secure_channel.py`. The signed statement also names the stream, so that a
+lane serves no other one. `stream` derives from both HELLOs of the stream, which only its ends have read: a caller that
+does not know one is rejected before a key is computed. The plaintext of a record is one piece: its offset in the lanes'
+bytes (8 B), and those bytes.
 
-A lane that stalls on a loss should hold little that others could carry, so the kernel is told to take little more than
-what is on its way.
+A lane that stalls on a loss should hold few bytes that others could carry, so the kernel's send buffer is kept little
+larger than the bytes in flight.
 """
 
 import asyncio
@@ -30,28 +30,24 @@ _START: Final = struct.Struct(">Q")
 PIECE_BYTES_MAX: Final = RECORD_BYTES_MAX - _START.size
 _ROOM_BYTES: Final = 64 * 1024
 _UNKNOWN_BYTES_MAX: Final = 1024
-"""What is read of an end that has not proved who it is."""
+"""Number of bytes that are read from an end before it has proved its identity."""
 _NOT_SENT_BYTES: Final = 16 * 1024
-"""How much the kernel takes beside what is on its way."""
+"""Bytes in the kernel's send buffer that are not in flight yet."""
 _GIVEN_UP_MS: Final = 20_000
-"""How long what was sent may stay unacknowledged. The daemon's own connection shows a dead way after three seconds;
-this is for a lane that alone has died, and longer than a receiver within its limits keeps one waiting."""
+"""Limit of unacknowledged time. The daemon's own connection reports a dead path after three seconds; this is for a
+single dead lane, and longer than a receiver within its limits makes a sender wait."""
 
 
 class Lane(asyncio.BufferedProtocol):
-    """Reads whole pieces while its ends agree on keys, and records after `start`.
-
-    Args:
-        own: the connected socket.
-    """
+    """Read raw bytes while the ends agree on keys, and records after `start`. Args: own: the connected socket."""
 
     def __init__(self, own: socket.socket, throttle: Throttle) -> None:
         self.is_lost = False
         self.is_free = True
-        """Whether the kernel has everything that was written."""
+        """The kernel has everything that was written."""
         (there, port, *_), (_, own_port, *_) = own.getpeername(), own.getsockname()
         self.name = lane_name(there, port, own_port)
-        """The connection's, as `tcp_queues.py` has it."""
+        """The connection's name, as in `tcp_queues.py`."""
         self._socket = own
         self._throttle = throttle
         self._room = memoryview(bytearray(_ROOM_BYTES))
@@ -67,9 +63,10 @@ class Lane(asyncio.BufferedProtocol):
 
     @classmethod
     async def over(cls, connected: socket.socket, throttle: Throttle, *, accepted: bool) -> "Lane":
-        """Turn a connected socket into a lane. From then on the lane owns the socket, and closes it.
+        """Turn a connected socket into a lane, which then owns and closes it.
 
-        Args: accepted: whether the other end has dialled.
+        Args:
+            accepted: the other end has dialled.
         Raises: OSError: the connection broke; the socket is closed then.
         """
         loop = asyncio.get_running_loop()
@@ -89,16 +86,16 @@ class Lane(asyncio.BufferedProtocol):
         return lane
 
     def tcp_info(self) -> bytes:
-        """What the kernel says of the connection; nothing, where it does not."""
+        """Return the kernel's TCP_INFO of the connection; empty if there is none."""
         try:
             return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except (OSError, AttributeError):
             return b""
 
-    # Agreeing on keys
+    # Key agreement
 
     async def dial(self, handshake: Handshake, stream: bytes) -> Channel:
-        """Raises: RemoteError; EOFError: the other end wants no lane."""
+        """Raises: RemoteError; EOFError: the other end refuses the lane."""
         self._transport.write(stream + handshake.key)
         other = await self._read(KEY_BYTES)
         channel = handshake.finish(other, await self._read(SIGNATURE_BYTES))
@@ -106,11 +103,11 @@ class Lane(asyncio.BufferedProtocol):
         return channel
 
     async def read_stream(self) -> bytes:
-        """The stream for which whoever has dialled wants a lane. Raises: EOFError."""
+        """Return the stream for which the dialler wants a lane. Raises: EOFError."""
         return await self._read(STREAM_BYTES)
 
     async def accept(self, handshake: Handshake) -> Channel:
-        """Go on after `read_stream`. Raises: RemoteError; EOFError."""
+        """Continue after `read_stream`. Raises: RemoteError; EOFError."""
         other = await self._read(KEY_BYTES)
         self._transport.write(handshake.key + handshake.sign(other))
         return handshake.finish(other, await self._read(SIGNATURE_BYTES))
@@ -138,8 +135,8 @@ class Lane(asyncio.BufferedProtocol):
         """Carry pieces from now on.
 
         Args:
-            on_piece: takes where a piece belongs, and the piece; raises RemoteError.
-            on_lost: called once, from the loop, with why; not after `close`.
+            on_piece: takes (offset, piece); raises RemoteError.
+            on_lost: called once, from the loop, with the reason; not after `close`.
         """
         self._channel, self._on_piece, self._on_lost, self._on_free = channel, on_piece, on_lost, on_free
         if self.is_lost:
@@ -152,13 +149,13 @@ class Lane(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def send(self, start: int, piece: memoryview) -> None:
-        """Write a piece, which may change afterwards."""
+        """Write a piece. The caller may change its buffer afterwards."""
         assert self._channel is not None
         for record in self._channel.seal(b"".join((_START.pack(start), piece))):
             self._transport.write(record)
 
     def close(self) -> None:
-        """End it now, and say nothing."""
+        """Close at once, without calling `on_lost`."""
         self.is_lost, self.is_free = True, False
         self._on_lost = lambda lane, why: None
         self._transport.abort()
@@ -168,7 +165,7 @@ class Lane(asyncio.BufferedProtocol):
         try:
             for plain in self._channel.open(self._received):
                 if len(plain) < _START.size:
-                    raise RemoteError(self._channel.peer, "sent a piece of a frame that does not say where it belongs")
+                    raise RemoteError(self._channel.peer, "sent a piece of a frame without its offset")
                 self._on_piece(_START.unpack_from(plain)[0], memoryview(plain)[_START.size :])
                 if self.is_lost:
                     return
@@ -220,5 +217,5 @@ class Lane(asyncio.BufferedProtocol):
 
 
 def lane_name(there: str, port: int, own_port: int) -> str:
-    """The name of a connection of this process: several lead to one port."""
+    """Return the name of a connection of this process: several may lead to one port."""
     return f"{there.removeprefix('::ffff:')} {port} {own_port}"

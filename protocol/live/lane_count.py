@@ -1,8 +1,7 @@
-"""Decides how many lanes a stream should have. Pure.
+"""Decide how many lanes a stream should have. Pure.
 
-Some connections fill a way that loses nothing, begin faster than one, and let calls pass beside frames. Where packets
-are lost each connection carries what it carries, whatever the line has, so there the lanes are doubled until there are
-`LANES_MAX`.
+Without losses a few connections fill the path, start faster than one, and let calls pass beside frames. With losses
+each connection has a fixed rate whatever the line's capacity, so the number of lanes is doubled up to `LANES_MAX`.
 """
 
 import struct
@@ -14,11 +13,11 @@ from shoal.protocol.limits import LANES_MAX
 
 LANES_FIRST: Final = 4
 _LOSS_MIN: Final = 0.003
-"""The part of packets sent again from which on lanes are added: at 0.3 % and 60 ms one connection carries 4 Mbit/s."""
+"""Share of retransmitted packets from which lanes are added: at 0.3 % and 60 ms one connection carries 4 Mbit/s."""
 _PACKETS_MIN: Final = 300
-"""Fewer packets than this say nothing: at 0.3 % one of them is lost."""
+"""Fewer packets say nothing: at 0.3 % one of them is lost."""
 _FIELDS: Final = struct.Struct("=100xI52xI")
-"""Packets sent again, and all that had data: of `tcp_info`, whose layout is the kernel's promise to its users."""
+"""Retransmitted packets, and all packets with data, in `tcp_info`. The kernel guarantees its layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,6 @@ class Sent:
 
     packets: int = 0
     again: int = 0
-    """How many of them had been sent before."""
 
     def __add__(self, other: "Sent") -> "Sent":
         return Sent(self.packets + other.packets, self.again + other.again)
@@ -37,7 +35,7 @@ class Sent:
 
 
 def sent_of(infos: Iterable[bytes]) -> Sent:
-    """What `tcp_info` says of some connections together; nothing of those of which it says nothing."""
+    """Return the sum over `tcp_info` of some connections; empty ones are skipped."""
     total = Sent()
     for info in infos:
         if len(info) >= _FIELDS.size:
@@ -47,14 +45,14 @@ def sent_of(infos: Iterable[bytes]) -> Sent:
 
 
 class LaneCount:
-    """How many lanes one stream should have."""
+    """The number of lanes that one stream should have."""
 
     def __init__(self) -> None:
         self.wanted = LANES_FIRST
         self._judged = Sent()
 
     def look(self, sent: Sent) -> None:
-        """Args: sent: by the lanes that there are, since they are open."""
+        """Args: sent: by the existing lanes, since they were opened."""
         new = sent - self._judged
         if new.packets < 0 or new.again < 0:  # some have ended
             self._judged = sent

@@ -1,7 +1,7 @@
-"""Where lanes begin: the port on which others dial them to us, and our own dials.
+"""Open lanes: accept them on a port, and dial them.
 
-A lane belongs to a stream that stands already, so whoever comes and names none is sent away before a key is computed.
-What has not proved who it is, is little: few connections from one address, few in all, and each for some seconds.
+A lane belongs to an existing stream, so a caller that names none is sent away before a key is computed. Connections
+that have not proved their identity are few per address, few in total, and last some seconds.
 """
 
 import asyncio
@@ -27,19 +27,15 @@ logger = logging.getLogger(__name__)
 _HANDSHAKE_S: Final = 5.0
 _CONNECT_S: Final = 3.0
 _FULL_S: Final = 0.1
-"""How long nothing is accepted after the process had no file left."""
+"""How long nothing is accepted after the process ran out of files."""
 _BETWEEN_S: Final = 1.0
-"""Between two times that a stream's sender is dialled back."""
+"""Interval between two times that a stream's sender is dialled back."""
 _BACKLOG: Final = 64
 _TCP: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/\d+$")
 
 
 class LaneDoor:
-    """One transport's. Before `listen` it can dial, and nobody can dial it.
-
-    Attributes:
-        port: on which it listens; 0: on none.
-    """
+    """The lanes' port and dials of one transport. Before `listen` it can dial but not be dialled."""
 
     def __init__(self, identity: Identity, *, run: str, throttle: Throttle) -> None:
         self.port = 0
@@ -48,46 +44,39 @@ class LaneDoor:
         self._doorway = Doorway(of_one_max=WAITING_LANES_OF_ADDRESS_MAX)
         self._num_lanes = 0
         self._agreeing: Counter[Link] = Counter()
-        """Lanes that are about to be, by their streams."""
         self._dialling_back: set[Link] = set()
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     def listen(self, listen: Sequence[str]) -> None:
-        """Listen wherever the daemon does, on a port that the system chooses.
-
-        Args:
-            listen: multiaddrs over TCP.
-        """
+        """Listen at the daemon's addresses, on a port that the system chooses. Args: listen: multiaddrs over TCP."""
         places = dict.fromkeys((match[1], match[2]) for match in map(_TCP.match, listen) if match is not None)
         try:
             for version, host in places:
                 self._listeners.append(_listener(version, host, self.port))
                 self.port = self._listeners[-1].getsockname()[1]
         except OSError as error:
-            logger.info("nobody can dial lanes to this peer: %s", error)
+            logger.info("this peer accepts no lanes: %s", error)
             self._shut()
         for listener in self._listeners:
             self.spawn(self._accept(listener), "accept lanes")
 
     def expect(self, link: Link) -> None:
-        """Let in lanes of this stream, until `forget`."""
+        """Accept lanes of this stream, until `forget`."""
         self._streams[link.stream] = link
 
     def forget(self, link: Link) -> None:
         self._streams.pop(link.stream, None)
 
     def counted(self, is_more: bool) -> None:
-        """There is one lane more, or one less."""
+        """Count one lane more, or one less."""
         self._num_lanes += 1 if is_more else -1
 
     async def dial(self, link: Link, hosts: Collection[str], count: int) -> int:
-        """Open up to `count` lanes of a stream towards the port that its other end has said.
+        """Open up to `count` lanes of a stream, at one of `hosts`, to the port that its other end has announced.
 
-        Args:
-            hosts: where the other end may be: IP addresses.
-        Returns: how many there are now that were not there before. Never raises.
+        Returns: the number of new lanes. Never raises.
         """
         for host in hosts if link.lane_port and count > 0 else ():
             if await self._dial(link, host):
@@ -98,7 +87,7 @@ class LaneDoor:
         return 0
 
     def dial_back(self, link: Link, hosts: Callable[[], Awaitable[Collection[str]]], count: int) -> None:
-        """Open lanes of a stream whose sender has asked for them: what it asks for meanwhile is not heard."""
+        """Open lanes that a stream's sender has asked for. Further requests are ignored meanwhile."""
         if link not in self._dialling_back and not self._is_closed:
             self._dialling_back.add(link)
             self.spawn(self._dial_back(link, hosts, min(count, LANES_MAX)), "dial back")
@@ -111,7 +100,7 @@ class LaneDoor:
             self._dialling_back.discard(link)
 
     async def close(self) -> None:
-        """The lanes themselves end with their streams."""
+        """Close the door; the lanes end with their streams."""
         self._is_closed = True
         tasks = tuple(self._tasks)
         for task in tasks:
@@ -137,7 +126,7 @@ class LaneDoor:
         while True:
             try:
                 connected, (host, *_) = await loop.sock_accept(listener)
-            except OSError as error:  # no file is left, or whoever came has gone again
+            except OSError as error:  # out of files, or the caller has gone again
                 logger.debug("no lane was accepted: %r", error)
                 await asyncio.sleep(_FULL_S)
                 continue
@@ -166,13 +155,13 @@ class LaneDoor:
                 connected = await _connect(host, link.lane_port)
                 lane = await Lane.over(connected, self._throttle, accepted=False)
             except (OSError, TimeoutError) as error:
-                logger.debug("%s cannot be dialled a lane at %s: %r", link.peer[-8:], host, error)
+                logger.debug("cannot dial a lane to %s at %s: %r", link.peer[-8:], host, error)
                 return False
             return await self._agree(lane, host, self._dialled(lane, link))
 
     @contextlib.contextmanager
     def _about_to_be(self, link: Link) -> Iterator[None]:
-        """Keep room for a lane of this stream, while this context lasts."""
+        """Reserve room for a lane of this stream while this context lasts."""
         link.expect_lane()
         self._agreeing[link] += 1
         try:
@@ -209,7 +198,6 @@ class LaneDoor:
 
 
 async def _connect(host: str, port: int) -> socket.socket:
-    """Raises: OSError; TimeoutError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     own = socket.socket(family, socket.SOCK_STREAM)
     own.setblocking(False)
@@ -223,7 +211,6 @@ async def _connect(host: str, port: int) -> socket.socket:
 
 
 def _listener(version: str, host: str, port: int) -> socket.socket:
-    """Raises: OSError."""
     own = socket.socket(socket.AF_INET if version == "4" else socket.AF_INET6, socket.SOCK_STREAM)
     try:
         if version == "6":

@@ -1,9 +1,9 @@
-"""Sees to it that one stream of frames has the lanes it needs, while frames go over it.
+"""Keep the lanes open that one stream of frames needs, while frames use it.
 
-It looks when a frame is about to be written, once a second at most, and makes only a stream's first frame wait, for
-some round trips: until there are lanes the daemon's stream takes everything. Where the other end cannot be dialled it
-is asked to dial back, over the stream; if neither can be, both try again more and more rarely. Lanes over which nothing
-has gone for a while are closed, before a router on the way forgets them.
+It checks when a frame is about to be written, at most once a second. Only a stream's first frame waits, for some round
+trips; until there are lanes the daemon's stream takes everything. If the other end cannot be dialled it is asked, over
+the stream, to dial back; if neither works, both try again at growing intervals. Idle lanes are closed before a router
+on the path forgets them.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from shoal.protocol.live.link import Link
 _LOOK_S: Final = 1.0
 _IDLE_S: Final = 30.0
 _PATIENCE_S: Final = 10.0
-"""What follows the first dial that failed on both sides before the next one; twice as much after each one more."""
+"""Delay after the first dial that failed on both sides; it doubles after each further failure."""
 _PATIENCE_S_MAX: Final = 320.0
 _DIALS_BACK_S: Final = 3.0
-"""The same where the other end has dialled lanes before."""
+"""The same if the other end has dialled lanes before."""
 
 
 class LaneSupply:
-    """Args: hosts: finds the IP addresses at which the other end of `link` may be."""
+    """The lanes of one stream. Args: hosts: returns the IP addresses at which the other end of `link` may be."""
 
     def __init__(self, link: Link, door: LaneDoor, hosts: Callable[[], Awaitable[Collection[str]]]) -> None:
         self._link, self._door, self._hosts = link, door, hosts
@@ -33,19 +33,18 @@ class LaneSupply:
         self._used_s = self._looks_s = self._loop.time()
         self._patience_s = _PATIENCE_S
         self._had: int | None = None
-        """How many lanes there were when the other end was asked to dial; None: it was not."""
+        """Number of lanes when the other end was asked to dial; None: it was not asked."""
         self._dialling: asyncio.Task[None] | None = None
         self._idle = self._loop.call_later(_IDLE_S, self._check_idle)
 
     async def begin(self, patience_s: float) -> None:
-        """Dial the first lanes, and wait for them for so long at most. What a peer sends first is often a probe of the
-        way, which should go as what follows will."""
+        """Dial the first lanes, and wait up to `patience_s`: a peer's first frames often probe the path."""
         self.used()
         if self._dialling is not None:
             await asyncio.wait({self._dialling}, timeout=patience_s)
 
     def used(self) -> None:
-        """A frame is about to go."""
+        """Check the lanes, since a frame is about to be sent."""
         self._used_s = self._loop.time()
         if self._used_s < self._looks_s or self._dialling is not None:
             return
@@ -79,7 +78,6 @@ class LaneSupply:
             self._dialling = None
 
     def _dials_back(self) -> bool:
-        """Whether the other end has dialled lanes since it was asked to."""
         return self._had is not None and self._link.num_lanes > self._had
 
     def _check_idle(self) -> None:

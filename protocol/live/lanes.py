@@ -1,8 +1,8 @@
-"""The lanes of one stream at each of its ends: frames are cut into pieces, and pieces put together to frames.
+"""The lanes of one stream at each end: cut frames into pieces, and assemble pieces into frames.
 
-The bytes of all frames that go over lanes are one stream of bytes, beside that of the daemon's stream; a frame goes
-over the one or the other. Any lane takes the next piece as soon as the kernel has taken the lane's last one, so
-that a lane that waits for a lost packet does not hold up what follows on the others.
+The frames that use lanes form one byte stream, beside that of the daemon's stream; a frame uses one or the other. The
+next piece goes to any lane whose last piece the kernel has taken, so a lane that waits for a lost packet does not delay
+what follows on the others.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from shoal.protocol.ports import Payload
 
 _FIRST_SEQUENCE: Final = 1
 _PIECES: Final = 4
-"""A slice, 25 ms of the line, is cut into so many at least: each waits for one lane alone."""
+"""Minimum number of pieces of a slice (25 ms of the line): each piece waits for one lane only."""
 _PIECE_BYTES_MIN: Final = 16 * 1024
 """About what TCP sends in a connection's first round trip. Each piece costs a turn of both loops."""
 
 
 class SendingLanes:
-    """Args: on_lost: called when a lane has ended by itself, with why; on_change: when there is one more or less."""
+    """The lanes of the sending end. Args: on_lost: called with the reason when a lane has ended by itself."""
 
     def __init__(
         self, peer: PeerID, *, on_lost: Callable[[str], None], on_change: Callable[[Lane, bool], None]
@@ -33,9 +33,8 @@ class SendingLanes:
         self._peer = peer
         self._on_lost, self._on_change = on_lost, on_change
         self.lanes: list[Lane] = []
-        """The one that has written last comes last."""
+        """Least recently used first."""
         self._next = 0
-        """Where the next byte belongs."""
         self._changed = asyncio.Event()
         self._is_over = False
 
@@ -52,7 +51,7 @@ class SendingLanes:
         self._changed.set()
 
     async def write(self, data: Payload) -> None:
-        """Returns when some lane has each piece; the data may change then. Raises: EOFError: there is no lane."""
+        """Return when the lanes have taken all pieces; `data` may change then. Raises: EOFError: there is no lane."""
         view = memoryview(data).cast("B")
         piece_bytes = min(PIECE_BYTES_MAX, max(_PIECE_BYTES_MIN, len(view) // _PIECES))
         for at in range(0, len(view), piece_bytes):
@@ -62,13 +61,13 @@ class SendingLanes:
             self._next += len(piece)
 
     def close(self) -> None:
-        """End them all, and take no other one."""
+        """Close all lanes, and accept no others."""
         self._is_over = True
         self._changed.set()
         self.close_all()
 
     def close_all(self) -> None:
-        """End them all. Everything that they have carried must have been handled, or the stream ends too."""
+        """Close all lanes. Everything that they have carried must have been handled, or the stream ends, too."""
         lanes, self.lanes = self.lanes, []
         for lane in lanes:
             self._on_change(lane, False)
@@ -87,7 +86,7 @@ class SendingLanes:
             await self._changed.wait()
 
     def _refuse(self, start: int, piece: memoryview) -> None:
-        raise RemoteError(self._peer, "sent pieces of frames to whoever sends them")
+        raise RemoteError(self._peer, "sent pieces of frames to their sender")
 
     def _lost(self, lane: Lane, why: str) -> None:
         self.lanes.remove(lane)
@@ -97,11 +96,13 @@ class SendingLanes:
 
 
 class ReceivingLanes:
-    """Args:
-    window: of the whole stream.
-    on_frame: takes what has come whole; raises RemoteError.
-    on_breach: called with what the peer did that no honest one does; there are no lanes any more.
-    on_change: called when there is one lane more or less.
+    """The lanes of the receiving end.
+
+    Args:
+        window: of the whole stream.
+        on_frame: takes complete frames; raises RemoteError.
+        on_breach: called with a protocol violation of the peer, after all lanes are closed.
+        on_change: called when there is one lane more or less.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class ReceivingLanes:
         lane.start(channel, on_piece=self._take, on_lost=self._lost)
 
     def close(self) -> None:
-        """End them all, and take no other one."""
+        """Close all lanes, and accept no others."""
         self._is_over = True
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
@@ -144,11 +145,11 @@ class ReceivingLanes:
         try:
             self._put(start, piece)
         except RemoteError as error:
-            self.close()  # the next piece would meet an assembler that is of no use any more
+            self.close()  # the assembler is useless now
             self._on_breach(str(error))
 
     def _put(self, start: int, piece: memoryview) -> None:
-        # Whatever is ahead of the frame that has begun must have room in the credit that is left.
+        # Bytes ahead of the current frame must fit in the credit that is left.
         free_bytes = max(0, self._window.limit_bytes - self._window.outstanding_bytes)
         for ready in self._reassembly.put(start, piece, reach_bytes=self._assembler.left_bytes + free_bytes):
             self._assemble(ready)
@@ -163,6 +164,6 @@ class ReceivingLanes:
                 self._on_frame(frame)
 
     def _lost(self, lane: Lane, why: str) -> None:
-        """Its sender knows whether something was on it that has not come, and ends the stream then."""
+        """Forget the lane. Its sender knows whether something on it is missing, and ends the stream then."""
         self._lanes.remove(lane)
         self._on_change(lane, False)

@@ -1,8 +1,8 @@
-"""Removes what a killed peer leaves behind: a daemon in its last second, and socket files in the temporary folder.
+"""Remove what a killed peer leaves behind: a daemon in its last second, and socket files in the temporary folder.
 
-The names are written down while a daemon runs; the next start in the same state folder waits for that daemon and
-removes its files. The folder may be a copy of another peer's, made while that ran: a daemon whose parent lives is never
-ended. Nothing else in the temporary folder is touched.
+The names are stored while a daemon runs; the next start in the same state folder waits for that daemon and removes its
+files. The folder may be a copy of a running peer's: a daemon with a living parent is never killed. Nothing else in the
+temporary folder is touched.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 _FILE = "p2pd.json"
 _GRACE_S = 4.0
-"""The kernel ends a daemon with its parent, or it does so itself after 1.6 s."""
+"""The kernel ends a daemon with its parent, or the daemon notices after 1.6 s."""
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
-    """Write the names down for the next process in this folder. A full disk must not keep a daemon from coming back, so
-    what a kill leaves then stays."""
+    """Store the names for the next process in this folder. Errors are only logged: a full disk must not stop a
+    daemon."""
     record = json.dumps(
         {"process_id": process_id, "parent": os.getpid(), "sockets": [str(path) for path in sockets]},
     )
@@ -43,9 +43,9 @@ def forget(state_dir: Path) -> None:
 
 
 async def clear(state_dir: Path) -> None:
-    """Wait for (at last: end) the former daemon, and remove the socket files that nobody listens on.
+    """Wait for the former daemon, kill it in the end, and remove its socket files if nobody listens on them.
 
-    Raises: TransportError: the daemon is that of a peer that runs.
+    Raises: TransportError: the daemon belongs to a running peer.
     """
     try:
         record = json.loads((state_dir / _FILE).read_text())
@@ -56,10 +56,10 @@ async def clear(state_dir: Path) -> None:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + _GRACE_S
     while _is_daemon(process_id, sockets) and loop.time() < deadline_s:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)  # it is not our child, so nobody tells us when it ends
+        await asyncio.sleep(0.1)  # not our child, so we cannot wait for its end
     if _is_daemon(process_id, sockets):
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if psutil.Process(process_id).ppid() == parent:  # the kernel gives a daemon that is left another one
+            if psutil.Process(process_id).ppid() == parent:  # the kernel gives an orphaned daemon another parent
                 raise TransportError(
                     f"the peer of which {state_dir} is a copy runs on this machine, as process {parent}: stop that "
                     "one first, or give this one another --state-dir"
@@ -67,14 +67,14 @@ async def clear(state_dir: Path) -> None:
             os.kill(process_id, signal.SIGKILL)
     for path in (path for path in sockets if path.name.startswith("hivemind-p2p")):
         while _is_listened_on(path) and loop.time() < deadline_s:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # a process that is being ended has lost its name before its sockets
+            await asyncio.sleep(0.02)  # a dying process loses its name before its sockets
         if _is_dead_socket(path):
             path.unlink(missing_ok=True)
     forget(state_dir)
 
 
 def _is_daemon(process_id: int, sockets: Sequence[Path]) -> bool:
-    """Whether that process still is the daemon of these sockets: process ids are used again."""
+    """True if that process is still the daemon of these sockets: process ids are reused."""
     try:
         command = Path(f"/proc/{process_id}/cmdline").read_bytes()
     except OSError:
@@ -91,7 +91,6 @@ def _is_dead_socket(path: Path) -> bool:
 
 
 def _connect(path: Path) -> OSError | None:
-    """Returns: why not."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

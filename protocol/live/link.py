@@ -1,10 +1,10 @@
 """One end of one raw stream after its handshake: frames in, pieces out, without a copy of the payload.
 
-hivemind hands out a `StreamReader` and a `StreamWriter`. They serve for the HELLO frame each side sends; then this
-protocol takes the socket over, so that the kernel writes a payload where it will stay. Between the two nothing can be
-lost: the sender is silent until it has read the receiver's HELLO.
+hivemind provides a `StreamReader` and a `StreamWriter`. They serve for each side's HELLO frame; then this protocol
+takes the socket over, so that the kernel writes a payload to its final place. Nothing is lost between the two: the
+sender is silent until it has read the receiver's HELLO.
 
-A frame goes over the stream, or over its lanes (`lanes.py`) where it has some. Everything else goes over the stream.
+A frame uses the stream's lanes (`lanes.py`) if there are some, else the stream. Everything else uses the stream.
 """
 
 import asyncio
@@ -39,25 +39,27 @@ from shoal.protocol.ports import Payload, Priority
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 _JOINED_BYTES = PIECE_BYTES // 4
-"""A payload of at most so many bytes leaves in one write with its header and trailer. Each write is a turn of the loop,
-a wake-up of the daemon and a message of its own on the wire; copying 128 KiB takes 10 us."""
+"""A payload up to this size leaves in one write with its header and trailer. Each write is a turn of the loop, a
+wake-up of the daemon and a message of its own on the wire; copying 128 KiB takes 10 us."""
 _CREDIT_GATHERED_S = 0.25
 _CREDIT_GATHERED_BYTES = STREAM_CREDIT_BYTES // 16
-"""Credit of small frames goes back together: each message of it passes two daemons and costs a fifth of what a frame
-does. The sender has fifteen sixteenths of its credit left meanwhile."""
+"""Credit of small frames is returned together: each credit message passes two daemons and costs a fifth of a frame. The
+sender has fifteen sixteenths of its credit left meanwhile."""
 
 
 class Link(asyncio.BufferedProtocol):
-    """Args:
-    on_frame, on_lost: called from the loop; `on_lost` once, with why.
-    throttle: what passes here is within its limits; None: there are none.
-    via: whoever carries the stream, to whom the bytes leave us; None: the peer itself is there.
-    on_lane: called when the stream has one lane more (True) or less.
-    on_lanes_asked: called at the receiving end when the sender wants so many lanes to be dialled.
+    """One stream.
+
+    Args:
+        on_frame, on_lost: called from the loop; `on_lost` once, with the reason.
+        throttle: limits of the traffic; None: there are none.
+        via: the carrier of the stream, to which the bytes leave us; None: the stream is direct.
+        on_lane: called when the stream has one lane more (True) or less.
+        on_lanes_asked: called at the receiving end with the number of lanes that the sender wants to be dialled.
 
     Attributes:
-        stream: what both ends name the stream to its lanes.
-        lane_port: where the other end waits for lanes; 0: nowhere.
+        stream: the stream's name for its lanes.
+        lane_port: the port on which the other end accepts lanes; 0: none.
     """
 
     def __init__(
@@ -80,7 +82,6 @@ class Link(asyncio.BufferedProtocol):
         self.stream = b""
         self.lane_port = 0
         self.before_frame: Callable[[], None] = lambda: None
-        """Called before each frame that is written."""
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._on_lane = on_lane
@@ -88,17 +89,15 @@ class Link(asyncio.BufferedProtocol):
         self._lanes: SendingLanes | ReceivingLanes | None = None
         self._order = FrameOrder(peer)
         self._asks_for = 0
-        """Lanes that the other end is to be asked for before the next frame."""
         self._throttle = throttle or Throttle()
         self._line = self._throttle.line
         self._priority = Priority.BULK
-        """What the frame that is on its way has."""
         self._intake: Intake | None = None
         self._sequence = 1  # HELLO was 0
         self._owed_bytes = 0
         self._credit_timer: asyncio.TimerHandle | None = None
         self._turn: asyncio.Future[None] | None = None
-        """Done when the slice that waits in line may go."""
+        """Done when the waiting slice may go."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport
@@ -118,9 +117,9 @@ class Link(asyncio.BufferedProtocol):
         """Exchange HELLOs and take the socket over.
 
         Args:
-            calls: whether this side opened the stream and will send DATA; the other side sends CREDIT.
+            calls: this side opened the stream and will send DATA; the other side sends CREDIT.
             on_open: called before the first frame can arrive.
-            lane_port: where this end waits for lanes; 0: nowhere.
+            lane_port: the port on which this end accepts lanes; 0: none.
         Raises: RemoteError; OSError, EOFError, TimeoutError: the connection broke or the peer stays silent.
         """
         self._writer = writer  # its finalizer would close the connection
@@ -150,7 +149,7 @@ class Link(asyncio.BufferedProtocol):
             try:
                 room[:] = await reader.readexactly(len(room))
             except asyncio.IncompleteReadError as error:
-                raise EOFError("it closed the stream instead of saying hello") from error
+                raise EOFError("it closed the stream instead of sending a hello") from error
             frame = self._assembler.advance(len(room))
             if frame is not None:
                 return frame
@@ -161,7 +160,7 @@ class Link(asyncio.BufferedProtocol):
             raise EOFError("the stream ended")
         transport.pause_reading()
         transport.set_protocol(self)
-        # drained() then means that the kernel has it all, and a caller may use its buffer again
+        # drained() then means that the kernel has everything, and a caller may reuse its buffer
         transport.set_write_buffer_limits(high=0)
         self._transport = transport
         if self._throttle.download is not None:
@@ -190,42 +189,42 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def sends(self) -> bool:
-        """Whether this end sends frames, and not credit."""
+        """This end sends frames, and not credit."""
         return isinstance(self._lanes, SendingLanes)
 
     def expect_lane(self) -> None:
-        """A lane of this stream is about to be: its frames and the stream's own may overtake each other."""
+        """Expect a lane of this stream: its frames and the stream's own may overtake each other."""
         if not self.sends:
             self._assembler.may_skip = True
 
     def add_lane(self, lane: Lane, channel: Channel) -> None:
-        """Use a lane from now on, or close it if that cannot be."""
+        """Use a lane from now on, or close it if the stream has ended."""
         if self._lanes is None or self.lost.is_set():
             lane.close()
         else:
             self._lanes.add(lane, channel)
 
     def ask_for_lanes(self, count: int) -> None:
-        """Have the other end dial so many lanes: ask it before the next frame."""
+        """Ask the other end, before the next frame, to dial this many lanes."""
         self._asks_for = count
 
     def tcp_infos(self) -> list[bytes]:
-        """What the kernel says of each lane of the sending end."""
+        """Return the kernel's TCP_INFO of each lane, at the sending end."""
         return [lane.tcp_info() for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def lane_names(self) -> list[str]:
-        """The names of the sending end's lanes, as `tcp_queues.py` has them."""
+        """Return the names of the sending end's lanes, as in `tcp_queues.py`."""
         return [lane.name for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def close_lanes(self) -> bool:
-        """Do without lanes for now, if all that they have carried was handled. Returns: whether it was."""
+        """Close all lanes if everything that they carried was handled. Return whether it was."""
         if self.window.outstanding_bytes or not isinstance(self._lanes, SendingLanes):
             return False
         self._lanes.close_all()
         return True
 
     def _lane_lost(self, why: str) -> None:
-        if self.window.outstanding_bytes:  # nobody knows what was on it
+        if self.window.outstanding_bytes:  # its bytes in flight are unknown
             self.abort(f"a lane of the stream was lost: {why}")
 
     # Frames
@@ -235,7 +234,7 @@ class Link(asyncio.BufferedProtocol):
         return self._sequence - 1
 
     async def write_frame(self, meta: bytes, payload: Payload, priority: Priority) -> None:
-        """Returns when the kernel has every byte. Raises: EOFError: the stream broke."""
+        """Write a frame; return when the kernel has every byte. Raises: EOFError: the stream broke."""
         self._priority = priority
         self.before_frame()
         if self._asks_for:
@@ -261,19 +260,19 @@ class Link(asyncio.BufferedProtocol):
             raise EOFError(self.why_lost)
 
     def _lanes_for(self, frame_bytes: int) -> SendingLanes | None:
-        """None: the frame goes over the stream. One that is larger than all credit does, since the receiver holds no
-        more than that ahead of a missing piece."""
+        """Return the lanes for a frame; None: it uses the stream, as a frame larger than the whole credit does, since
+        the receiver holds no more than that ahead of a missing piece."""
         lanes = self._lanes
         return lanes if isinstance(lanes, SendingLanes) and lanes and frame_bytes <= self.window.limit_bytes else None
 
     def hurry(self, priority: Priority) -> None:
-        """A frame of this priority waits behind the one that is on its way, which goes on with no less."""
+        """Raise the priority of the frame that is being sent to `priority`, since such a frame waits behind it."""
         if self._line is not None and priority < self._priority:
             self._priority = priority
             self._line.hurry(self._next_hop, priority)
 
     def give_back(self, frame_bytes: int) -> None:
-        """Return the credit of a frame that has been handled, before long."""
+        """Return, soon, the credit of a frame that has been handled."""
         self._owed_bytes += frame_bytes
         if self._owed_bytes >= _CREDIT_GATHERED_BYTES:
             self._send_credit()
@@ -315,7 +314,7 @@ class Link(asyncio.BufferedProtocol):
             self.abort(str(error))
 
     def _came(self, frame: Frame) -> None:
-        """A frame is whole, whichever way it came. Raises: RemoteError."""
+        """Take a complete frame of the stream or its lanes. Raises: RemoteError."""
         for following in self._order.put(frame):
             if following.type is FrameType.LANES and not self.sends:
                 self._on_lanes_asked(self, decode_lanes(following, self.peer))
@@ -335,7 +334,7 @@ class Link(asyncio.BufferedProtocol):
             self._lanes.close()
         self._writable.set()
         if self._turn is not None and not self._turn.done():
-            self._turn.set_result(None)  # a carrier that takes nothing more would keep it waiting
+            self._turn.set_result(None)  # a carrier that accepts nothing more would keep it waiting
         if self._credit_timer is not None:
             self._credit_timer.cancel()
         if self._intake is not None:

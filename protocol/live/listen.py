@@ -1,4 +1,4 @@
-"""Prepares the addresses to listen on: a port that is taken is refused, a port that the system chose is kept."""
+"""Prepare the addresses to listen on: refuse a port in use, keep a port that the system chose."""
 
 import ipaddress
 import re
@@ -11,11 +11,10 @@ from shoal.protocol.errors import TransportError
 
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
 _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Who listens on all addresses listens on these."""
 
 
 def refuse_ports_in_use(listen: Sequence[str]) -> None:
-    """Try every fixed port first: two p2pd share a port without a word (SO_REUSEPORT), and each gets half the calls.
+    """Try every fixed port: two p2pd share a port silently (SO_REUSEPORT), and each gets half the calls.
 
     Raises: TransportError: a port is taken, or an address is not one to listen on.
     """
@@ -38,9 +37,9 @@ def refuse_ports_in_use(listen: Sequence[str]) -> None:
 
 
 def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
-    """`listen` with every port 0 replaced by the one in `visible`, so that a restart is found where it was.
+    """Replace every port 0 in `listen` by the one in `visible`, so that a restart keeps its address.
 
-    Unchanged where `visible` does not tell, because it shows announced addresses only.
+    No change where `visible` shows announced addresses only.
     """
     kept = []
     for address in listen:
@@ -54,14 +53,13 @@ def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]
 
 
 def from_this_machine(listen: Sequence[str]) -> tuple[str, ...]:
-    """List where this machine itself reaches a peer that listens so, whatever its network does; nothing for an unknown
-    port."""
+    """Return the addresses at which this machine reaches a peer that listens on `listen`; none for an unknown port."""
     found = [match for match in map(_TCP.match, listen) if match is not None and int(match[3]) > 0]
     return tuple(f"/ip{match[1]}/{_OWN.get(match[2], match[2])}/tcp/{match[3]}" for match in found)
 
 
 def local_addresses() -> frozenset[str]:
-    """The IP addresses of this machine's network cards, as `ipaddress` writes them."""
+    """Return the IP addresses of this machine's network cards, in `ipaddress` notation."""
     found = set()
     for of_card in psutil.net_if_addrs().values():
         for each in of_card:

@@ -1,4 +1,4 @@
-"""The event loop that real peers run on, and its clock."""
+"""The event loop of real peers, and its clock."""
 
 import time
 from collections.abc import Coroutine
@@ -12,8 +12,8 @@ T = TypeVar("T")
 class LoopClock:
     """Implements the port `Clock`.
 
-    Both asyncio's loop and uvloop count CLOCK_MONOTONIC; uvloop's own `time()` only in whole milliseconds, which is
-    longer than a round trip on a local network.
+    Both asyncio's loop and uvloop count CLOCK_MONOTONIC, but uvloop's `time()` in whole milliseconds, which is longer
+    than a round trip on a local network.
     """
 
     def now_s(self) -> float:
@@ -25,6 +25,6 @@ class LoopClock:
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a peer's main coroutine, cancel what is left and close the loop, as `asyncio.run` does. uvloop has twice the
-    frame rate of the standard loop, for a third of its CPU per byte."""
+    frame rate of the standard loop, at a third of its CPU per byte."""
     result: T = uvloop.run(main)
     return result

@@ -1,7 +1,7 @@
-"""Puts pieces of a byte stream in order that came over several connections. Pure.
+"""Reorder pieces of a byte stream that arrive over several connections. Pure.
 
-Each piece says where in the stream it belongs. An honest sender sends each byte once, and no further ahead of what is
-missing than its credit lets it; whoever does otherwise is told so.
+Each piece has its offset in the stream. An honest sender sends each byte once, and no further ahead of the first
+missing byte than its credit allows; anything else is an error.
 """
 
 from bisect import bisect_right
@@ -12,14 +12,14 @@ from shoal.protocol.limits import LANE_PIECES_HELD_MAX
 
 
 class Reassembly:
-    """Args: source: whoever sends the pieces."""
+    """One byte stream. Args: source: the sender of the pieces."""
 
     def __init__(self, source: PeerID) -> None:
         self._source = source
         self._next = 0
-        """The first byte that has not come, from the beginning of the stream."""
+        """Offset of the first missing byte."""
         self._starts: list[int] = []
-        """Where the pieces that are held begin, in order."""
+        """Offsets of the held pieces, ascending."""
         self._held: dict[int, memoryview] = {}
 
     @property
@@ -30,7 +30,7 @@ class Reassembly:
         """Take one piece.
 
         Args:
-            reach_bytes: how far behind the first missing byte a piece may end.
+            reach_bytes: how far beyond the first missing byte a piece may end.
         Returns: the pieces that are next in the stream now, in order.
         Raises: RemoteError: no honest sender sends this piece.
         """
@@ -53,7 +53,7 @@ class Reassembly:
         return [piece, *self._advance(end)]
 
     def _advance(self, end: int) -> list[memoryview]:
-        """Everything before `end` has come: take out what follows."""
+        """Everything before `end` is here: return the held pieces that follow."""
         ready: list[memoryview] = []
         for start in self._starts:
             if start != end:

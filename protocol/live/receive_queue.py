@@ -1,7 +1,7 @@
-"""Frames that arrived from one peer: handled one at a time, in the order of arrival; credit returns afterwards.
+"""Frames that arrived from one peer, handled one at a time in order of arrival; credit returns afterwards.
 
-Reading runs ahead of handling by at most the credit, so this queue is bounded by it. A peer has one stream to us: a
-new one replaces the old, whose unhandled frames are dropped (its sender knows that it broke, and nothing more).
+Reading runs ahead of handling by at most the credit, which bounds this queue. A peer has one stream to us: a new one
+replaces the old, and unhandled frames of the old one are dropped (its sender only knows that it broke).
 """
 
 import asyncio
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class ReceiveQueues:
-    """The queue of every peer that has a stream to us or frames to be handled, and of nobody else.
+    """The queues of all peers with a stream to us or unhandled frames, and of no others.
 
-    Sequences and credit belong to a stream, so nothing of a peer is needed until its next one; and strangers may take a
-    new identity for each.
+    Sequences and credit belong to a stream, so a peer without one needs no state; and strangers may take a new identity
+    for each stream.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class ReceiveQueues:
         return len(self._queues)
 
     def attach(self, link: Link, handler: FrameHandler) -> None:
-        """`link` is its peer's stream from now on."""
+        """Use `link` as its peer's stream from now on."""
         queue = self._queues.get(link.peer)
         if queue is None:
             queue = self._queues[link.peer] = ReceiveQueue(link.peer, handler, on_idle=self._forget)
@@ -51,7 +51,7 @@ class ReceiveQueues:
             queue.on_lost(link)
 
     def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
-        """End the streams of those peers; what they have sent and nobody has handled is dropped."""
+        """End the streams of those peers and drop their unhandled frames."""
         for peer, queue in tuple(self._queues.items()):
             if is_cut(peer):
                 queue.cut()
@@ -65,7 +65,7 @@ class ReceiveQueues:
 
 
 class ReceiveQueue:
-    """Args: on_idle: called when the stream is gone and nothing is left to be handled."""
+    """Frames of one peer. Args: on_idle: called when the stream is gone and no frame is left."""
 
     def __init__(self, peer: PeerID, handler: FrameHandler, *, on_idle: "Callable[[ReceiveQueue], None]") -> None:
         self.peer = peer
@@ -76,7 +76,7 @@ class ReceiveQueue:
         self._worker: asyncio.Task[None] | None = None
 
     def attach(self, link: Link) -> None:
-        """`link` is the peer's stream from now on."""
+        """Use `link` as the peer's stream from now on."""
         if self._link is not None:
             self._link.abort("replaced by a new stream of the same peer")
         self._queue.clear()
@@ -85,7 +85,7 @@ class ReceiveQueue:
     def on_frame(self, link: Link, frame: Frame) -> None:
         """Raises: RemoteError."""
         if frame.type is not FrameType.DATA:
-            raise RemoteError(self.peer, "sent something else where only data belongs")
+            raise RemoteError(self.peer, "sent something other than data")
         if link is not self._link:
             return
         self._queue.append((link, frame))
@@ -93,9 +93,9 @@ class ReceiveQueue:
             self._worker = asyncio.create_task(self._work(), name=f"frames from {self.peer[-8:]}")
 
     def on_lost(self, link: Link) -> None:
-        """The stream has ended; frames that arrived whole are still handled."""
+        """Forget the stream. Complete frames are still handled."""
         if link is self._link:
-            self._link = None  # and with it what had come of a frame
+            self._link = None  # with its partial frame
             self._check_idle()
 
     def cut(self) -> None:
@@ -134,6 +134,6 @@ class ReceiveQueue:
                 logger.warning("closed the stream from %s: %s", self.peer[-8:], error)
             else:
                 logger.exception("closed the stream from %s: its frame could not be handled", self.peer[-8:])
-            # By link, since the stream may be gone by now, or another in its place.
+            # By link: the stream may be gone by now or replaced by another.
             self._queue = deque(item for item in self._queue if item[0] is not link)
             link.abort(str(error))

@@ -1,7 +1,7 @@
-"""Bounds what one node of the directory holds: whoever asks for a key must be able to get an answer.
+"""Bound the records that one directory node holds, so that it can always answer.
 
-hivemind sends no reply of more than 4 MiB: whoever asks waits in vain, and then forgets the node. So what is under a
-key has a bound, and what is there first stays until it lapses: a stranger may store as much as he likes, beside it.
+hivemind sends no reply of more than 4 MiB: the requester waits in vain, and then forgets the node. So the records of a
+key are bounded, and existing records stay until they expire, however much a stranger stores.
 """
 
 import heapq
@@ -21,23 +21,23 @@ _GHOSTS_MIN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRule:
-    """Says what may stand under one key."""
+    """Rule for the records under one key."""
 
     accept: Callable[[str, bytes], bool]
-    """(subkey, value) -> whether a record may be kept, handed on and read. Runs on every one that passes, so it should
-    take microseconds, or remember what it has seen."""
+    """(subkey, value) -> whether a record may be stored, forwarded and read. Called for every record that passes, so it
+    should take microseconds or cache its results."""
     bytes_max: int = KEY_BYTES_MAX
-    """Bytes of all records under the key."""
+    """Total bytes of the records under the key."""
 
 
 KeyRules = Mapping[bytes, KeyRule]
-"""The rule for each key, by the key's id; nothing may stand under any other key."""
+"""Key id -> rule; other keys may have no records."""
 
 
 class RecordStore(DHTLocalStorage):  # type: ignore[misc]
     """The records of one node.
 
-    Holes in hivemind's: a key has no bound; a search adds what others answer to the very records it found here; and
+    Holes in hivemind's store: a key has no bound; a search adds the answers of others to the records of this node; and
     each renewal leaves the former expiry in memory until it has passed.
     """
 
@@ -46,14 +46,14 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
         self._rules = rules
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """False: the one that is there expires later, or there is no room."""
+        """Store a record. Return False if the existing one expires later or there is no room."""
         held = super().get(key)
         if held is not None and isinstance(held.value, DictionaryDHTValue):
             records = held.value
         else:
             records = DictionaryDHTValue()
             records.data = _Measured()
-        records._remove_outdated()  # what has lapsed makes room
+        records._remove_outdated()  # expired records make room
         others_bytes = records.data.num_bytes - records.data.bytes_of(subkey)
         if others_bytes + _wire_bytes(subkey, value) > self._bytes_max(key.to_bytes()):
             return False
@@ -65,7 +65,7 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
         return True
 
     def get(self, key: Any) -> Any:
-        """A copy: whoever asked adds to it what others answered."""
+        """Return a copy, since the caller adds other nodes' answers to it."""
         held = super().get(key)
         if held is None or not isinstance(held.value, DictionaryDHTValue):
             return held
@@ -82,7 +82,7 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
 
 
 class NothingCached(DHTLocalStorage):  # type: ignore[misc]
-    """Hole: what a stranger stores as `in_cache` hides the records themselves if it expires later. We cache nothing."""
+    """Hole: what a stranger stores as `in_cache` hides the real records if it expires later. We cache nothing."""
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         return False
@@ -92,7 +92,7 @@ class NothingCached(DHTLocalStorage):  # type: ignore[misc]
 
 
 class _Measured(dict[Any, Any]):
-    """The records under one key by subkey; knows how many bytes of a reply they are."""
+    """Subkey -> record under one key, with the size that they have in a reply."""
 
     num_bytes = 0
 
@@ -114,7 +114,6 @@ def _wire_bytes(subkey: str, value: bytes) -> int:
 
 
 def _drop_ghosts(storage: Any) -> None:
-    """Expiries that later ones have replaced."""
     if len(storage.expiration_heap) > _GHOSTS_MIN + 2 * len(storage.data):
         storage.expiration_heap = list(storage.key_to_heap.values())
         heapq.heapify(storage.expiration_heap)

@@ -1,13 +1,13 @@
-"""Looks at the daemon's connections, has it drop the dead ones, and dials the peers of the run until they answer.
+"""Watch the daemon's connections, close the dead ones, and dial the peers of the run until they answer.
 
-`../reconnection.py` decides; this file looks (at the daemon's list, the kernel's sockets, this machine's addresses and
-clocks), drops and dials. Whatever would make the daemon dial a peer that is away waits here instead: the daemon's own
-dials last for five seconds, and after one that failed libp2p does not dial that address again for five seconds, then
-six, nine, fourteen.
+`../reconnection.py` decides; this file observes (the daemon's list, the kernel's sockets, this machine's addresses and
+clocks), closes and dials. Calls that would make the daemon dial an absent peer wait here instead: the daemon's own
+dials last for five seconds, and after a failure libp2p does not dial that address again for five seconds, then six,
+nine, fourteen.
 
-Whoever was away says so to a peer that it has dialled again. That peer may still have a connection from
-before, which looks alive and which its daemon would go on using: where it has more than one, and has not lost us
-itself, they are all closed, and whoever was away dials once more.
+A peer that was away tells each peer that it has dialled again. That peer may still have an older connection, which
+looks alive and which its daemon would go on using. If it has several, and has not lost us itself, it closes them all,
+and the returning peer dials once more.
 """
 
 import asyncio
@@ -39,36 +39,35 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.5
 _SHARE: Final = 0.02
-"""The share of a core that looking may take, in a swarm of hundreds."""
+"""Share of a core that watching may take, in a swarm of hundreds."""
 _REACH_S: Final = 5.0
-"""Whoever waits for state from a peer that is away asks another one after this; heartbeats wait for less."""
+"""A peer that fetches state from an absent peer asks another one after this time; heartbeats have shorter limits."""
 _ANSWER_TIMEOUT_S: Final = 2.0
 _AFTER_THE_REPLY_S: Final = 0.1
 _EXPECTED_S: Final = 1.0
-"""A peer that has said that it dials us again is left alone for so long."""
+"""A peer that has said that it will dial us is not dialled for this long."""
 _CLOSES: Final = b"closes"
 _OFFLINE_S: Final = 0.5
 _MOVES_S: Final = 12.0
-"""The daemon is asked for so long, after a change of this machine's addresses, for those to tell the others: it looks
-for itself every five seconds."""
+"""How long the daemon is asked for its new addresses after a change of this machine's: it looks every five seconds."""
 _NOT_DIALLED: Final = ("dial backoff",)
 _SILENT: Final = ("i/o timeout", "deadline exceeded", "unreachable", "no route to host")
 _REFUSED: Final = ("connection refused", "peer id mismatch")
-"""What the daemon says of a dial, of each address in turn. Silence at one outweighs a refusal at another, which may be
-another machine's by now, or ours; what is none of these may have been our own fault."""
+"""The daemon's words about a dial, for each address in turn. Silence at one address outweighs a refusal at another,
+where another machine may be by now, or we. Other errors may be our own fault."""
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
 _BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""It goes on while the machine is suspended."""
+"""Counts while the machine is suspended."""
 
 
 class Redialer:
-    """Keeps one daemon connected to the peers that `want` names.
+    """Keep one daemon connected to the peers that `want` names.
 
     Args:
-        addresses: the multiaddrs at which a peer was last known to be, with or without `/p2p/…`.
-        known: everybody of whom there are any.
-        again: the name of the handler by which peers say that they had lost each other.
+        addresses: returns the multiaddrs at which a peer was last known, with or without `/p2p/…`.
+        known: returns all peers with known addresses.
+        again: name of the handler by which peers report that they had lost each other.
     """
 
     def __init__(
@@ -84,11 +83,11 @@ class Redialer:
         self._me = me
         self._core = Reconnection(self._goes_first, random.Random())  # jitter alone
         self._dials: dict[PeerID, tuple[tuple[str, ...], asyncio.Task[Outcome]]] = {}
-        """Where each dial goes that is under way."""
+        """Peer -> target addresses and task of the running dial."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: dict[PeerID, asyncio.Task[None]] = {}
         self._news: dict[PeerID, asyncio.Event] = {}
-        """Set and forgotten when there is news of a peer that is away: whoever waits for it looks again."""
+        """Peer -> event that is set and dropped when there is news of the absent peer, so that waiters look again."""
         self._drops: dict[PeerID, int] = {}
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -110,35 +109,35 @@ class Redialer:
         self._follow(0)
 
     def want(self, peers: Sequence[PeerID]) -> None:
-        """Stay connected to these: whoever of them is lost is dialled until it answers."""
+        """Stay connected to these peers: a lost one is dialled until it answers."""
         self._core.want(peers, _now_s())
 
     def heard(self, peer: PeerID) -> None:
-        """Something of the peer has arrived."""
+        """Record that something of the peer has arrived."""
         self._core.heard(peer)
         if self._core.is_absent(peer):
             self._wake.set()
 
     def failed(self, peer: PeerID, why: str) -> None:
-        """A call has failed: `why` is what the daemon said, or empty if there was no answer."""
+        """Record a failed call. `why`: the daemon's words; empty: there was no answer."""
         if not why:
             self._core.unanswered(peer)
         elif outcome_of(why) is Outcome.REFUSED:
             self._core.refused(peer, _now_s())
 
     def missed_by(self, peer: PeerID) -> None:
-        """The peer has had something carried to us, so it has no connection with us, whatever we have."""
+        """The peer has had a stream carried to us, so it has no connection to us, whatever our daemon shows."""
         if self._core.missed_by(peer, _now_s()):
             logger.info("%s has lost the connection with us: it is closed here, too", peer[-8:])
             self.drop(peer)
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """How often its connections were dropped by us: what breaks meanwhile says nothing of the peer."""
+        """Return how often we have closed its connections: errors meanwhile say nothing about the peer."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:
-        """Let a fresh daemon answer `again`, and dial nobody who is away by itself."""
+        """Let a fresh daemon answer `again`, and keep it from dialling absent peers by itself."""
         await p2p._client.add_unary_handler(self._again, self._answer)
         call = p2p._client.call_unary_handler
 
@@ -150,9 +149,9 @@ class Redialer:
         p2p._client.call_unary_handler = guarded
 
     async def reach(self, peer: PeerID) -> None:
-        """Wait until a peer that is away is connected again, for some seconds; nothing is done about others.
+        """Wait some seconds for an absent peer to be connected again; return at once for other peers.
 
-        Raises: P2PDaemonError: it is not there, or does not come; not in words for which the caller would dial again.
+        Raises: P2PDaemonError: it does not come. The message must not be one after which the caller would dial again.
         """
         try:
             async with asyncio.timeout(_REACH_S):
@@ -169,13 +168,13 @@ class Redialer:
             raise P2PDaemonError("nothing comes back from it") from error
 
     async def dial(self, peer: PeerID) -> bool:
-        """Whether the peer is connected now; waits while the daemon restarts."""
+        """Dial the peer. Return whether it is connected; waits while the daemon restarts."""
         if not self._addresses(peer):
             return False
         return await asyncio.shield(self._dial(peer)) is Outcome.REACHED
 
     def drop(self, peer: PeerID) -> "asyncio.Task[None]":
-        """Close all connections to the peer, dead or alive; from now on nothing takes them for ones that will do."""
+        """Close all connections to the peer, dead or alive. From now on nothing relies on them."""
         if len(self._drops) >= PEERS_MAX:
             self._drops.clear()
         self._drops[peer] = self.drops(peer) + 1
@@ -199,7 +198,7 @@ class Redialer:
         ours, theirs = is_open(map(str, self._daemon.visible)), is_open(self._addresses(peer))
         return goes_first(self._me, peer, ours=ours, theirs=theirs)
 
-    # --- looking ---
+    # --- watching ---
 
     async def _watch(self) -> None:
         took_s, slept_s = 0.0, _slept_s()
@@ -253,18 +252,17 @@ class Redialer:
             self._tell(peer)
 
     def _tell(self, peer: PeerID) -> None:
-        """There is news of a peer that is away: whoever waits for it looks again."""
         if peer in self._news:
             self._news.pop(peer).set()
 
     def _ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """Nothing where the kernel does not tell."""
+        """Return the daemon's connections; none if the kernel does not show them."""
         self._follow(self._daemon.process_id)
         queues = self._queues[1]
         try:
             return queues.ways() if queues is not None else {}
         except OSError as error:
-            logger.debug("the kernel does not say how the connections are: %s", error)
+            logger.debug("the kernel does not show the connections: %s", error)
             return {}
 
     def _follow(self, process_id: int) -> None:
@@ -280,7 +278,7 @@ class Redialer:
     # --- dialling ---
 
     def _dial(self, peer: PeerID) -> "asyncio.Task[Outcome]":
-        """The dial of this peer that is under way, if it goes where the peer is now known to be; or another."""
+        """Return the running dial of this peer if it targets its present addresses; else start another."""
         where = tuple(self._addresses(peer))
         old = self._dials.get(peer)
         if old is not None and old[0] == where and not old[1].done():
@@ -297,7 +295,7 @@ class Redialer:
             del self._dials[peer]
 
     async def _try(self, peer: PeerID, where: Sequence[str]) -> Outcome:
-        while peer in self._closing:  # until then the daemon takes the old connection for one that will do
+        while peer in self._closing:  # until then the daemon would reuse the old connection
             await asyncio.shield(self._closing[peer])
         began_s, was_absent = _now_s(), self._core.is_absent(peer)
         patience_s, outcome = self._core.dials(peer), None
@@ -314,7 +312,6 @@ class Redialer:
         return known
 
     async def _connect(self, p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> Outcome | None:
-        """None: nothing was dialled."""
         open_ways = [place for place in (split_address(text)[0] for text in where) if _has_route(place)]
         if not open_ways:
             await asyncio.sleep(_OFFLINE_S)
@@ -325,14 +322,14 @@ class Redialer:
             return Outcome.REACHED
         except TimeoutError:
             return Outcome.NO_ANSWER
-        except Exception as error:  # strangers send addresses, and hivemind's parser raises what it likes
+        except Exception as error:  # strangers send addresses, and hivemind's parser raises anything
             logger.debug("cannot connect to %s: %r", peer[-8:], error)
             return outcome_of(str(error))
 
     # --- again ---
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """The caller had lost us: close all of its connections if it has one from before, and say so."""
+        """The caller had lost us: if we have an older connection, close all of its connections and say so."""
         peer = PeerID(caller.to_base58())
         infos = await (await self._daemon.p2p()).list_peers()
         addresses = [str(address) for info in infos if info.peer_id == caller for address in info.addrs]
@@ -353,7 +350,7 @@ class Redialer:
                 client = (await self._daemon.p2p())._client
                 answer = await client.call_unary_handler(_hivemind_id(peer), self._again, b"")
         except (*_FAILURES, TimeoutError) as error:
-            logger.debug("%s did not say what it has of us: %r", peer[-8:], error)
+            logger.debug("%s did not say whether it closes old connections: %r", peer[-8:], error)
             return
         if answer == _CLOSES:
             await asyncio.sleep(_AFTER_THE_REPLY_S)
@@ -368,7 +365,7 @@ class Redialer:
 
 
 async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> None:
-    """Connect as hivemind's `connect` does, with a time after which the daemon gives up.
+    """Connect as hivemind's `connect` does, with a time limit for the daemon.
 
     Raises: P2PDaemonError; OSError.
     """
@@ -388,7 +385,7 @@ async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience
 
 
 def outcome_of(words: str) -> Outcome | None:
-    """What a dial has found out, by what the daemon says. None: libp2p did not dial all that it was told to."""
+    """Return the outcome of a dial from the daemon's words. None: libp2p did not dial all addresses."""
     if any(word in words for word in _NOT_DIALLED):
         return None
     is_refused = any(word in words for word in _REFUSED) and not any(word in words for word in _SILENT)
@@ -396,8 +393,7 @@ def outcome_of(words: str) -> Outcome | None:
 
 
 def _has_route(place: str) -> bool:
-    """Whether this machine knows where to send what goes there. Asking sends nothing; a dial that fails at once for the
-    lack of a route would keep libp2p from the next one."""
+    """True if this machine has a route there. A dial that fails at once for lack of one would delay libp2p's next."""
     match = _WHERE.match(place)
     if match is None:
         return True
@@ -415,7 +411,7 @@ def _hivemind_id(peer: PeerID) -> HivemindPeerID:
 
 
 def _slept_s() -> float:
-    """How long the machine has been suspended since it was started; only differences mean anything."""
+    """Seconds for which the machine was suspended since it booted; only differences mean anything."""
     return time.clock_gettime(_BOOT_CLOCK) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 

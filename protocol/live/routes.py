@@ -1,13 +1,13 @@
-"""Decides, peer by peer, whether to go there directly or over a carrier, and asks carriers.
+"""Decide for each peer whether to reach it directly or over a carrier, and ask carriers.
 
-Where the daemon has a connection with a peer, that is the way. Where it has none and dialling does not bring one within
-two seconds, whoever is connected with us may carry: nobody says beforehand that it carries, since a peer that does not
-has no such handler, which costs a round trip to find out, and one that has refuses with a reason. Pairs of peers begin
-with different carriers, by a hash of the three, and both ends with the same one.
+A connection of the daemon is used if there is one. If there is none and dialling does not bring one within two seconds,
+any peer that is connected to us may carry. Carriers are not announced: a peer that does not carry has no such handler,
+which costs a round trip to find out, and one that carries may refuse with a reason. Different pairs of peers begin with
+different carriers, by a hash of the three; both ends begin with the same one.
 
-While a peer is reached over a carrier its addresses are dialled again now and then, also those at which carriers see it
-(`carriage.py`: that punches holes into most NATs), and whoever dials us counts too:
-once there is a connection, calls take it at once, and frames when those that have left are handled.
+While a peer is reached over a carrier its addresses are dialled now and then, also those at which carriers see it
+(`carriage.py`: this punches holes into most NATs), and the peer may dial us. Once there is a connection, calls use it
+at once, and frames when earlier frames are handled.
 
 A connection over libp2p's own relay does not count: it ends after 128 KiB.
 """
@@ -30,45 +30,45 @@ from shoal.protocol.live.secure_channel import Purpose
 logger = logging.getLogger(__name__)
 
 DIRECT_S: Final = 2.0
-"""How long a peer is dialled before a carrier is asked, where there is one."""
+"""How long a peer is dialled before a carrier is asked, if there is one."""
 _LOOK_S: Final = 1.0
-"""How often the daemon's connections are looked at while a peer is reached over a carrier."""
+"""How often the daemon's connections are checked while a peer is reached over a carrier."""
 _DIAL_AGAIN_S: Final = (5.0, 10.0, 20.0, 40.0, 60.0)
 _DIALS_SECOND_S: Final = 6.0
-"""How much later one of two ends behind NATs dials than the other, which has given up by then and has opened its NAT
-for it. Where both dial at once TCP connects, and both begin the handshake as clients."""
+"""One of two ends behind NATs dials this much later, when the other has given up and has opened its NAT. If both
+dialled at once TCP would connect, but both would begin the handshake as clients."""
 _UNUSED_S: Final = 120.0
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
-"""How long nobody is asked to carry to a peer to whom nobody did. Most such peers are gone."""
+"""How long no carrier is asked for a peer to which none would carry. Most such peers are gone."""
 _ASK_NEXT_S: Final = 0.3
-"""How long a carrier may take before the next one is asked beside it."""
+"""How long a carrier may take before the next one is asked as well."""
 _SHUNNED_S: Final = 30.0
-"""How long a carrier is asked last, after a stream over it has broken."""
+"""How long a carrier is asked last after a stream over it has broken."""
 
 
 class NotCarried(Exception):
-    """A carrier's reason why it does not carry a stream."""
+    """A carrier's reason for not carrying a stream."""
 
 
 Ask = Callable[[PeerID, PeerID, Purpose], Coroutine[Any, Any, Streams]]
-"""(carrier, to whom, what for) -> the stream, secured. Raises: NotCarried."""
+"""(carrier, target, purpose) -> the secured stream. Raises: NotCarried."""
 
 
 @dataclass(slots=True, eq=False)
 class _Detour:
-    """A peer that is reached over carriers."""
-
     used_s: float
     dial_at_s: float
     num_dials: int = 0
 
 
 class Routes:
-    """Args:
-    connections: the daemon's, by peer: the multiaddrs of the other ends.
-    dial: connects to a peer by its remembered addresses; whether it is connected then. Takes five seconds at most.
-    ask: asks a carrier.
-    on_direct: called when a peer that was reached over carriers can be reached directly.
+    """Routes from this peer to all others.
+
+    Args:
+        connections: returns the remote multiaddrs of the daemon's connections, by peer.
+        dial: connects to a peer at its remembered addresses; returns whether it is connected, within five seconds.
+        ask: asks a carrier.
+        on_direct: called when a peer that was reached over carriers can be reached directly.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class Routes:
     ) -> None:
         self._me, self._connections, self._dial, self._ask, self._on_direct = me, connections, dial, ask, on_direct
         self._direct: set[PeerID] = set()
-        """Peers with whom the daemon had a connection when we looked, and to whom nothing has failed since."""
+        """Peers that had a connection when we looked, and nothing has failed since."""
         self._detours: dict[PeerID, _Detour] = {}
         self._finding: dict[PeerID, asyncio.Task[bool]] = {}
         self._dials: dict[PeerID, asyncio.Task[bool]] = {}
         self._shunned: dict[PeerID, float] = {}
         self._refused: dict[PeerID, tuple[int, float]] = {}
-        """Peers to whom nobody carried: how often in a row, and until when nobody is asked."""
+        """Peer to which no carrier would carry -> (number of failures in a row, until when none is asked)."""
         self._looking: asyncio.Task[None] | None = None
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
 
     async def is_direct(self, peer: PeerID) -> bool:
-        """Whether to go to `peer` directly: there is a connection, or nobody who could carry."""
+        """True if `peer` should be reached directly: there is a connection, or no possible carrier."""
         if peer in self._direct:
             return True
         detour = self._detours.get(peer)
@@ -105,38 +105,38 @@ class Routes:
         if finding is None:
             finding = self._finding[peer] = asyncio.create_task(self._find(peer), name=f"way to {peer[-8:]}")
             finding.add_done_callback(lambda _: self._finding.pop(peer, None))
-        return await asyncio.shield(finding)  # others may wait for it, and whoever comes next
+        return await asyncio.shield(finding)  # other callers may wait for it
 
     def failed(self, peer: PeerID) -> None:
-        """What went to `peer` directly came to nothing: look anew whether there is a connection."""
+        """Check anew whether there is a connection, since something sent directly to `peer` has failed."""
         self._direct.discard(peer)
 
     async def introduced(self, peer: PeerID) -> None:
-        """Dial a peer whose addresses are new, so that whoever goes there next need not wait for that."""
+        """Dial a peer with new addresses, so that the next caller need not wait for that."""
         self._refused.pop(peer, None)
         is_reached = await self.dial(peer) or peer in self._detours or peer in self._direct
         if not is_reached and self._in_order(peer, await self._connections()):
             self._take_detour(peer)
 
     def shun(self, carrier: PeerID) -> None:
-        """A stream over this carrier broke: ask others first."""
+        """Ask other carriers first: a stream over this one broke."""
         self._shunned[carrier] = self._loop.time() + _SHUNNED_S
 
     def comes_over(self, peer: PeerID) -> None:
-        """`peer` had a stream carried to us: it cannot dial us, perhaps we can."""
+        """`peer` had a stream carried to us: it cannot dial us, but perhaps we can dial it."""
         self._refused.pop(peer, None)
         if peer not in self._direct and peer not in self._detours and peer not in self._finding:
             self._take_detour(peer)
 
     def seen(self, peer: PeerID) -> None:
-        """A carrier says from where `peer` is connected with it, and says the same of us to `peer` at this moment."""
+        """A carrier reports the address of `peer`, and reports ours to `peer` at this moment."""
         self.comes_over(peer)
         if detour := self._detours.get(peer):
             detour.num_dials = 0
             detour.dial_at_s = self._loop.time() + (0.0 if self._me > peer else _DIALS_SECOND_S)
 
     async def dial(self, peer: PeerID) -> bool:
-        """Dial `peer`, once for all who want that at the same time. Returns: whether it is connected now."""
+        """Dial `peer`, once for all simultaneous callers. Return whether it is connected."""
         task = self._dials.get(peer)
         if task is None:
             task = self._dials[peer] = asyncio.create_task(self._dial(peer), name=f"dial {peer[-8:]}")
@@ -144,13 +144,13 @@ class Routes:
         return await asyncio.shield(task)
 
     async def carry(self, peer: PeerID, purpose: Purpose) -> tuple[PeerID, Streams]:
-        """Have a stream put through to `peer`. Returns: by whom, and the stream.
+        """Have a stream put through to `peer`. Return the carrier and the stream.
 
-        Raises: Unreachable: nobody carries it; the sentence says why the last one does not.
+        Raises: Unreachable: no carrier accepted; the text has the last one's reason.
         """
         carriers = self._in_order(peer, await self._connections())[:CARRIERS_ASKED_MAX]
         asking: dict[asyncio.Task[Streams], PeerID] = {}
-        why = "nobody who is connected with us could carry"
+        why = "no peer that is connected to us could carry"
         try:
             while carriers or asking:
                 if carriers:
@@ -187,7 +187,7 @@ class Routes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Finding out
+    # Finding a route
 
     async def _find(self, peer: PeerID) -> bool:
         connections = await self._connections()
@@ -242,7 +242,7 @@ class Routes:
         task.add_done_callback(lambda _: self._dials.pop(peer, None))
 
     def _in_order(self, peer: PeerID, connections: Mapping[PeerID, Sequence[str]]) -> list[PeerID]:
-        """Whoever could carry to `peer`, the first to be asked first."""
+        """Return the possible carriers to `peer`, the first to ask first."""
         now_s = self._loop.time()
         for carrier in [each for each, until_s in self._shunned.items() if until_s <= now_s]:
             del self._shunned[carrier]
@@ -251,16 +251,15 @@ class Routes:
 
 
 def is_direct(places: Sequence[str]) -> bool:
-    """Whether one of the connections that end there goes over nobody else."""
+    """True if one of these connections uses no relay."""
     return bool(only_direct(places))
 
 
 def _weight(a: PeerID, b: PeerID, carrier: PeerID) -> bytes:
-    """Highest random weight (Thaler and Ravishankar 1998): all that differ is which pair it is for."""
+    """Return a carrier's weight for a pair, by highest random weight (Thaler and Ravishankar 1998)."""
     return blake3(f"{min(a, b)} {max(a, b)} {carrier}".encode()).digest()
 
 
 def _close(task: "asyncio.Task[Streams]") -> None:
-    """Whoever answered too late carries nothing."""
     if not task.cancelled() and task.exception() is None:
         task.result()[1].transport.abort()

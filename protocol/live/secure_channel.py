@@ -1,5 +1,5 @@
-"""Secures a stream that a third peer carries, or that is beside the network daemon's own (`lane.py`): whoever is in
-between can cut it, and neither read it nor change it. Pure.
+"""Secure a stream that a third peer carries, or that runs beside the network daemon's own (`lane.py`): a peer in
+between can cut it, but neither read nor change it. Pure.
 
     opener                                       other end
     X   32 B                      ->
@@ -7,17 +7,16 @@ between can cut it, and neither read it nor change it. Pure.
     sign(opener, "carried-from", X, Y)  ->                                   64 B
     records                       <->  records
 
-X and Y are X25519 keys made for this stream, and whoever signs does so with the Ed25519 key that its PeerID is. A
-signature is of a statement about the run that names both peers, who opened, what the stream is for and both keys, under
-a topic for each end. So a carrier that hands out a key of its own, an older message, or the other end's is found out.
+X and Y are X25519 keys made for this stream. Each end signs with the Ed25519 key of its PeerID. The signed statement
+about the run names both peers, the opener, the stream's purpose and both keys, under a topic for each end. So a carrier
+cannot insert its own key, replay an older message or reflect the other end's.
 
-A record is a length (4 B, authenticated) and what ChaCha20-Poly1305 makes of up to 64 KiB, under one key for each
-direction and a counter that both ends know: a record that is changed, left out, repeated or moved does not open. An
-empty one says that its sender is there. A stream that ends between two records says nothing about what was to come: the
-carrier may have cut it.
+A record is a length (4 B, authenticated) and the ChaCha20-Poly1305 ciphertext of up to 64 KiB, under one key for each
+direction and a counter that both ends know: a changed, missing, repeated or moved record does not open. An empty record
+shows that its sender is alive. A stream that ends between two records may have been cut by the carrier.
 
 Source: Canetti and Krawczyk, "Analysis of Key-Exchange Protocols and Their Use for Building Secure Channels", 2001
-(ePrint 2001/040), section 5.1, protocol SIG-DH (ISO/IEC 9798-3); HKDF, RFC 5869; ChaCha20-Poly1305, RFC 8439.
+    (ePrint 2001/040), section 5.1, protocol SIG-DH (ISO/IEC 9798-3); HKDF, RFC 5869; ChaCha20-Poly1305, RFC 8439.
 """
 
 import struct
@@ -48,7 +47,7 @@ Purpose = Literal["frames", "calls", "lane"]
 
 
 class Channel:
-    """Seals what one end sends, and opens what it receives."""
+    """Seal what one end sends, and open what it receives."""
 
     def __init__(self, peer: PeerID, *, sends: bytes, receives: bytes) -> None:
         self.peer = peer
@@ -56,7 +55,7 @@ class Channel:
         self._num_sent = self._num_opened = 0
 
     def seal(self, data: Payload) -> Iterator[bytes]:
-        """Make the records of `data`, in order; of nothing, one empty record."""
+        """Yield the records of `data`, in order; one empty record for empty data."""
         view = memoryview(data).cast("B")
         for start in range(0, max(1, len(view)), RECORD_BYTES_MAX):
             plain = view[start : start + RECORD_BYTES_MAX]
@@ -65,7 +64,7 @@ class Channel:
             self._num_sent += 1
 
     def open(self, received: bytearray) -> Iterator[bytes]:
-        """Take the whole records from the front of `received`, and leave the rest.
+        """Open the complete records at the front of `received`, and leave the rest.
 
         Raises: RemoteError: they are not what the other end sent, in its order.
         """
@@ -73,7 +72,7 @@ class Channel:
             head = bytes(received[: _LENGTH.size])
             (sealed_bytes,) = _LENGTH.unpack(head)
             if not _TAG_BYTES <= sealed_bytes <= RECORD_BYTES_MAX + _TAG_BYTES:
-                raise RemoteError(self.peer, "is at the end of a stream whose bytes were changed on the way")
+                raise RemoteError(self.peer, "sent a stream that was changed on the way")
             end = _LENGTH.size + sealed_bytes
             if len(received) < end:
                 return
@@ -82,7 +81,7 @@ class Channel:
             try:
                 plain = self._receives.decrypt(_NONCE.pack(self._num_opened), sealed, head)
             except InvalidTag as error:
-                raise RemoteError(self.peer, "is at the end of a stream whose bytes were changed on the way") from error
+                raise RemoteError(self.peer, "sent a stream that was changed on the way") from error
             self._num_opened += 1
             yield plain
 
@@ -91,9 +90,9 @@ class Handshake:
     """One end's part of the exchange, for one stream.
 
     Args:
-        peer: whoever is to be at the other end.
-        opens: whether this end has opened the stream.
-        part_of: names the stream that this one is a part of, so that it serves no other; empty: it stands alone.
+        peer: the expected other end.
+        opens: this end has opened the stream.
+        part_of: the stream to which this one belongs, so that it serves no other; empty: it stands alone.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Handshake:
         self._part_of = part_of
         self._private = X25519PrivateKey.generate()
         self.key: bytes = self._private.public_key().public_bytes_raw()
-        """What the other end is sent of this stream's own key."""
+        """This end's ephemeral public key, to be sent to the other end."""
 
     def sign(self, other_key: bytes) -> bytes:
         topic: Topic = "carried-from" if self._opens else "carried-to"
@@ -114,11 +113,11 @@ class Handshake:
         topic: Topic = "carried-to" if self._opens else "carried-from"
         said = self._said(other_key)
         if not statement_holds(self._peer, signature, topic, run=self._run, body=said):
-            raise RemoteError(self._peer, "is not at the other end of a sealed stream, or was not told the same")
+            raise RemoteError(self._peer, "is not at the other end of a sealed stream, or signed another exchange")
         try:
             secret = self._private.exchange(X25519PublicKey.from_public_bytes(other_key))
         except ValueError as error:  # a key of small order
-            raise RemoteError(self._peer, "sent a key that is none") from error
+            raise RemoteError(self._peer, "sent an invalid key") from error
         digest = Hash(SHA256())
         digest.update(msgspec.msgpack.encode((self._run, said)))
         keys = HKDF(SHA256(), length=2 * KEY_BYTES, salt=digest.finalize(), info=b"shoal carried stream").derive(secret)

@@ -1,7 +1,7 @@
-"""Frames on their way to one peer: a queue by priority, one writer, one stream that opens when it is needed.
+"""Frames to one peer: a queue by priority, one writer, one stream that opens on demand.
 
-A frame that has left is not there yet. What was on its way in a stream that broke, and may come twice, is sent once
-more on the next one: its sender has been told that it left, and would wait for what it brings.
+A frame that has left may be lost. If a stream breaks, the frames that were on their way and may come twice are sent
+again on the next one: their sender was told that they left, and would wait for their effect.
 """
 
 import asyncio
@@ -23,11 +23,10 @@ from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.reconnection import Outcome
 
 _REPEATS_S = 10.0
-"""A peer that can be reached again within so long gets what was on its way to it."""
+"""A peer that is reachable again within this time gets the frames that were on their way to it."""
 _RETRY_S = 0.5
 _MOVES_S = 3.0
-"""A stream that is to be left for a better way is left after so long in any case: what it carries is slow to arrive, or
-never will."""
+"""A stream that has a better route is left after this time in any case: its frames arrive slowly or never."""
 
 
 @dataclass(order=True, slots=True)
@@ -38,9 +37,9 @@ class _Waiting:
     payload: Payload = field(compare=False)
     left: asyncio.Future[None] = field(compare=False)
     again: bytes | None = field(compare=False)
-    """Its meta if it is sent once more; None: it is not."""
+    """The meta of a repetition; None: the frame is not repeated."""
     until_s: float = field(compare=False, default=0.0)
-    """The time until which a frame is of use that is sent once more, for which nobody waits; 0: it is none."""
+    """Time until which a repetition, which no sender waits for, is useful; 0: it is no repetition."""
 
     @property
     def wire_bytes(self) -> int:
@@ -48,7 +47,7 @@ class _Waiting:
 
 
 class SendQueue:
-    """Args: open_link: opens a stream to the peer; its frames and its end are this queue's to handle."""
+    """Frames to one peer. Args: open_link: opens a stream to the peer for this queue."""
 
     def __init__(self, peer: PeerID, open_link: Callable[["SendQueue"], Awaitable[Link]]) -> None:
         self._peer = peer
@@ -60,37 +59,37 @@ class SendQueue:
         self._writer: asyncio.Task[None] | None = None
         self._link: Link | None = None
         self._left: deque[tuple[int, _Waiting | None]] = deque()
-        """What has left over that link and is not known to be handled, in order: (bytes of credit, what is sent once
-        more should the link break)."""
+        """Frames that left over this link and may not be handled yet, in order: (bytes of credit, frame to repeat if
+        the link breaks)."""
         self._credit_bytes = 0
-        """Credit that is less than the first of them takes."""
+        """Returned credit that is less than the first of them takes."""
         self._moves_s = math.inf
-        """When the next frame was to go over another link, once this one's have all been handled; inf: it is not."""
+        """When a move to another link was requested; inf: none. It waits until this link's frames are handled."""
 
     @property
     def via(self) -> PeerID | None:
-        """Whoever carries the stream; None: nobody does, or there is none."""
+        """The carrier of the stream; None: it is direct, or there is none."""
         return None if self._link is None else self._link.via
 
     def move(self) -> None:
-        """Open a stream anew, since there is a better way: once all frames that have left are handled, so that nothing
-        is lost and nothing overtakes, or soon without."""
+        """Move to a new stream on a better route, once all frames that have left are handled (so that nothing is lost
+        or overtaken), or after `_MOVES_S`."""
         if self._writer is not None:
             self._moves_s = min(self._moves_s, asyncio.get_running_loop().time())
             self._changed.set()
 
     async def flush(self) -> None:
-        """Wait until the peer has handled all that has left, or the stream breaks."""
+        """Wait until the peer has handled all frames that have left, or the stream breaks."""
         while self._link is not None and self._link.window.outstanding_bytes:
             self._credited.clear()
             await self._credited.wait()
 
     async def send(self, meta: bytes, payload: Payload, priority: Priority, *, again: bytes | None = None) -> None:
-        """Returns when the kernel has the whole frame.
+        """Send a frame; return when the kernel has all of it.
 
-        A caller that is cancelled while its frame is being written must leave the payload alone: it is still read.
+        A caller that is cancelled while its frame is being written must not touch the payload: it is still read.
 
-        Args: again: as of the port; the payload must not change then.
+        Args: again: as in the port; the payload must not change then.
         Raises: Unreachable; ValueError: larger than any receiver accepts.
         """
         if len(meta) > FRAME_META_BYTES_MAX or memoryview(payload).nbytes > FRAME_PAYLOAD_BYTES_MAX:
@@ -107,7 +106,7 @@ class SendQueue:
         await left
 
     def on_frame(self, link: Link, frame: Frame) -> None:
-        """The receiver gave credit back. Raises: RemoteError."""
+        """Take returned credit. Raises: RemoteError."""
         credit_bytes = decode_credit(frame, self._peer)
         link.window.give_back(credit_bytes, self._peer)
         if link is self._link:
@@ -119,7 +118,7 @@ class SendQueue:
         self._changed.set()
 
     def cut(self, why: str) -> None:
-        """End the stream; every waiting sender gets Unreachable, and nothing is sent once more."""
+        """End the stream without repetitions; every waiting sender gets Unreachable."""
         self._left.clear()
         self._queue = [waiting for waiting in self._queue if not waiting.until_s]
         heapq.heapify(self._queue)
@@ -127,7 +126,7 @@ class SendQueue:
             self._link.abort(why)
 
     async def close(self) -> None:
-        """Every waiting sender gets Unreachable."""
+        """End the stream; every waiting sender gets Unreachable."""
         if self._writer is not None:
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
@@ -143,24 +142,24 @@ class SendQueue:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(in_s):
-                    await self._changed.wait()  # whoever has something to send is told at once whether it can go
+                    await self._changed.wait()  # `send` sets it, so a new frame ends the delay
             while True:
                 self._moves_s = math.inf
                 self._link = await self._open_link(self)
                 await self._write_on(self._link)
-                self._link.abort("its frames go another way from now on")
+                self._link.abort("its frames take another route now")
                 if not self._queue:
                     return
         except Unreachable as error:
             why = error.why
-            may_repeat = outcome_of(why) is not Outcome.REFUSED  # else the next process of that name knows of no frame
+            may_repeat = outcome_of(why) is not Outcome.REFUSED  # else its next process does not know these frames
         except (RemoteError, OSError, EOFError) as error:
             why, may_repeat = str(error), True
         finally:
             self._break(why, may_repeat=may_repeat)
 
     async def _write_on(self, link: Link) -> None:
-        """Returns when what comes next has to go over another one."""
+        """Write frames until the next one needs another link."""
         while True:
             waiting = await self._next(link)
             if waiting is None:
@@ -171,14 +170,14 @@ class SendQueue:
                 heapq.heappush(self._queue, waiting)  # its sender is told with the others
                 raise
             self._left.append((waiting.wire_bytes, waiting if waiting.again is not None else None))
-            self._handled(0)  # its credit may have been back before its last bytes had left here
+            self._handled(0)  # its credit may have returned before its last bytes left
             if not waiting.left.done():
                 waiting.left.set_result(None)
-            del waiting  # or the last payload would live until the next one comes
+            del waiting  # else the last payload would live until the next one comes
 
     async def _next(self, link: Link) -> _Waiting | None:
-        """The first frame that may go, by priority, then arrival; waits for one, and for credit. None: what comes next
-        has to go over another link.
+        """Wait for a frame that may go and for its credit; first by priority, then by arrival. None: the next one needs
+        another link.
 
         Raises: EOFError: the stream broke.
         """
@@ -217,7 +216,7 @@ class SendQueue:
             elif not waiting.left.done():
                 waiting.left.set_exception(Unreachable(self._peer, why))
         if may_repeat:
-            # Who hears that one activation cannot go there sends all that went there to others.
+            # A sender that hears that one activation failed redirects all activations of this peer.
             self._repeat_all(except_of=told.intersection({Priority.ACTIVATION}))
         self._left.clear()
         self._credit_bytes = 0
@@ -227,7 +226,7 @@ class SendQueue:
             self._writer = asyncio.create_task(self._write(in_s=in_s), name=f"frames once more to {self._peer[-8:]}")
 
     def _repeat_all(self, *, except_of: Collection[Priority]) -> None:
-        """Queue once more what was on its way, but for these priorities."""
+        """Queue the frames again that were on their way, except those of these priorities."""
         until_s = asyncio.get_running_loop().time() + _REPEATS_S
         for _, waiting in self._left:
             if waiting is not None and waiting.priority not in except_of:
@@ -236,7 +235,6 @@ class SendQueue:
         self._credit_bytes = 0
 
     def _repeat(self, waiting: _Waiting, until_s: float, *, may_repeat: bool) -> None:
-        """Queue what was on its way, or was to be sent once more and has not left, unless it is of no use any more."""
         loop = asyncio.get_running_loop()
         if not may_repeat or loop.time() >= until_s:
             return

@@ -1,10 +1,10 @@
-"""Bounds what strangers have this peer do.
+"""Bound the work that strangers cause.
 
-Everybody who can dial the network daemon may send requests and open streams. Each costs the daemon and us 0.2 to 0.6 ms
-until it is refused for want of a certificate, and one connection carries a thousand a second. So the strangers of one
-network have an allowance together, wide enough for newcomers, who are none from their first certificate on. From a
-stranger beyond it nothing is read: we hang up, and its address cannot dial us for a while (`connection_limit.py`).
-In a private network or on this machine each stranger has an allowance of its own, and none is kept from dialling.
+Anybody who can dial the network daemon may send requests and open streams. Each costs the daemon and us 0.2 to 0.6 ms
+until it is refused for lack of a certificate, and one connection carries a thousand a second. So the strangers of one
+network share an allowance, wide enough for newcomers, which stop being strangers with their first certificate. From a
+stranger beyond it nothing is read: we hang up, and its address cannot dial us for a while (`connection_limit.py`). In a
+private network or on this machine each stranger has its own allowance, and none is kept from dialling.
 """
 
 import asyncio
@@ -24,25 +24,23 @@ logger = logging.getLogger(__name__)
 
 _IP: Final = re.compile(r"^/ip[46]/([^/]+)/(?:tcp|udp)/\d+")
 _LOOK_S: Final = 0.1
-"""The least time between two looks at who is connected from where."""
 _SHARE: Final = 0.05
-"""The share of the time that such looks may take."""
 
 
 class _Place(NamedTuple):
-    """Where a stranger is."""
-
     whose: Network | PeerID
-    """The owner of the allowance that it takes: its network, or itself where its neighbours must not pay for it."""
+    """Owner of the allowance: the network of the stranger or, in a private network, the stranger itself."""
     address: Network | None
     """The address that may be kept from dialling us; None: there is none."""
 
 
 class Strangers:
-    """Args:
-    connections: tells where each connected peer is: multiaddrs.
-    hang_up: closes all connections to a peer; never raises.
-    shut_out: keeps an address from dialling us for a while.
+    """Admit or reject requests of strangers.
+
+    Args:
+        connections: returns the remote multiaddrs of each connected peer.
+        hang_up: closes all connections to a peer; never raises.
+        shut_out: keeps an address from dialling us for a while.
     """
 
     def __init__(
@@ -62,14 +60,14 @@ class Strangers:
         self._leaving: dict[PeerID, asyncio.Task[None]] = {}
 
     async def admits(self, peer: PeerID) -> bool:
-        """Whether something that `peer` sends is to be read. If not, its connections are about to be closed."""
+        """True if data of `peer` may be read. If not, its connections are about to be closed."""
         if self._members.access_level(peer) is not AccessLevel.STRANGER:
             return True
         place = await self._place(peer)
         if self._allowance.takes(place.whose, asyncio.get_running_loop().time()):
             return True
         if peer not in self._leaving:
-            logger.warning("hung up on %s, a stranger that asks too much", peer[-8:])
+            logger.warning("hung up on %s, a stranger that sends too many requests", peer[-8:])
             self._leaving[peer] = asyncio.create_task(self._send_away(peer, place), name=f"hang up on {peer[-8:]}")
         return False
 
@@ -108,7 +106,7 @@ def _place_of(peer: PeerID, multiaddrs: Sequence[str]) -> _Place:
     for multiaddr in multiaddrs:
         match = _IP.match(multiaddr)
         if match is None or "/p2p-circuit" in multiaddr:
-            continue  # over a relay: the address is that of a member
+            continue  # over a relay: the address is a member's
         address, network = address_and_network(ipaddress.ip_address(match[1].partition("%")[0]))
         if network is not None:
             return _Place(network, address)

@@ -1,12 +1,12 @@
-"""What the kernel has yet to deliver for the network daemon, connection by connection, and how long each was silent. So
-too for the lanes of this process (`lane.py`).
+"""Read from the kernel what each connection of the network daemon, and each lane of this process (`lane.py`), has yet
+to deliver, and how long it was silent.
 
-The sockets are the daemon's, but the kernel tells any process of the network namespace about all of them
-(NETLINK_SOCK_DIAG, Linux 3.3; `ss -ti` reads the same). All of them are listed when a stream opens; then the ones that
-matter are asked for one by one, which does not walk the kernel's whole table.
+The sockets are the daemon's, but the kernel shows them to any process of the network namespace (NETLINK_SOCK_DIAG,
+Linux 3.3; `ss -ti` reads the same). All are listed when a stream opens; then only those of interest are queried, which
+does not walk the kernel's whole table.
 
 Lost: the credit of our own frames as the signal. It comes when a frame was handled, in lumps of up to 4 MiB, and a busy
-processor of the receiver's looks like a narrow line of ours.
+processor at the receiver looks like a narrow line of ours.
 """
 
 import contextlib
@@ -31,7 +31,6 @@ _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
 _ERROR, _DONE = 2, 3
 _REQUEST, _DUMP = 0x1, 0x300
 _INFO = 2
-"""INET_DIAG_INFO, the attribute that holds a `tcp_info`."""
 _ESTABLISHED = 1
 _HEADER: Final = struct.Struct("=IHHII")
 _ASK: Final = struct.Struct("=BBBxI48s")
@@ -41,14 +40,14 @@ _MSS: Final = struct.Struct("=16xI")
 _UNACKED: Final = struct.Struct("=24xI")
 _SACKED: Final = struct.Struct("=28xI")
 _SILENT: Final = struct.Struct("=52xII")
-"""Milliseconds since data came, and since an acknowledgement did."""
+"""Milliseconds since data arrived, and since an acknowledgement did."""
 _BYTES_ACKED: Final = struct.Struct("=120xQ")
 _MIN_RTT: Final = struct.Struct("=148xI")
-"""Fields of `tcp_info`, whose layout is the kernel's promise to its users."""
+"""Fields of `tcp_info`. The kernel guarantees its layout."""
 _INFO_BYTES_MIN: Final = 152
 """Up to `tcpi_min_rtt`, Linux 4.6."""
 _BATCH: Final = 32
-"""How many sockets are asked for at once: the answers wait in a buffer of the kernel's that has room for some 150."""
+"""Number of sockets per query: the answers wait in a kernel buffer that has room for some 150."""
 _MULTIADDR: Final = re.compile(r"^/ip[46]/([^/]+)/tcp/(\d+)")
 
 
@@ -56,7 +55,7 @@ _MULTIADDR: Final = re.compile(r"^/ip[46]/([^/]+)/tcp/(\d+)")
 class _Socket:
     family: int
     id: bytes
-    """`inet_diag_sockid`: ports, addresses, interface and a cookie that is this socket's alone."""
+    """`inet_diag_sockid`: ports, addresses, interface and a cookie that is unique to this socket."""
     inode: int
     connection: Connection
     way: Way
@@ -73,7 +72,6 @@ class _Socket:
 
     @property
     def is_local(self) -> bool:
-        """Whether it ends on this machine."""
         there = self._address(20)
         return there.is_loopback or there == self._address(4)
 
@@ -82,7 +80,7 @@ class _Socket:
 
 
 def name_of(multiaddr: str) -> str | None:
-    """The name of the connection with that remote end; None: it is not over TCP, or not said."""
+    """Return the name of the connection with that remote end; None: it is not over TCP, or unknown."""
     match = _MULTIADDR.match(multiaddr)
     if match is None:
         return None
@@ -94,22 +92,22 @@ def name_of(multiaddr: str) -> str | None:
 
 
 def follow(uplink: Uplink, process_id: int) -> None:
-    """Let `uplink` look at the sockets of the network daemon, if the kernel shows them."""
+    """Let `uplink` watch the sockets of the network daemon, if the kernel shows them."""
     try:
         uplink.follow(TcpQueues(process_id))
     except OSError as error:
         uplink.close()
-        logger.info("what stands before the uplink cannot be seen here: %s", error)
+        logger.info("the queue before the uplink cannot be read here: %s", error)
 
 
 class TcpQueues:
-    """Args: process_id: of the daemon. Raises: OSError: the kernel does not tell."""
+    """The sockets of one daemon and of this process. Raises: OSError: the kernel shows none."""
 
     def __init__(self, process_id: int) -> None:
         self._process_id = process_id
         self._sockets: dict[str, _Socket] = {}
         if not hasattr(socket, "AF_NETLINK"):
-            raise OSError("only Linux says it")
+            raise OSError("only Linux shows the sockets")
         self._asked = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
         self._asked.settimeout(0.5)
         try:
@@ -122,7 +120,7 @@ class TcpQueues:
         self._asked.close()
 
     def list(self) -> None:
-        """Find the connections to other machines anew: the daemon's, and the lanes of this process. Raises: OSError."""
+        """List anew the connections to other machines: the daemon's, and the lanes of this process. Raises: OSError."""
         of_daemon, of_us = _inodes(self._process_id), _inodes(os.getpid())
         found = [*self._dump(socket.AF_INET), *self._dump(socket.AF_INET6)]
         there = [each for each in found if not each.is_local]
@@ -130,8 +128,8 @@ class TcpQueues:
         self._sockets |= {each.name_as_lane: each for each in there if each.inode in of_us}
 
     def ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """All of the daemon's connections, those within this machine too, by name: two may lead to one port of another
-        machine, when each end has dialled from the port on which it listens. Raises: OSError."""
+        """Return all of the daemon's connections, also within this machine, by name. Two may have one name, when each
+        end has dialled from the port on which it listens. Raises: OSError."""
         own = _inodes(self._process_id)
         ways: dict[str, dict[str, Way]] = {}
         for each in (*self._dump(socket.AF_INET), *self._dump(socket.AF_INET6)):
@@ -140,7 +138,7 @@ class TcpQueues:
         return ways
 
     def look(self, names: Collection[str]) -> Mapping[str, Connection]:
-        """What the kernel says now of those that are still there. Raises: OSError."""
+        """Return the kernel's present data of those connections that still exist. Raises: OSError."""
         asked = [self._sockets[name] for name in names if name in self._sockets]
         batches = (asked[start : start + _BATCH] for start in range(0, len(asked), _BATCH))
         wanted = set(names)
@@ -201,7 +199,7 @@ def _address(family: int, id_: bytes, at: int) -> ipaddress.IPv4Address | ipaddr
 
 
 def _read(body: bytes) -> _Socket | None:
-    """None: not a connection that stands, or a kernel that says too little of it."""
+    """Return None for a connection that is not established, or if the kernel shows too little."""
     if len(body) < _ANSWER.size:
         return None
     family, state, _, _, id_, _, _, queued_bytes, _, inode = _ANSWER.unpack_from(body)

@@ -1,10 +1,10 @@
-"""Keeps a peer's bytes within its limits: who wants to send waits in line, what is read too fast is read later.
+"""Keep a peer's bytes within its limits: sending waits in line, reading is paused.
 
-Two things bound what is sent: the volunteer's limit, if there is one, and the uplink itself (`uplink.py`). Calls never
-wait: what a peer says of itself is small, and others wait for it.
+Two limits apply to sending: the volunteer's, if there is one, and the uplink itself (`uplink.py`). Calls never wait:
+they are small, and others wait for them.
 
-What is counted is our own frames and calls, times what the network adds to them (`WIRE_FACTOR`). What the daemon says
-on its own account (the directory, pings, keeping connections open) is small and not counted.
+We count our own frames and calls, times the network's overhead (`WIRE_FACTOR`). The daemon's own traffic (directory,
+pings, keepalive) is small and not counted.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ WIRE_FACTOR: Final = 1.045
 """Bytes of IP packets per byte of a frame, on Ethernet: TCP and IP headers are 52 of each 1,500 bytes, TLS adds 22 to
 each 16 KiB, yamux 12 to each piece."""
 ACK_FACTOR: Final = 0.018
-"""Bytes that go back per byte received: an acknowledgement of 52 bytes for two packets."""
+"""Bytes sent back per byte received: an acknowledgement of 52 bytes for two packets."""
 CARRIED: Final = 2.5
-"""The priority of what is carried for others (`carrier.py`): behind this peer's own gradients, activations and
-reductions, for which the swarm waits as well, and before copies of state, which are long."""
+"""Priority of traffic that is carried for others (`carrier.py`): after this peer's own gradients, activations and
+reductions, for which the swarm waits, and before copies of state, which are long."""
 _SLICE_S: Final = 0.025
-"""The slice of data that is written at a time, in seconds of the rate: a gradient need not wait for a megabyte."""
+"""Length of a slice in seconds of the rate: a gradient need not wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
-"""A copy of state that gets so much of 5 Mbit/s has its 4 MiB in 40 s, and its receiver waits for them for 60."""
+"""Longest wait behind urgent frames: a copy of state gets its 4 MiB in 40 s at 5 Mbit/s; its receiver waits for 60."""
 _SLICE_BYTES_MIN: Final = 4 * 1024
 _SLICE_BYTES_MAX: Final = 256 * 1024
 
@@ -46,14 +46,14 @@ class RateLimiter:
         self.slice_bytes = _slice_bytes(bytes_per_s)
 
     def charge(self, nbytes: float) -> None:
-        """These pass, whether or not there is room."""
+        """Count bytes that pass whether or not there is room."""
         self._bucket.take(nbytes * WIRE_FACTOR, now_s=self._loop.time())
 
     def charge_acknowledgements(self, received_bytes: int) -> None:
         self._bucket.take(received_bytes * ACK_FACTOR, now_s=self._loop.time())
 
     def wait_s(self) -> float:
-        """The seconds until something may pass."""
+        """Return the seconds until something may pass."""
         return self._bucket.wait_s(now_s=self._loop.time())
 
 
@@ -68,13 +68,13 @@ class _Waiting:
 
 
 class SendLine:
-    """All frames of this peer on their way out, whatever link they take. Who waits passes by priority, then in the
-    order of arrival; only a frame that is held up by its own connection lets others pass. Each sixth slice is of the
-    frame that has waited longest: copies of state have a sixth of the line at least.
+    """All outgoing frames of this peer, over any link. They pass by priority, then in order of arrival; a frame that
+    its own connection holds up lets others pass. Each sixth slice belongs to the frame that has waited longest, so
+    copies of state have a sixth of the line at least.
 
     Args:
         limiter: the volunteer's limit; None: there is none.
-        uplink: what the line itself can take; None: nobody knows.
+        uplink: what the line itself can take; None: unknown.
     """
 
     def __init__(self, limiter: RateLimiter | None = None, uplink: Uplink | None = None) -> None:
@@ -84,7 +84,6 @@ class SendLine:
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._is_due = False
-        """Whether `_serve` is about to be called."""
         self._eldest_passed_s = -math.inf
         if uplink is not None:
             uplink.on_room = self._serve
@@ -96,8 +95,8 @@ class SendLine:
             await turn
 
     def ask(self, nbytes: int, priority: float, peer: PeerID) -> asyncio.Future[None] | None:
-        """Let `nbytes` pass to `peer`, now (None) or when the future is done. Whoever needs that no more ends the
-        future itself, and nothing has passed."""
+        """Let `nbytes` pass to `peer`, now (None) or when the future is done; a caller that gives up ends the
+        future."""
         if not self._waiting and self._wait_s() == 0.0 and self._has_room(peer):
             self._pass(peer, nbytes)
             return None
@@ -109,7 +108,7 @@ class SendLine:
         return turn
 
     def hurry(self, peer: PeerID, priority: Priority) -> None:
-        """Something of this priority waits behind the frame that is on its way to `peer`."""
+        """Raise the priority of the frame that is being sent to `peer`, since one of `priority` waits behind it."""
         for waiting in self._waiting:
             if waiting.peer == peer and priority < waiting.priority:
                 waiting.priority = priority
@@ -125,7 +124,7 @@ class SendLine:
                 start = end
 
     def slice_bytes(self, peer: PeerID) -> int:
-        """How much to write at a time towards `peer`."""
+        """Return how much to write at a time towards `peer`."""
         sizes = [PIECE_BYTES]
         if self.limiter is not None:
             sizes.append(self.limiter.slice_bytes)
@@ -146,10 +145,10 @@ class SendLine:
             self.uplink.wrote(peer, nbytes)
 
     def _serve(self) -> None:
-        """Let one pass, and look again when it has had time to come with its next slice: else whoever is behind it
-        would pass meanwhile. The uplink says by itself when it has room again."""
+        """Let one pass, and check again when it has had time to queue its next slice; else others would overtake it.
+        The uplink calls when it has room again."""
         self._is_due = False
-        self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]  # else it was cancelled
+        self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]  # cancelled
         wait_s = self._wait_s()
         chosen = None if wait_s > 0.0 else self._choose([each for each in self._waiting if self._has_room(each.peer)])
         if chosen is not None:
@@ -182,12 +181,7 @@ def _slice_bytes(bytes_per_s: float) -> int:
 
 
 class Throttle:
-    """Both directions of one transport.
-
-    Args:
-        limits: the volunteer's.
-        uplink: bounds what stands before the line; None: nothing does.
-    """
+    """Both directions of one transport. Args: uplink: bounds the queue before the line; None: no bound."""
 
     def __init__(self, limits: RateLimits | None = None, uplink: Uplink | None = None) -> None:
         limits = limits or RateLimits()
@@ -195,18 +189,18 @@ class Throttle:
         upload = RateLimiter(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
         self._upload = upload
         self.line = None if upload is None and uplink is None else SendLine(upload, uplink)
-        """None: nobody waits here."""
+        """None: sending never waits here."""
         self.relay_bytes_per_s = limits.relay_bytes_per_s
-        """What may be carried for others; 0: nothing."""
+        """Limit of traffic carried for others; 0: none is carried."""
         self.download = RateLimiter(limits.download_bytes_per_s) if limits.download_bytes_per_s < math.inf else None
 
     def limit_upload(self, bytes_per_s: float) -> None:
-        """Change the volunteer's limit on what is sent, from now on. Infinite: there is none."""
+        """Change the volunteer's upload limit from now on. Infinite: there is none."""
         assert self.line is not None, "a link that was made without a line stays without one"
         self._upload = self.line.limiter = RateLimiter(bytes_per_s) if bytes_per_s < math.inf else None
 
     def sent(self, nbytes: int) -> None:
-        """Something that must not wait has gone out."""
+        """Count something that has gone out without waiting."""
         if self._upload is not None:
             self._upload.charge(nbytes)
 
@@ -222,7 +216,7 @@ class Throttle:
 
 
 class Intake:
-    """Pauses a stream that brings more than the limit; the sender's own flow control does the rest."""
+    """Pause a stream that brings more than the limit; the sender's own flow control does the rest."""
 
     def __init__(self, limiter: RateLimiter, transport: asyncio.ReadTransport, is_lost: Callable[[], bool]) -> None:
         self._limiter, self._transport, self._is_lost = limiter, transport, is_lost
@@ -230,7 +224,7 @@ class Intake:
         self.slice_bytes = limiter.slice_bytes
 
     def came(self) -> None:
-        """Pause the stream if need be; the caller has charged the bytes that came."""
+        """Pause the stream if needed; the caller has charged the bytes that arrived."""
         wait_s = self._limiter.wait_s()
         if wait_s > 0.0 and self._timer is None and not self._is_lost():
             self._transport.pause_reading()

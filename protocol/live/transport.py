@@ -1,6 +1,6 @@
 """The Transport port on libp2p: calls as unary requests, frames on long-lived raw streams.
 
-Handler names carry the protocol version and the run, so peers of another run or version are refused by libp2p itself.
+Handler names contain the protocol version and the run, so libp2p itself refuses peers of another run or version.
 """
 
 import asyncio
@@ -58,13 +58,13 @@ _LONELY_S = 10.0
 _STRAGGLERS_S = 0.5
 """How long a start waits for the other addresses once one peer has answered."""
 _LANES_ROUND_TRIP_S_MIN = 0.002
-"""Streams within a house have no lanes: one connection fills such a way."""
+"""Streams with a shorter round trip (within a house) have no lanes: one connection fills such a path."""
 _LANES_PATIENCE_ROUND_TRIPS = 4.0
 _LANES_PATIENCE_S = 0.05
-"""A stream's first frame waits so long for lanes, which need two round trips."""
+"""How long a stream's first frame waits for lanes, which need two round trips."""
 _NAME_BYTES = 8
 _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial")
-"""Daemon errors after which the request certainly never left, so that it may be sent again."""
+"""Daemon errors that prove that the request never left, so that it may be sent again."""
 
 
 class LiveTransport:
@@ -77,7 +77,7 @@ class LiveTransport:
         self._throttle = throttle
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._places: dict[PeerID, tuple[str, ...]] = {}
-        """Where carriers see those whom they carry for, beside what these say themselves."""
+        """Peer -> addresses at which carriers see it, beside those that it announces."""
         self._send_queues: dict[PeerID, SendQueue] = {}
         self._receive_queues = ReceiveQueues()
         self._doorway = Doorway()
@@ -91,7 +91,7 @@ class LiveTransport:
         self._dials: set[asyncio.Task[Any]] = set()
         self._about = AboutAnswerer(run=members.run, seen_at=self._seen_at)
         self._greeter = Greeter(identity=identity, members=members, addresses=self.addresses)
-        # libp2p tells everybody who connects the names of all handlers, so that the run's own must not be among them.
+        # libp2p shows every connected peer the names of all handlers, so they contain a hash of the run.
         prefix = f"/shoal/{PROTOCOL_VERSION}/{blake3(members.run.encode()).hexdigest(length=_NAME_BYTES)}"
         self._call_name, self._frames_name = f"{prefix}/call", f"{prefix}/frames"
         self._carry_name, self._carried_name = f"{prefix}/carry", f"{prefix}/carried"
@@ -136,13 +136,13 @@ class LiveTransport:
         use_relay: bool = True,
         throttle: Throttle | None = None,
     ) -> "LiveTransport":
-        """Start the network daemon and connect to whichever initial peers answer.
+        """Start the network daemon and connect to the initial peers that answer.
 
         Args:
-            members: of the run; says who we are, too.
-            listen, announce: multiaddrs without `/p2p/…`; announce replaces what others are told.
-            initial_peers: multiaddrs with `/p2p/…`. None of them needs to be up: a bootstrap peer may be the one down.
-            throttle: keeps what passes within its limits; None: there are none but the uplink's own.
+            members: of the run; also identifies us.
+            listen, announce: multiaddrs without `/p2p/…`; `announce` replaces the addresses that others are told.
+            initial_peers: multiaddrs with `/p2p/…`. None of them needs to be up, since a bootstrap peer may be down.
+            throttle: limits of the traffic; None: only the uplink's own.
         Raises: TransportError: the daemon cannot start, a port is in use, or the state folder is another peer's.
         """
         relays = only_direct(initial_peers)
@@ -151,7 +151,7 @@ class LiveTransport:
         self = cls(identity, members, daemon, throttle or Throttle(uplink=Uplink()))
         try:
             for peer, places in _by_peer(initial_peers).items():
-                if peer != self.peer_id:  # a restart may be told of itself
+                if peer != self.peer_id:  # a restart may be given its own address
                     self._remember(peer, places)
             daemon.on_restart.append(self._find_everyone)
             await daemon.add_setup(self._set_up)
@@ -173,7 +173,7 @@ class LiveTransport:
         return self._daemon
 
     def on_restart(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Run `callback` each time the network daemon had to be restarted and knows its peers again."""
+        """Run `callback` after each restart of the network daemon, once it knows its peers again."""
         self._daemon.on_restart.append(callback)
 
     @property
@@ -195,33 +195,32 @@ class LiveTransport:
         self._served.set()
 
     async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
-        """Remember where `peer` is and connect to it. Never raises, and takes at most five seconds."""
+        """Remember the addresses of `peer` and connect to it. Never raises, and takes at most five seconds."""
         if peer == self.peer_id:
             return
         self._remember(peer, addresses)
         await self._routes.introduced(peer)
 
     def want(self, peers: Sequence[PeerID]) -> None:
-        """Stay connected to these peers, the others of the plan: whoever is lost is dialled until it answers."""
+        """Stay connected to these peers, the others of the plan: a lost one is dialled until it answers."""
         self._redialer.want([peer for peer in peers if peer != self.peer_id])
 
     def limit_upload(self, bytes_per_s: float) -> None:
-        """Change the volunteer's limit on what is sent, from now on. Infinite: there is none."""
+        """Change the volunteer's upload limit from now on. Infinite: there is none."""
         self._throttle.limit_upload(bytes_per_s)
 
     def known(self) -> dict[PeerID, tuple[str, ...]]:
-        """The addresses of everyone that this peer was told of, dead or alive: multiaddrs with `/p2p/…`."""
+        """All peers with known addresses, dead or alive -> multiaddrs with `/p2p/…`."""
         return {
             peer: tuple(f"{split_address(place)[0]}/p2p/{peer}" for place in places)
             for peer, places in self._addresses.items()
         }
 
     async def connected(self) -> frozenset[PeerID]:
-        """Peers that the daemon holds a connection to, whoever opened it; none while it restarts."""
+        """Return the peers to which the daemon is connected, from either side; none while it restarts."""
         return frozenset(await self._connections())
 
     async def _connections(self) -> dict[PeerID, list[str]]:
-        """The other ends of the daemon's connections, by peer: multiaddrs."""
         try:
             infos = await (await self._daemon.p2p()).list_peers()
         except (TransportError, P2PDaemonError, OSError, EOFError):
@@ -253,7 +252,7 @@ class LiveTransport:
     async def send(
         self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
     ) -> None:
-        """Args: again: as of the port. Raises: Unreachable. ValueError: the frame is larger than any peer accepts."""
+        """Args: again: as in the port. Raises: Unreachable. ValueError: the frame is larger than any peer accepts."""
         self._refuse_if_pointless(peer)
         queue = self._send_queues.get(peer)
         if queue is None:
@@ -261,7 +260,7 @@ class LiveTransport:
         await queue.send(meta, payload, priority, again=again)
 
     async def close(self) -> None:
-        """Give frames that have left two seconds to be handled, then leave nothing running. Again does nothing."""
+        """Give frames that have left two seconds to be handled, then stop everything. Safe to call twice."""
         if not self._closing:
             self._closing = True
             await self._flush()
@@ -289,7 +288,6 @@ class LiveTransport:
                 await asyncio.gather(*(queue.flush() for queue in self._send_queues.values()))
 
     async def _set_up(self, p2p: Any) -> None:
-        """Register with a fresh daemon."""
         if self._throttle.uplink is not None:
             follow(self._throttle.uplink, self._daemon.process_id)
         hivemind_guard.admit(p2p._client.control, self._strangers.admits)
@@ -323,7 +321,7 @@ class LiveTransport:
             raise Unreachable(peer, "it is excluded from the run")
 
     async def _go(self, peer: PeerID, directly: Callable[[], Awaitable[T]], carried: Callable[[], Awaitable[T]]) -> T:
-        """Take the way to `peer` that there is; another one, if that turns out to be none before anything has left."""
+        """Use the present route to `peer`. If it fails before anything has left, find another one."""
         if not await self._routes.is_direct(peer):
             return await carried()
         try:
@@ -353,9 +351,7 @@ class LiveTransport:
         await self._served.wait()
         try:
             if len(request) > CONTROL_BYTES_MAX:
-                raise RemoteError(
-                    source, f"sent a call of {len(request)} bytes where {CONTROL_BYTES_MAX} are the limit"
-                )
+                raise RemoteError(source, f"sent a call of {len(request)} bytes; the limit is {CONTROL_BYTES_MAX}")
             reply = await self._on_call(source, request)
             if len(reply) > CONTROL_BYTES_MAX:
                 raise ValueError(f"a reply of {len(reply)} bytes is larger than any peer accepts")
@@ -365,7 +361,7 @@ class LiveTransport:
             logger.warning("refused a call: %s", error)
         except Exception:
             logger.exception("a call of %s could not be answered", source[-8:])
-        raise _CallFailedError  # hivemind sends the exception's repr to the caller: tell it nothing about us
+        raise _CallFailedError  # hivemind sends the exception's repr to the caller: it must reveal nothing about us
 
     # Frames
 
@@ -409,7 +405,7 @@ class LiveTransport:
         return reader, writer
 
     def _lost(self, link: Link, why: str) -> None:
-        """A stream to a peer has ended: the connection under it may have, too."""
+        """Handle the end of a stream to a peer; the connection under it may have ended, too."""
         self._send_queues[link.peer].on_lost(link, why)
         self._end_lanes(link)
         if link.via is None:
@@ -459,7 +455,6 @@ class LiveTransport:
     # Lanes
 
     async def _supply_lanes(self, link: Link) -> None:
-        """Have lanes for a stream that goes to another house."""
         round_trip_s = self._round_trip_s(link.peer)
         if link.via is None and not link.lost.is_set() and round_trip_s >= _LANES_ROUND_TRIP_S_MIN:
             self._lane_door.expect(link)
@@ -469,7 +464,7 @@ class LiveTransport:
             await supply.begin(_LANES_PATIENCE_S + _LANES_PATIENCE_ROUND_TRIPS * round_trip_s)
 
     def _round_trip_s(self, peer: PeerID) -> float:
-        """Say how long the way to `peer` and back is; 0: it stays on this machine, or nobody knows."""
+        """Return the round trip to `peer`; 0: it stays on this machine, or is unknown."""
         uplink = self._throttle.uplink
         return 0.0 if uplink is None else uplink.round_trip_s(peer)
 
@@ -493,12 +488,10 @@ class LiveTransport:
             self._throttle.uplink.left(lane.name)
 
     async def _hosts_of(self, peer: PeerID) -> tuple[str, ...]:
-        """Find the IP addresses from which the daemon's connections with `peer` come."""
         names = (name_of(place) for place in only_direct(await self._seen_at(peer)))
         return tuple(dict.fromkeys(name.split()[0] for name in names if name is not None))
 
     def _close_excluded(self) -> None:
-        """Their streams and connections end now; what they call or open from now on is refused."""
         for peer, queue in tuple(self._send_queues.items()):
             if self.members.is_excluded(peer):
                 queue.cut("excluded from the run")
@@ -517,7 +510,7 @@ class LiveTransport:
             with suppress(TransportError, P2PDaemonError, OSError, EOFError):
                 await (await self._daemon.p2p())._client.disconnect(_hivemind_id(peer))
 
-    # Over a carrier
+    # Carriers
 
     def _make_carrier(self) -> Carrier | None:
         relay_bytes_per_s = self._throttle.relay_bytes_per_s
@@ -562,19 +555,18 @@ class LiveTransport:
             await self._take_frames(source, carrier, streams)
 
     def _move_frames(self, peer: PeerID) -> None:
-        """Let frames to `peer` take the direct way that there is now."""
+        """Move frames to `peer` to the direct route that there is now."""
         queue = self._send_queues.get(peer)
         if queue is not None and queue.via is not None:
             queue.move()
 
-    # Where peers are
+    # Addresses of peers
 
     async def _seen_at(self, peer: PeerID) -> tuple[str, ...]:
-        """Find where the connections of `peer` to us come from."""
         return tuple((await self._connections()).get(peer, ()))
 
     async def _find_connection(self, peer: PeerID) -> None:
-        """Tell the uplink over which of the daemon's connections a stream to `peer` goes."""
+        """Tell the uplink which of the daemon's connections a stream to `peer` uses."""
         if self._throttle.uplink is not None:
             with suppress(TransportError, P2PDaemonError, OSError, EOFError):
                 names = [name_of(place) for place in await self._seen_at(peer)]
@@ -589,10 +581,9 @@ class LiveTransport:
             self._addresses.pop(peer, None)
             self._addresses[peer] = tuple(addresses[:ADDRESSES_MAX])
             if len(self._addresses) > PEERS_MAX:
-                del self._addresses[next(iter(self._addresses))]  # the one not heard of for longest
+                del self._addresses[next(iter(self._addresses))]  # the one with the oldest news
 
     async def _dial(self, peer: PeerID) -> bool:
-        """Whether `peer` is connected now, as far as its remembered addresses help."""
         try:
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
                 return await self._redialer.dial(peer)
@@ -600,13 +591,13 @@ class LiveTransport:
             return False
 
     async def _find_everyone(self) -> None:
-        """Introduce a fresh daemon to everyone we know, as far as that goes at once."""
+        """Introduce a fresh daemon to all known peers that answer soon."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_DIAL_TIMEOUT_S):
                 await self._dial_everyone()
 
     async def _dial_everyone(self) -> bool:
-        """Try everyone at once; go on with those who have not answered. Returns: soon, whether somebody has."""
+        """Dial all known peers; dials go on in the background. Return, soon, whether a peer has answered."""
         gate = asyncio.Semaphore(_DIALS_AT_ONCE)
 
         async def dial(peer: PeerID) -> bool:
@@ -627,7 +618,7 @@ class LiveTransport:
         return reached > 0
 
     async def _keep_connected(self) -> None:
-        """Try everyone again once we have lost everyone. Warns once for each loss; who never met anybody knows it."""
+        """Dial all known peers again once all are lost. Warn once for each loss, but not if we never met a peer."""
         was_connected = False
         while True:
             await asyncio.sleep(_LONELY_S)
@@ -640,11 +631,11 @@ class LiveTransport:
 
 
 class _CallFailedError(Exception):
-    """Says to the caller that we failed, and not how."""
+    """Tells the caller that we failed, and not how."""
 
 
 def dialable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Leave out whatever is no address of a peer: strangers named them, and our own disk may hold them by now."""
+    """Return the valid peer addresses: strangers name addresses, and our own disk may hold them by now."""
     kept = []
     for address in addresses:
         with suppress(TransportError):
@@ -654,7 +645,7 @@ def dialable(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def _by_peer(addresses: Sequence[str]) -> dict[PeerID, list[str]]:
-    """All that is said of each peer. Raises: TransportError: an address is none, or of nobody."""
+    """Peer -> its addresses without `/p2p/…`. Raises: TransportError: an address is invalid or names no peer."""
     found: dict[PeerID, list[str]] = {}
     for address in addresses:
         where, peer = split_address(address)
@@ -677,7 +668,6 @@ def _may_repeat(error: P2PDaemonError) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """A few words for a log line."""
     text = str(error)
     if isinstance(error, P2PHandlerError):
         return "it failed to answer"

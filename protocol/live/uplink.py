@@ -1,7 +1,7 @@
-"""Looks at what stands before the uplink while somebody sends, and says when there is room again.
+"""Watch the queue before the uplink while peers send, and report when there is room again.
 
-`../uplink.py` decides how much may stand there; `tcp_queues.py` reads it from the kernel. Where the kernel does not
-tell (it is not Linux, or may not) nothing is held back here: a volunteer's own limit does what it did.
+`../uplink.py` decides how much may be queued; `tcp_queues.py` reads the queue from the kernel. If the kernel does not
+show it (not Linux, or not allowed), nothing is held back here; a volunteer's own limit still holds.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ from shoal.protocol.uplink import Connection, UplinkWindow
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.02
-"""A fifth of what may stand there: the queue does not run empty between two looks. One takes 0.1 ms for five peers."""
+"""A fifth of the queue's drain time, so that the queue never runs empty. A look takes 0.1 ms for five peers."""
 _LOOK_S_MAX: Final = 0.1
-"""The longest time between two looks while somebody waits: what may stand there is gone after that."""
+"""The longest time between two looks while a sender waits: the whole queue has drained after it."""
 _SHARE: Final = 0.05
-"""The share of a core that looking may take, where a hundred peers are sent to at once."""
+"""Share of a core that looking may take with a hundred receivers at once."""
 
 
 class Queues(Protocol):
-    """What the kernel has yet to deliver, connection by connection, by name. Both raise OSError."""
+    """Undelivered bytes by connection name. Both methods raise OSError."""
 
     def list(self) -> None:
-        """Find the connections anew."""
+        """List the connections anew."""
 
     def look(self, names: Collection[str]) -> Mapping[str, Connection]:
-        """Those of them that are still there."""
+        """Return those connections that still exist."""
 
     def close(self) -> None: ...
 
@@ -39,8 +39,8 @@ class Uplink:
     """One peer's uplink. Before `follow` it holds nothing back.
 
     Attributes:
-        on_room: called after each look; whoever waits may pass by now.
-        is_awaited: somebody waits for room.
+        on_room: called after each look; waiting senders may pass by now.
+        is_awaited: a sender waits for room.
     """
 
     def __init__(self) -> None:
@@ -49,18 +49,17 @@ class Uplink:
         self._window = UplinkWindow()
         self._queues: Queues | None = None
         self._owners: dict[str, PeerID] = {}
-        """Says to whom each connection leads, of those over which a stream of ours was opened: what goes over others is
-        small. A peer may have several."""
+        """Connection -> peer, for connections that carry our streams; traffic on others is small."""
         self._timer: asyncio.TimerHandle | None = None
         self._took_s = 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """The most that the line was seen to carry of late."""
+        """The highest recent rate of the line."""
         return self._window.bytes_per_s
 
     def follow(self, queues: Queues) -> None:
-        """Look there from now on: the network daemon has been started, or started again."""
+        """Watch these queues from now on: the network daemon has been started or restarted."""
         self.close()
         self._queues = queues
         self._window = UplinkWindow()
@@ -78,7 +77,7 @@ class Uplink:
         self.on_room()
 
     def opened(self, peer: PeerID, connections: Iterable[str]) -> None:
-        """A stream to `peer` is open, over one of these connections."""
+        """Record that a stream to `peer` is open over one of these connections."""
         if self._queues is None:
             return
         self._forget(peer)
@@ -91,7 +90,7 @@ class Uplink:
             self._look(peer)
 
     def joined(self, peer: PeerID, connection: str) -> None:
-        """Streams to `peer` go over this connection too, from now on."""
+        """Record that streams to `peer` also use this connection from now on."""
         if self._queues is not None and self._window.knows(peer):
             self._owners[connection] = peer
             try:
@@ -100,36 +99,36 @@ class Uplink:
                 self._give_up(error)
 
     def left(self, connection: str) -> None:
-        """That connection is over."""
+        """Record that a connection has ended."""
         self._owners.pop(connection, None)
 
     def round_trip_s(self, peer: PeerID) -> float:
-        """The least one seen; 0: what goes to `peer` stays on this machine, or nobody knows."""
+        """Return the shortest round trip seen; 0: the traffic stays on this machine, or it is unknown."""
         return self._window.round_trip_s(peer) if self.holds(peer) else 0.0
 
     def holds(self, peer: PeerID) -> bool:
-        """Whether what goes to `peer` passes the uplink. What stays on this machine does not."""
+        """True if traffic to `peer` uses the uplink. Traffic within this machine does not."""
         return self._queues is not None and self._window.knows(peer)
 
     def admits(self, peer: PeerID) -> bool:
         if not self.holds(peer) or self._window.admits(peer):
             return True
-        self._arm()  # whoever waits for room is told when there is some
+        self._arm()  # it calls `on_room`
         return False
 
     def wrote(self, peer: PeerID, nbytes: int) -> None:
         if self.holds(peer) and not self._window.is_busy(peer):
-            self._look(peer)  # what the kernel took until now is nothing of these bytes
+            self._look(peer)  # what the kernel holds now is not part of these bytes
         if self.holds(peer):
             self._arm()
             self._window.wrote(peer, nbytes)
 
     def _look(self, *peers: PeerID) -> None:
-        """Look at the connections on which something is on its way, and at those to `peers`."""
+        """Look at the connections with bytes on their way, and at those to `peers`."""
         if self._queues is None:
             return
         asked, now_s = {*peers, *map(PeerID, self._window.busy)}, asyncio.get_running_loop().time()
-        # Processor time: a busy machine may take the processor from us for a second, and that second costs nobody more.
+        # Processor time: a busy machine may pause us for a second, which costs others nothing.
         begun_s = time.thread_time()
         try:
             found = self._queues.look([name for name, owner in self._owners.items() if owner in asked])
@@ -162,5 +161,5 @@ class Uplink:
             self._arm()
 
     def _give_up(self, error: OSError) -> None:
-        logger.info("what stands before the uplink cannot be seen any more: %s", error)
+        logger.info("the queue before the uplink cannot be read any more: %s", error)
         self.close()

@@ -35,15 +35,15 @@ def test_microbatches_that_have_not_come() -> None:
 
 
 def test_a_mate_that_has_not_said_who_leads() -> None:
-    assert standstill(members(), None, []) == "a round; we lead, but have not heard so from mate"
+    assert standstill(members(), None, []) == "a round; we lead, but these have not confirmed it: mate"
 
 
 def test_somebody_else_leads() -> None:
     found = Members(me=ME, ready=True)
     found.plan([Member(MATE, 1.0, 1.0), Member(ME, 1.0, 1.0)], (), now_s=0.0)
     found.state(MATE, ready=True, is_open=True)
-    assert standstill(found, None, [2]) == "microbatches [2], from mate, who leads"
+    assert standstill(found, None, [2]) == "microbatches [2], from the leader, mate"
 
 
 def test_nobody_is_ready() -> None:
-    assert standstill(Members(me=ME), None, []) == "a round, and somebody who leads"
+    assert standstill(Members(me=ME), None, []) == "a round, and a leader"

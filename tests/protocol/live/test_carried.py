@@ -136,7 +136,7 @@ def test_when_a_carrier_dies_another_takes_over(hidden, eventually):
 def test_who_lends_nothing_carries_nothing_and_the_reason_is_said(hidden):
     async def main():
         (a, _), (b, _), (c,) = await hidden(1, relay_bytes_per_s=0.0)
-        with pytest.raises(Unreachable, match="does not carry: it carries for nobody"):
+        with pytest.raises(Unreachable, match="does not carry: it is no carrier"):
             await a.call(b.peer_id, b"hello", timeout_s=30)
         with pytest.raises(Unreachable) as again:  # nobody is asked so soon again: it is as if nobody could carry
             await a.call(b.peer_id, b"hello", timeout_s=30)

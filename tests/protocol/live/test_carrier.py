@@ -123,7 +123,7 @@ def test_bytes_pass_both_ways_and_the_end_passes_too(eventually):
 
 @pytest.mark.parametrize(
     ("to", "complaint"),
-    [(C, "it has no connection with the other end"), (A, "that is a stream to oneself")],
+    [(C, "it has no connection with the other end"), (A, "both ends are the same peer")],
 )
 def test_what_it_cannot_do_is_refused_with_a_reason(to, complaint, eventually):
     async def main(world):
@@ -195,7 +195,7 @@ def test_streams_are_bounded_in_all(monkeypatch, eventually):
     async def main(world):
         kept = [await world.ask() for _ in range(3)]
         _, answer = await world.ask()
-        assert answer.refusal == "it carries 3 streams, the most it does"
+        assert answer.refusal == "it carries 3 streams, its limit"
         kept[0][0][1].close()
         await eventually(lambda: len(world.carrier) == 2)
         assert (await world.ask())[1].refusal == ""
@@ -347,7 +347,7 @@ def test_who_names_nobody_says_nothing_readable(name):
     async def main(said):
         reader = asyncio.StreamReader()
         reader.feed_data(said)
-        with pytest.raises(RemoteError, match="said nothing readable") as found:
+        with pytest.raises(RemoteError, match="sent an unreadable message") as found:
             await read(reader, Carried, A.peer_id)
         assert str(found.value).isprintable()
 

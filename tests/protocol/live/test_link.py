@@ -126,7 +126,7 @@ def test_a_hello_cannot_be_shown_to_someone_else(socket_pair):
     async def main():
         async with socket_pair() as (caller, listener):
             caller.writer.write(caller.greeter().hello(Identity.generate().peer_id, nonce=bytes(NONCE_BYTES)))
-            with pytest.raises(RemoteError, match="meant for someone else"):
+            with pytest.raises(RemoteError, match="meant for another peer"):
                 await listener.open(caller.identity.peer_id, calls=False)
 
     asyncio.run(main())

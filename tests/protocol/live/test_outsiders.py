@@ -56,7 +56,7 @@ def test_a_stranger_gets_no_answer_and_a_member_does(tmp_path: Path) -> None:
             assert await ours.ask(HOST.peer_id, Ping(), Ping) == Ping()
             with pytest.raises(Unreachable, match="failed to answer"):
                 await theirs.ask(HOST.peer_id, Ping(), Ping)
-            with pytest.raises(Unreachable, match="instead of saying hello"):
+            with pytest.raises(Unreachable, match="instead of sending a hello"):
                 await stranger.send(HOST.peer_id, b"", b"", priority=Priority.BULK)
 
             p2p = await stranger.daemon.p2p()

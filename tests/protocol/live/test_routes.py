@@ -104,7 +104,7 @@ def test_a_connection_over_the_relay_of_libp2p_is_none(fast):
         network.dial_brings = CIRCUIT
         assert not await routes.is_direct(PEER)
         network.connections = {PEER: [CIRCUIT], CARRIERS[0]: [CIRCUIT]}
-        with pytest.raises(Unreachable, match="nobody who is connected with us could carry"):
+        with pytest.raises(Unreachable, match="no peer that is connected to us could carry"):
             await routes.carry(PEER, "frames")
 
     run(main, CARRIERS[0])
@@ -189,7 +189,7 @@ def test_of_two_who_hear_where_the_other_is_seen_one_dials_after_the_other(fast,
 def test_the_next_carrier_is_asked_when_one_refuses_or_says_nothing(fast):
     async def main(network, routes):
         order = routes._in_order(PEER, network.connections)
-        network.answers[order[0]] = "it carries 128 streams, the most it does"
+        network.answers[order[0]] = "it carries 128 streams, its limit"
         network.answers[order[1]] = "silent"
         carrier, _ = await routes.carry(PEER, "calls")
         assert carrier == order[2]

@@ -135,7 +135,7 @@ def test_a_peer_does_not_agree_with_its_own_echo():
 def test_a_key_of_small_order_is_none():
     opener, other = ends()
     other.key = bytes(32)
-    with pytest.raises(RemoteError, match="a key that is none"):
+    with pytest.raises(RemoteError, match="an invalid key"):
         opener.finish(bytes(32), other.sign(opener.key))
 
 
