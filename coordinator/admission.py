@@ -1,4 +1,4 @@
-"""Which newcomers a coordinator lets in: what their invites allow, and in an open run a few at a time. Pure."""
+"""Decides which newcomers may join: invites limit them, and an open run admits a few at a time. Pure."""
 
 import ipaddress
 import re
@@ -18,7 +18,7 @@ class Admission:
     Args:
         members: the certificates of the run's members.
         now_s: the coordinator's clock.
-        is_open: the run's spec lets anyone come.
+        is_open: the run's spec lets any peer join.
     """
 
     def __init__(self, members: Members, now_s: Callable[[], float], *, is_open: bool) -> None:
@@ -27,8 +27,8 @@ class Admission:
         """Newcomer on probation in an open run -> the time at which it was let in."""
 
     def why_not(self, newcomer: PeerID, advert: Advert, present: Mapping[PeerID, Advert | None]) -> str:
-        """Why `newcomer`, which has no place yet, may not come in beside the peers that are `present`; empty: it may,
-        from now on."""
+        """Say why `newcomer`, which has no place yet, may not join the peers that are `present`; empty: it may, and is
+        admitted by this call."""
         if newcomer in present:
             return ""
         if not self._is_open or newcomer == self._members.owner:
@@ -50,7 +50,7 @@ class Admission:
 
 
 def network_of(advert: Advert) -> str:
-    """The /24 (IPv6: /48) of the first public address that a peer tells; empty: it tells none, as behind a router."""
+    """The /24 (IPv6: /48) of the peer's first public address; empty: it has none, for instance behind a NAT."""
     for address in advert.addresses:
         match = _IP.match(address)
         if match is None:
