@@ -55,9 +55,7 @@ def answer_offer(
     vouch: Callable[[bytes], bytes],
 ) -> PlanVote:
     """Vote for a plan or refuse it. Make the chain's record durable before sending the answer.
-
-    Args: vouch: signs the body of a vote in our name.
-    """
+    Args: vouch: signs the body of a vote in our name."""
     vote = chain.vote(source, offer.term, plan, base)
     if vote.accepted:
         signature = vouch(vote_body(offer.term, plan.digest))

@@ -54,7 +54,7 @@ class Ballot:
                 return False
 
     def audience(self) -> tuple[PeerID, ...]:
-        """Return the peers to ask now: the electors and, with an offer, the newcomers, which thus learn the plan early."""
+        """Return the peers to ask now: the electors and, with an offer, the newcomers, so that they learn it early."""
         base = self.base.plan
         newcomers = (peer for peer in self.plan.plan.members if not base.has(peer)) if self.plan else ()
         everyone = dict.fromkeys((*base.electors, *newcomers))

@@ -72,9 +72,7 @@ _WORDS: dict[Bound, str] = {
 
 class Calibration:
     """The comparison for the live layout, and the corrections learned so far.
-
-    Args: synchronous_steps: how many of the run's first steps are synchronous; 0 if all are, or none.
-    """
+    Args: synchronous_steps: how many of the run's first steps are synchronous; 0 if all are, or none."""
 
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
@@ -207,9 +205,7 @@ class Calibration:
 
     def foresee(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:
         """Record the objective's current prediction for the live layout.
-
-        Args: synchronous: the same for synchronous steps; None: those are over.
-        """
+        Args: synchronous: the same for synchronous steps; None: those are over."""
         self._today = today
         self._synchronous_share = 1.0
         if today is not None and synchronous is not None:

@@ -97,9 +97,7 @@ class Certificates:
     def for_plan(self, restored: tuple[int, int]) -> tuple[Certified, ...]:
         """Return the certificates of the next plan: the newest complete versions, everything newer, and the version at
         which the plan's era began.
-
-        Args: restored: (restore_era, restore_version) of that plan.
-        """
+        Args: restored: (restore_era, restore_version) of that plan."""
         whole = sorted(_whole(self._all, self._wanted))[-KEPT:]
         oldest = min(whole, default=(-1, 0))
         kept = (entry for entry in self._all if entry.age >= oldest or entry.age == restored)

@@ -204,10 +204,8 @@ class PlanChain:
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
         """Obey a live plan if it proves itself; count a fork in `num_forks`.
-
         Args: after: the predecessor of `plan`, taken on trust. Needed by a peer that knows no plan of the run, or was
-        away for longer than links are kept.
-        """
+        away for longer than links are kept."""
         known = self._obeyed.get(plan.plan.height)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)

@@ -48,10 +48,8 @@ class ChainSync:
         self, peer: PeerID, links: Sequence[SignedPlan], now_s: float, *, may_trust: bool
     ) -> tuple[list[tuple[SignedPlan, SignedPlan | None]], list[Command]]:
         """Check the links that `peer` has sent, oldest first.
-
         Args: may_trust: we have no plan, or have lost touch with every peer that obeys ours.
-        Returns: ([(plan to adopt, its predecessor if that is taken on trust)], further questions).
-        """
+        Returns: ([(plan to adopt, its predecessor if that is taken on trust)], further questions)."""
         self._asked.pop(peer, None)
         base = self._trusted.pop(peer, None)
         found: list[tuple[SignedPlan, SignedPlan | None]] = []

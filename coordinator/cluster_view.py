@@ -108,9 +108,7 @@ class ClusterView:
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> list[str]:
         """Record a heartbeat; check `roster.has_room_for` first.
-
-        Returns: the impossible reports in it, as sentences.
-        """
+        Returns: the impossible reports in it, as sentences."""
         self.roster.heard(peer, heartbeat, now_s)
         if heartbeat.era == self.ledger.era:
             self.confirmations.note(peer, heartbeat.stage, heartbeat.version, holds=heartbeat.synced)
@@ -130,9 +128,7 @@ class ClusterView:
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """Record a live plan of any coordinator. The first one is our best estimate of the run's start.
-
-        Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone.
-        """
+        Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
         for peer in sorted(self._members.difference(plan.members)) if leads else ():
             if self.roster.has_vanished(peer, now_s):
                 self.experts.records.lost(peer)
@@ -161,10 +157,8 @@ class ClusterView:
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> bool:
         """Begin a term as coordinator, or continue as such (`continuing`). Give each member time for a heartbeat before
         its silence counts.
-
         Args: silent: the previous coordinator, if its silence caused this term.
-        Returns: whether the previous coordinator has searched for a better layout than this plan's.
-        """
+        Returns: whether the previous coordinator has searched for a better layout than this plan's."""
         inherited, self._inherited = self._inherited, None
         members = frozenset(plan.members)
         self.electorate.begin_term()
@@ -211,9 +205,7 @@ class ClusterView:
 
     def inherit_reset(self, live: SignedPlan, reset: Reset, now_s: float, *, searched: bool) -> None:
         """Keep our own knowledge, with the peers that the owner's reset names, for the term that the reset begins.
-
-        Args: searched: as in `hand_over`.
-        """
+        Args: searched: as in `hand_over`."""
         self._inherited = msgspec.structs.replace(
             self.hand_over(live, now_s, searched=searched),
             roster=reset.roster,
@@ -232,9 +224,7 @@ class ClusterView:
 
     def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool) -> HandOver:
         """Build the message for the next coordinator, as much as fits.
-
-        Args: searched: whether a search has found nothing better than the live plan's layout.
-        """
+        Args: searched: whether a search has found nothing better than the live plan's layout."""
         handover = HandOver(
             plan=live.link,
             roster=adverts(self.roster, now_s),
@@ -400,9 +390,7 @@ class ClusterView:
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
         """Choose the formats of these stages' tensors; None: the run allows only one.
-
-        Args: kept: the current formats.
-        """
+        Args: kept: the current formats."""
         takes = self.survey.takes
         if not takes.are_choices:
             return None

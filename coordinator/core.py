@@ -615,10 +615,7 @@ class CoordinationCore:
     def _adopt(
         self, plan: SignedPlan, now_s: float, source: PeerID, *, after: SignedPlan | None = None
     ) -> list[Command]:
-        """Obey a live plan from `source` if it proves itself.
-
-        Args: after: as in `PlanChain.adopt`.
-        """
+        """Obey a live plan from `source` if it proves itself. Args: after: as in `PlanChain.adopt`."""
         was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
         new, reason, lacks = self.chain.adopt(plan, after=after)
         if lacks:

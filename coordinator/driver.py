@@ -259,9 +259,7 @@ class Coordination:
 
     async def ask_status(self) -> SwarmStatus:
         """Ask the coordinator for the status of the swarm.
-
-        Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError.
-        """
+        Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError."""
         mine = self.status()
         if mine is not None:
             return mine
@@ -269,9 +267,7 @@ class Coordination:
 
     async def start(self) -> None:
         """Restore the stored state, then answer calls, send heartbeats and take part in coordination.
-
-        Raises: LocalError: the store is damaged, another run's, or cannot be written.
-        """
+        Raises: LocalError: the store is damaged, another run's, or cannot be written."""
         self._restore()
         for kind in (Heartbeat, TermRequest, PlanOffer, PlanLive, HandOver, Leave, Ping, StandingRequest, Reset):
             self._endpoint.on(kind, self._answer)
@@ -483,7 +479,7 @@ class Coordination:
         return reply
 
     def _acquaintance(self, plan: Plan, base: Plan | None) -> Acquaintance:
-        """Collect our knowledge of the members that `plan` drops or adds. Read the directory if many are unknown to us."""
+        """Collect our knowledge of the members that `plan` drops or adds; read the directory if many are unknown."""
         base = base if base is not None else self._core.plan
         if base is None:
             return NOBODY

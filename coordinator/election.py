@@ -26,8 +26,6 @@ def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
 
 def standing(run: str, term: int, coordinator: PeerID, candidates: Iterable[PeerID], peer: PeerID) -> int | None:
     """Return how many peers try before `peer` if the coordinator of `term` fails: 0 is the standby.
-
-    Returns: None if `peer` is no candidate, or is the coordinator itself.
-    """
+    Returns: None if `peer` is no candidate, or is the coordinator itself."""
     order = [p for p in rank(run, term, candidates) if p != coordinator]
     return order.index(peer) if peer in order else None

@@ -140,10 +140,8 @@ class HolderWatch:
 
     def is_hopeless(self, now_s: float, *, relearn_s: float = 0.0) -> bool:
         """True if the wait for absent disks is over. Call only while a stage has lost its state.
-
         Args: relearn_s: time to train the steps on those disks again. The wait is at least this long, so that waiting
-        in vain and training in vain cost the same at most.
-        """
+        in vain and training in vain cost the same at most."""
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         self._wait_s = max(MISSING_HEARTBEATS * self._heartbeat_s, relearn_s)
         return now_s >= self._lost_s + self._wait_s
@@ -157,9 +155,7 @@ class HolderWatch:
 
 def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Disks:
     """Return the snapshots of the live peers, and the layers that they carry from one layout to the next.
-
-    Args: among: only peers that a plan with this layout would reach; None: all.
-    """
+    Args: among: only peers that a plan with this layout would reach; None: all."""
     peers = roster.alive(now_s)
     if among is not None:
         members = {*among.spares, *(peer for stage in among.stages for peer in stage.peers)}

@@ -142,9 +142,7 @@ class FailureDetector:
         self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
     ) -> list[Command]:
         """Record that a ping of `peer` was refused: no process listens there.
-
-        Args: irreplaceable: the state of some group would be lost with it.
-        """
+        Args: irreplaceable: the state of some group would be lost with it."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
@@ -170,7 +168,6 @@ class FailureDetector:
 
     def look(self, roster: Roster, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
         """Ping suspects, and remove those that neither two neighbours nor we can reach.
-
         Args: awaited: silent members that may return with the only copy of a state; the wait ends once they refuse us.
         """
         commands: list[Command] = []

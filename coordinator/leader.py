@@ -64,10 +64,7 @@ class Leader:
         """The live peers at the last look, and whether all of them had been heard."""
 
     def begin(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
-        """Begin a term of ours.
-
-        Args: silent: the coordinator whose silence caused the term, if any.
-        """
+        """Begin a term of ours. Args: silent: the coordinator whose silence caused the term, if any."""
         self._transfer.begin(now_s)
         self._begun_s = now_s
         self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s

@@ -173,9 +173,7 @@ class LeaderMonitor:
     def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
         """Record a live plan; a new term has another coordinator to watch. Keep the measured delays, which depend as
         much on us and our network.
-
-        Args: replaced: the coordinator whose silence caused the new term.
-        """
+        Args: replaced: the coordinator whose silence caused the new term."""
         self._behind_since_s = None
         if new_term:
             self._replaced = (replaced, self._sign_s) if replaced is not None else None

@@ -27,7 +27,7 @@ PATIENCE_HEARTBEATS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step, for the log and the live view. `duplicates` and `given_up` are sums over the stages that have reported."""
+    """One step, for the log and the live view. `duplicates` and `given_up` are sums over the reporting stages."""
 
     step: int
     """Counts from 0; after step s, versions are s + 1."""
@@ -147,7 +147,7 @@ class Ledger:
         self._confirm()
 
     def note_version(self, stage: int | None, version: int) -> None:
-        """Record that a majority of the holders of a group is at `version`. Stages come first, then groups of experts."""
+        """Record that most holders of a group are at `version`. Stages come first, then groups of experts."""
         if stage is not None and 0 <= stage < self._num_stages:
             self._versions[stage] = min(max(self._versions[stage], version), self._steps)
         elif stage is not None and 0 <= stage - self._num_stages < len(self._expert_versions):
@@ -184,9 +184,7 @@ class Ledger:
 
     def _confirm(self, *, flush: bool = False) -> None:
         """Count the steps that the last stage's leader has reported and its members have confirmed.
-
-        Args: flush: also count the steps right after those; other coordinators will see them confirmed.
-        """
+        Args: flush: also count the steps right after those; other coordinators will see them confirmed."""
         confirmed = self._versions[-1]
         while flush and confirmed in self._unconfirmed:
             confirmed += 1
@@ -253,9 +251,7 @@ class Ledger:
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
         """Return the records of the steps that are due, in the order of steps: a step waits for those before it.
-
-        Args: flush: all that have a loss are due.
-        """
+        Args: flush: all that have a loss are due."""
         records = []
         self._confirm(flush=flush)
         waits = False

@@ -149,10 +149,8 @@ class LinkSurvey:
 
     def choose_one(self, peer: PeerID, plan: Plan, now_s: float, *, in_doubt: bool = False) -> tuple[PeerID, ...]:
         """Return the peer to which `peer` should measure its link while the run trains; usually none.
-
         Args: in_doubt: the run is far slower than the figures explain, so the links in use are measured as often as
-        their lines bear.
-        """
+        their lines bear."""
         if tried := self._to_try(peer, plan, now_s):
             return self._chosen(peer, tried, now_s, most=1)
         if peer in plan.spares and not self.is_known(peer, plan.members, now_s):

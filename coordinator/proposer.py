@@ -123,10 +123,7 @@ class Proposer:
         return self._offer(self.make(base, base.plan.term, layout, now_s), now_s)
 
     def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> Progress:
-        """Count a member's answer.
-
-        Args: term: the highest term that the member has promised.
-        """
+        """Count a member's answer. Args: term: the highest term that the member has promised."""
         ballot = self._ballot
         if ballot is None or not ballot.is_about(event.asked):
             return [], None
@@ -184,10 +181,7 @@ class Proposer:
         mandate: bytes = b"",
         reign: int | None = None,
     ) -> SignedPlan:
-        """Sign a plan with this layout, on `base`.
-
-        Args: reign: the reign that a mandate begins; None: the base's.
-        """
+        """Sign a plan with this layout, on `base`. Args: reign: the reign that a mandate begins; None: the base's."""
         sequence = self.next_sequence(base)
         self._sequence_max = sequence
         before, begins = base.plan if base else None, layout.beginning

@@ -153,11 +153,9 @@ class ReplanPolicy:
 
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
-
         Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own
         snapshots.
-        Returns: (layout or search, why not yet).
-        """
+        Returns: (layout or search, why not yet)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
         if len(peers) < spec.swarm.min_peers:
@@ -187,9 +185,7 @@ class ReplanPolicy:
 
     def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Next, str]:
         """Return a new layout if the swarm has changed and the layout should, or if a stage's state is lost.
-
-        Returns: (layout or search, reason); an empty reason if there is nothing to say.
-        """
+        Returns: (layout or search, reason); an empty reason if there is nothing to say."""
         view = self.view
         if view.roster.unheard(now_s):
             return None, ""  # each will be heard or suspected soon; until then we know too little to move any peer
@@ -461,9 +457,7 @@ class ReplanPolicy:
     def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
         """Return the live layout with the version at which `layout` replaces it, late enough that every member knows it
         in time.
-
-        Args: times: multiplies the usual notice.
-        """
+        Args: times: multiplies the usual notice."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1

@@ -29,7 +29,7 @@ class Waiting:
 
 
 class ReportQueue:
-    """A queue that sends the oldest reports first, a few a heartbeat, and keeps each until a coordinator has answered."""
+    """A queue that sends the oldest reports first, a few a heartbeat, and keeps each until a coordinator has it."""
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque(maxlen=WAITING_MAX)
@@ -40,10 +40,8 @@ class ReportQueue:
 
     def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
         """Queue `heartbeat`'s reports and replace them by the oldest ones.
-
         Returns: (the heartbeat to send, the argument for `arrived` or `failed`). While a heartbeat with reports is in
-        flight, the next contains none.
-        """
+        flight, the next contains none."""
         known = [waiting.report for waiting in self._waiting]
         new: tuple[Report, ...] = (*heartbeat.commits, *heartbeat.validations)
         self._waiting.extend(Waiting(report, now_s) for report in new if report not in known)

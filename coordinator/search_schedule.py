@@ -80,10 +80,7 @@ class _Searched:
 
 
 class SearchSchedule:
-    """Begins searches and keeps their results until they are proposed.
-
-    Args: enabled: the allocator can search.
-    """
+    """Begins searches and keeps their results until they are proposed. Args: enabled: the allocator can search."""
 
     def __init__(self, heartbeat_s: float, *, enabled: bool) -> None:
         self._heartbeat_s = heartbeat_s
@@ -152,9 +149,7 @@ class SearchSchedule:
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
         """True if `begin` should be called, which may still find no reason for a search. This is cheap.
-
-        Args: is_off: the layout's pace is a reason for a search.
-        """
+        Args: is_off: the layout's pace is a reason for a search."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm

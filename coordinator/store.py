@@ -46,10 +46,8 @@ class PlanStore:
 
     def save(self, record: ChainRecord) -> None:
         """Save `record`. After this call it survives a power cut.
-
         Raises: LocalError: it cannot be written; do not vote then. After a crash the store may hold `record` or the
-        previous one.
-        """
+        previous one."""
         if record == self._record:
             return
         if self._disk is not None:

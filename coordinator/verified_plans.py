@@ -23,10 +23,8 @@ class VerifiedPlans:
 
     def open(self, data: bytes, source: PeerID) -> SignedPlan | None:
         """Open and verify a plan.
-
         Returns: the plan; None for no bytes.
-        Raises: RemoteError: `source` sent an invalid plan.
-        """
+        Raises: RemoteError: `source` sent an invalid plan."""
         if not data:
             return None
         plan = self._opened.pop(data, None)
@@ -49,10 +47,8 @@ class VerifiedPlans:
 
     def open_link(self, data: bytes, source: PeerID) -> SignedPlan | None:
         """Open a plan that should be live, with its votes, which are not checked here.
-
         Returns: the plan; None for no bytes.
-        Raises: RemoteError: `source` sent an invalid plan.
-        """
+        Raises: RemoteError: `source` sent an invalid plan."""
         if not data:
             return None
         envelope, proof = open_link(data, source=source)
@@ -63,7 +59,7 @@ class VerifiedPlans:
         return _there(self.open_link(data, source), source)
 
     def mandate(self, data: bytes, source: PeerID, *, coordinator: PeerID) -> Mandate:
-        """Open the owner's mandate for `coordinator` to make a plan without votes. Raises: RemoteError: it is invalid."""
+        """Open the owner's mandate for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
         mandate = open_mandate(data, run=self._run, owner=self._owner, source=source)
         if mandate.coordinator != coordinator:
             raise RemoteError(source, "sent the mandate for another peer")

@@ -37,10 +37,8 @@ class WriteAhead:
     def begin(self, first: ChainRecord) -> ChainRecord | None:
         """Read the promises from before a restart. If there are none, save `first`: a peer that cannot keep promises
         should fail before it takes part.
-
         Returns: the record; None: there was none.
-        Raises: LocalError: the store is damaged, another run's, or cannot be written.
-        """
+        Raises: LocalError: the store is damaged, another run's, or cannot be written."""
         record = self._store.load(first.run)
         if record is None:
             self._store.save(first)

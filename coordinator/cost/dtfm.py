@@ -87,9 +87,7 @@ class DtfmObjective:
 
 def bottleneck(hop: Floats) -> float:
     """Return the longest hop of the best matching between two stages, by binary search over all hops.
-
-    Args: hop: float64 [P, Q]. Each member of the smaller side gets its own partner, each remaining one the nearest.
-    """
+    Args: hop: float64 [P, Q]. Each member of the smaller side gets its own partner, each remaining one the nearest."""
     hop = hop if hop.shape[0] <= hop.shape[1] else hop.T
     values = np.unique(hop)
     low, high = 0, len(values) - 1

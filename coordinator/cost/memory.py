@@ -118,10 +118,8 @@ class StageMemory:
     @classmethod
     def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
         """Return the GPU memory of real peers, with the reduced gradient in host memory.
-
         Args: is_full: the card is too small for the rest, so moments and places are in host memory too, and jobs
-        recompute layer by layer.
-        """
+        recompute layer by layer."""
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean
         job = job_bytes(spec, experts_held=experts_held, is_full=is_full)

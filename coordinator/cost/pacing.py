@@ -121,9 +121,7 @@ def joined(a: float, b: float) -> float:
 
 def _commit(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_s: float) -> tuple[float, float]:
     """Return (seconds from the last contribution to the new version, share of the bounding card taken by activations).
-
-    Args: flow_s: inf: no other step's activations are in flight.
-    """
+    Args: flow_s: inf: no other step's activations are in flight."""
     busy = np.zeros(len(card))
     free = card
     if flow_s < math.inf:

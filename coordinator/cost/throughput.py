@@ -214,11 +214,9 @@ class ThroughputObjective:
 
     def needed_bytes(self, placement: Placement, memory: StageMemory) -> tuple[tuple[float, ...], ...] | None:
         """Compute the memory that each member needs, its microbatches in flight included.
-
         Args: memory: the memory terms; they may exceed `workload.memory`, which decides whether a placement is
         possible.
-        Returns: bytes, by stage and then by member; None: the placement is impossible.
-        """
+        Returns: bytes, by stage and then by member; None: the placement is impossible."""
         priced = self._priced(placement)
         if isinstance(priced, Cost):
             return None

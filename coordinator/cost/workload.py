@@ -35,7 +35,7 @@ class PlacedExperts:
     """[L], the parameters of one expert."""
 
     def beyond(self, members: int) -> int:
-        """Return how many experts beyond `held` each member holds so that each expert has its replicas among `members`."""
+        """Return how many experts beyond `held` each member holds so that `members` have all replicas."""
         return max(0, -(-self.number * min(self.replicas, members) // members) - self.held)
 
 
