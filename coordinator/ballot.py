@@ -61,20 +61,16 @@ class Ballot:
         return tuple(p for p in everyone if p not in self.agreed and p not in self.waiting and p not in self.refused)
 
     def learn(self, term: int, plan: SignedPlan) -> None:
-        """Record that a member has voted for `plan` in `term`.
-
-        Ignore a plan that can never be live: no honest member votes for it, so the member lies.
-        """
+        """Record that a member has voted for `plan` in `term`. Ignore a plan that can never be live: no honest member
+        votes for it, so the member lies."""
         if plan.plan.term <= term <= self.term and not link_flaw(plan, self.base):
             self.learned.append((term, plan))
 
     @property
     def found(self) -> SignedPlan | None:
-        """The latest plan that has votes and may be live; only the latest can be.
-
-        A plan cannot be live if the members that granted us the term without a vote for it leave no majority of other
-        members. This check keeps one liar from forcing a plan on us that the others refused.
-        """
+        """The latest plan that has votes and may be live; only the latest can be. A plan cannot be live if the members
+        that granted us the term without a vote for it leave no majority of other members. This check keeps one liar
+        from forcing a plan on us that the others refused."""
         plan = self.base.plan
         for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
             others = {peer for peer, digest in self.voted.items() if digest != voted.digest}

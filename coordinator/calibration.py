@@ -163,11 +163,8 @@ class Calibration:
 
     @property
     def forecast_error(self) -> float:
-        """Root mean square of the logarithmic errors of predictions.
-
-        While the live layout is not measured yet, its predicted gain counts as an error if that raises the mean, and
-        the result is at least `UNSEEN_ERROR`.
-        """
+        """Root mean square of the logarithmic errors of predictions. While the live layout is not measured yet, its
+        predicted gain counts as an error if that raises the mean, and the result is at least `UNSEEN_ERROR`."""
         off_now = self._off_now()
         squares = [FORECAST_ERROR**2, *(off**2 for off in (*self._off, off_now) if off is not None)]
         mean = fmean(squares)
@@ -241,11 +238,8 @@ class Calibration:
         self._noted = self.ratio
 
     def _off_now(self) -> float | None:
-        """Return log(measured / throughput that the plan predicted); None: unknown.
-
-        The current prediction would hide an error: if devices slow each other down, it falls together with the
-        measurement.
-        """
+        """Return log(measured / throughput that the plan predicted); None: unknown. The current prediction would hide
+        an error: if devices slow each other down, it falls together with the measurement."""
         if self._promised_tokens_per_s <= 0.0 or self._seen[1] < OFF_STEPS:
             return None
         return _log(self._seen[0], self._promised_tokens_per_s)

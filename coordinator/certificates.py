@@ -23,10 +23,7 @@ ATTESTED_MAX = 4
 
 class Certificates:
     """Versions that the live plan certifies, or that the next plan can certify.
-
-    Args:
-        placed: plans of the run assign experts to members.
-    """
+    Args: placed: plans of the run assign experts to members."""
 
     def __init__(self, model: ModelSpec, *, placed: bool) -> None:
         self._model, self._wanted = model, frozenset(held_keys(model, placed=placed))

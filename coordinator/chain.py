@@ -138,10 +138,8 @@ class PlanChain:
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:
-        """True if `term` is believable. If it is not, raise the bound by one increment.
-
-        Without these increments liars could lead honest peers so far apart that they never believe each other again.
-        """
+        """True if `term` is believable. If it is not, raise the bound by one increment. Without these increments liars
+        could lead honest peers so far apart that they never believe each other again."""
         limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
             self._term_heard = limit
@@ -285,10 +283,8 @@ class PlanChain:
         before: SignedPlan | None = None,
         mandated: SignedPlan | None = None,
     ) -> None:
-        """Continue from `record`. Its plans are opened by the caller and trusted, because we wrote them.
-
-        Drop a promise that no honest candidate could outbid: older releases could be tricked into one.
-        """
+        """Continue from `record`. Its plans are opened by the caller and trusted, because we wrote them. Drop a promise
+        that no honest candidate could outbid: older releases could be tricked into one."""
         assert record.run == self.run
         self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
         if live is not None:

@@ -341,11 +341,8 @@ class ClusterView:
 
     def _horizon_s(self, now_s: float) -> float:
         """Estimate how long a layout will last: the time since the last membership change, bounded by the mean life of
-        past layouts.
-
-        Layout changes are modelled as a Poisson process with a gamma prior of one in `HORIZON_S`. When each new layout
-        promises a little more and none lasts, this makes a change less and less attractive.
-        """
+        past layouts. Layout changes are modelled as a Poisson process with a gamma prior of one in `HORIZON_S`. When
+        each new layout promises a little more and none lasts, this makes a change less and less attractive."""
         lasts_s = max(HORIZON_S, now_s - self._changed_s)
         if self._num_divisions:
             lasts_s = min(lasts_s, (HORIZON_S + now_s - self._seen_from_s) / (1 + self._num_divisions))
@@ -447,11 +444,9 @@ class ClusterView:
         return self._snapshots.save_at
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
-        """(era, version) of the newest safe snapshot on disks of live members; (0, 0): none.
-
-        Only members count, because a plan that rolls back reads their disks only. No snapshot is safe while the era has
-        not started, because members may still roll back.
-        """
+        """(era, version) of the newest safe snapshot on disks of live members; (0, 0): none. Only members count,
+        because a plan that rolls back reads their disks only. No snapshot is safe while the era has not started,
+        because members may still roll back."""
         if live.fresh:
             return (0, 0)
         if now_s >= self._look_for_safe_s:

@@ -421,9 +421,7 @@ class CoordinationCore:
 
     def _proof(self, ends: Ends) -> Ends:
         """Check `ends`. Returns: those with valid signatures, if they prove that the run is done, else nothing.
-
-        Signatures of former members do not count, and no signature is checked twice.
-        """
+        Signatures of former members do not count, and no signature is checked twice."""
         plan = self.plan
         if plan is None:
             return ()

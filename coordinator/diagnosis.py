@@ -22,10 +22,7 @@ NAMED_MAX = 3
 
 def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
     """Say why the run cannot continue: name the first stage without a working member, and the reason. Empty: nothing
-    known.
-
-    An example is "stage 1: its only holder, bob, is paused, for 40 s".
-    """
+    known. An example is "stage 1: its only holder, bob, is paused, for 40 s"."""
     for index, stage in enumerate(live.stages):
         found = [(member.peer, _hindrance(member.peer, live, roster, now_s)) for member in stage.members]
         if not found:

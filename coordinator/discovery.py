@@ -43,9 +43,7 @@ def plan_key(run: str) -> str:
 
 class Discovery:
     """Posts and reads signed records. A record counts only under its signer's own name, so no peer speaks for another.
-
-    Addresses from here or from messages are passed on to the transport.
-    """
+    Addresses from here or from messages are passed on to the transport."""
 
     def __init__(self, endpoint: Endpoint, directory: Directory, clock: Clock) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
@@ -63,11 +61,9 @@ class Discovery:
         return peer == self._endpoint.peer_id or peer in self._addresses
 
     def should_read(self, plan: Plan) -> bool:
-        """True if `plan` has a member with unknown addresses and we should read the directory now.
-
-        We look up members of our own and neighbouring stages at once, others only as the coordinator or after an
-        interval: otherwise a thousand peers would read a thousand records each time that a peer joins.
-        """
+        """True if `plan` has a member with unknown addresses and we should read the directory now. We look up members
+        of our own and neighbouring stages at once, others only as the coordinator or after an interval: otherwise a
+        thousand peers would read a thousand records each time that a peer joins."""
         me = self._endpoint.peer_id
         stage = plan.stage_of(me)
         near = [] if stage is None else plan.stages[max(0, stage - 1) : stage + 2]

@@ -537,10 +537,7 @@ class Coordination:
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
         """Say why a newcomer may not join; empty: it may. Only the coordinator refuses peers, and never one of a recent
-        plan.
-
-        An open run without a plan admits all peers, so that it can begin.
-        """
+        plan. An open run without a plan admits all peers, so that it can begin."""
         plan, core = self._core.plan, self._core
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
         if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):

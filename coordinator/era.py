@@ -190,11 +190,9 @@ def behind(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, now_s: fl
 
 
 def _version_min(live: Plan, disks: Disks, model: ModelSpec) -> int:
-    """Return the lowest version that counts: a peer at an older one does not hold this era's state.
-
-    A peer more than one commit behind a complete snapshot has restarted the era on its own. One commit behind is
-    possible: a group peer committed and crashed before it sent its sums, and the member then commits without it.
-    """
+    """Return the lowest version that counts: a peer at an older one does not hold this era's state. A peer more than
+    one commit behind a complete snapshot has restarted the era on its own. One commit behind is possible: a group peer
+    committed and crashed before it sent its sums, and the member then commits without it."""
     snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
     if snapshot is None or snapshot[0] != live.era:
         return live.restore_version

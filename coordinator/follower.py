@@ -53,11 +53,7 @@ class Agreed(NamedTuple):
 
 
 class Follower:
-    """One peer's part while another peer coordinates.
-
-    Args:
-        run, me, owner: as in the core.
-    """
+    """One peer's part while another peer coordinates. Args: run, me, owner: as in the core."""
 
     def __init__(
         self, *, run: str, me: PeerID, owner: PeerID, heartbeat_s: float, rng: random.Random, now_s: float

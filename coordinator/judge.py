@@ -63,11 +63,7 @@ class Inquiry:
 
 
 class Judge:
-    """One voter's judgement of the plans that it is offered.
-
-    Args:
-        name_of: names a peer for people.
-    """
+    """One voter's judgement of the plans that it is offered. Args: name_of: names a peer for people."""
 
     def __init__(self, *, me: PeerID, heartbeat_s: float, revision: int, name_of: Callable[[PeerID], str]) -> None:
         self._me, self._heartbeat_s, self._revision, self._name_of = me, heartbeat_s, revision, name_of

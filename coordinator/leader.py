@@ -45,10 +45,7 @@ Want = Layout | KeepRole | None
 
 class Leader:
     """The coordinator's leadership term, from its first plan to the heir's.
-
-    Args:
-        policy: chooses the next layout, from its view of the swarm; shared with the core.
-    """
+    Args: policy: chooses the next layout, from its view of the swarm; shared with the core."""
 
     def __init__(self, *, me: PeerID, owner: PeerID, swarm: SwarmSpec, policy: ReplanPolicy, now_s: float) -> None:
         self._me, self._owner, self._policy = me, owner, policy

@@ -38,10 +38,7 @@ DOUBTED_MAX = 64
 
 class LeaderMonitor:
     """Watches one coordinator after the other.
-
-    Args:
-        owner: the peer to which all peers report before the first plan.
-    """
+    Args: owner: the peer to which all peers report before the first plan."""
 
     def __init__(self, *, owner: PeerID, heartbeat_s: float, now_s: float) -> None:
         self._owner, self._heartbeat_s = owner, heartbeat_s

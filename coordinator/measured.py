@@ -189,11 +189,9 @@ class LinkBook:
         return {target for target, link in self._links.get(peer, {}).items() if link.num_probes}
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm.
-
-        A peer without measurements counts as it claims, at most as the median of the others, or as that median if it
-        claims nothing. The shares of a reduction must not depend on unknown rates.
-        """
+        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. A peer without
+        measurements counts as it claims, at most as the median of the others, or as that median if it claims nothing.
+        The shares of a reduction must not depend on unknown rates."""
         measured: dict[PeerID, float] = {}
         found: dict[PeerID, float] = {}
         for peer, claim in claims.items():

@@ -32,11 +32,7 @@ from shoal.protocol.plan import Mandate, SignedPlan
 
 
 class PlanRounds:
-    """Begins proposals, and acts on their results.
-
-    Args:
-        adopt: obeys a plan if it is above ours.
-    """
+    """Begins proposals, and acts on their results. Args: adopt: obeys a plan if it is above ours."""
 
     def __init__(
         self,

@@ -479,10 +479,7 @@ class ReplanPolicy:
     def _sooner(self, live: Plan, layout: Layout, now_s: float, *, ends_at: int) -> int:
         """Return the first version that every member knows in time, or the one after it, if that costs less than
         waiting until `ends_at`. Ending early repeats the started part of the next step; until `ends_at` all started
-        steps are finished.
-
-        A stage at its maximum lead makes one whole step more after the others' next commit.
-        """
+        steps are finished. A stage at its maximum lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.foresee(live.stages, now_s), view.foresee(layout.stages, now_s)
         if slow is None or quick is None:
@@ -546,10 +543,9 @@ class ReplanPolicy:
 
     def _may_return(self, live: Plan, group: int, disks: Disks, now_s: float) -> tuple[frozenset[PeerID], str]:
         """Find the peers to wait for before a roll-back, with a sentence that says so; none, and empty: do not wait.
-
-        A peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as the
-        roll-back and the repeated training would take, so waiting in vain costs no more than an unnecessary roll-back.
-        """
+        A peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as
+        the roll-back and the repeated training would take, so waiting in vain costs no more than an unnecessary
+        roll-back."""
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
         if idle_s is None:
@@ -570,11 +566,9 @@ class ReplanPolicy:
         return frozenset(silent), sentence
 
     def _awaited(self, disks: Disks, beginning: Beginning, now_s: float) -> str:
-        """Say what to wait for before the run rolls back to `beginning`, in a sentence; empty: nothing.
-
-        The present disks have a part of a newer snapshot, and a returning peer may have the rest. A peer that left
-        politely has saved its layers at the same version as the others.
-        """
+        """Say what to wait for before the run rolls back to `beginning`, in a sentence; empty: nothing. The present
+        disks have a part of a newer snapshot, and a returning peer may have the rest. A peer that left politely has
+        saved its layers at the same version as the others."""
         if beginning.version == 0 and self._has_lost_all():
             return NOTHING_TO_READ
         view, newest = self.view, disks.newest
@@ -639,10 +633,8 @@ def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
 
 def _swarm(peers: tuple[MeasuredPeer, ...], unreachable: frozenset[Pair]) -> Swarm:
     """Return the facts whose change requires a new layout at once. Speeds are not among them; they may lead to a
-    search. A peer lowers its claimed memory when its place was too large.
-
-    The holders of a state matter only while a member drains and waits for a copy of its own.
-    """
+    search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only while a
+    member drains and waits for a copy of its own."""
     draining = any(peer.draining for peer in peers)
     told = tuple((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if draining else None) for p in peers)
     return (*told, tuple(sorted(unreachable)))

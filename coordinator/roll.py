@@ -25,10 +25,7 @@ InviteOf = Callable[[PeerID], bytes | None]
 
 class Electorate:
     """Decides which members vote on the next plan, and which rolls this peer accepts.
-
-    Args:
-        invite_of: returns a member's invite, as far as known and relevant for counting votes.
-    """
+    Args: invite_of: returns a member's invite, as far as known and relevant for counting votes."""
 
     def __init__(self, heartbeat_s: float, invite_of: InviteOf) -> None:
         self._probation_s = PROBATION_HEARTBEATS * heartbeat_s

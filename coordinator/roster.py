@@ -246,10 +246,8 @@ class Roster:
         return beat is not None and beat.era == era and any(held == group for held, _ in beat.held)
 
     def has_state(self, peer: PeerID, live: Plan) -> bool:
-        """True if `peer` reports the state of the stage that `live` gives it.
-
-        A report from before it got the place does not count, because it downloads the state again.
-        """
+        """True if `peer` reports the state of the stage that `live` gives it. A report from before it got the place
+        does not count, because it downloads the state again."""
         seen = self.presences.get(peer)
         beat = seen.heartbeat if seen is not None else None
         return (

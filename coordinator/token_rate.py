@@ -56,10 +56,7 @@ class _Mark:
 
 class TokenRate:
     """The run's recent progress, as far as this peer has heard of it.
-
-    Args:
-        tokens_per_step: counted for a step without a report.
-    """
+    Args: tokens_per_step: counted for a step without a report."""
 
     def __init__(self, *, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
@@ -105,11 +102,9 @@ class TokenRate:
 
     def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
         """Return (tokens a second, steps behind it) of a layout that works since `version` of `era`; (0, 0): too few
-        steps.
-
-        The rate is a median over marks, which one standstill does not change. If the last marks are much lower, it is
-        their median; and if the current step takes `SLOW_STEPS` times the usual one, it is at most that step's rate.
-        """
+        steps. The rate is a median over marks, which one standstill does not change. If the last marks are much lower,
+        it is their median; and if the current step takes `SLOW_STEPS` times the usual one, it is at most that step's
+        rate."""
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)

@@ -11,12 +11,10 @@ are too slow)."""
 
 
 def fill(supply: Floats, demand: Floats, path: Floats) -> Floats:
-    """Return a flow [S, D] within each sender's supply [S], each receiver's demand [D] and each path's capacity [S, D],
-    all in one unit of rate.
-
-    Every sender first sends in proportion to the demands. What a path cannot carry is offered to receivers with room,
-    `ROUNDS` times. The flow is never above the maximum flow, and equal to it if no path limits.
-    """
+    """Return a flow [S, D] within each sender's supply [S], each receiver's demand [D] and each path's capacity [S,
+    D], all in one unit of rate. Every sender first sends in proportion to the demands. What a path cannot carry is
+    offered to receivers with room, `ROUNDS` times. The flow is never above the maximum flow, and equal to it if no
+    path limits."""
     flow = np.zeros_like(path)
     left, room = supply.copy(), demand.copy()
     for _ in range(ROUNDS):

@@ -75,11 +75,9 @@ class _Choice:
         return self._with(self._with(wide, things[:half]), things[half:])
 
     def _tokens_per_s(self, wide: frozenset[int]) -> float:
-        """Return the predicted tokens/s; 0: the placement is impossible.
-
-        If the control holds much back, the prediction exceeds the search's T, and more so with narrow formats than with
-        wide ones, which no run has confirmed. T never does that, so the shorter time of both counts.
-        """
+        """Return the predicted tokens/s; 0: the placement is impossible. If the control holds much back, the prediction
+        exceeds the search's T, and more so with narrow formats than with wide ones, which no run has confirmed. T never
+        does that, so the shorter time of both counts."""
         self._tries += 1
         workload = self._workload
         objective = ThroughputObjective(self._topology, workload, self._takes.under(self._formats(wide)))

@@ -7,11 +7,9 @@ from shoal.protocol.tensors import basis_elements, expert_elements, num_elements
 
 def layer_costs(model: ModelSpec) -> tuple[float, ...]:
     """Return the forward FLOP a token of each decoder layer; the first includes the embedding, the last the head.
-
     Matmuls only; causal attention sees (context + 1) / 2 tokens on average, or a window. A backward is twice a forward
     everywhere, so it changes no balance. The embedding is a gather, counted as the D values it moves. Counted experts
-    are those that a token is sent to, and the router. A subspace model includes the products with its basis.
-    """
+    are those that a token is sent to, and the router. A subspace model includes the products with its basis."""
     return _costs(model, in_experts=model.experts_computed * expert_elements(model))
 
 

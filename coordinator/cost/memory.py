@@ -183,12 +183,10 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
 
 
 def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tuple[float, ...]:
-    """[L], what the running job takes besides, and the step of a layer that is larger than others.
-
-    With recomputation that is the graph of the whole stage, or of one layer (`workspace_bytes`). On a card that
-    `is_full` it is also one layer, plus the input of each layer. The last layer adds the larger of the head's step and
-    the head's gradient with some of its logits; the first layer adds the embedding's step.
-    """
+    """[L], what the running job takes besides, and the step of a layer that is larger than others. With recomputation
+    that is the graph of the whole stage, or of one layer (`workspace_bytes`). On a card that `is_full` it is also one
+    layer, plus the input of each layer. The last layer adds the larger of the head's step and the head's gradient with
+    some of its logits; the first layer adds the embedding's step."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)

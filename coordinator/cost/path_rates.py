@@ -8,11 +8,9 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 def path_bytes_per_s(topology: Topology, source: Ints, target: Ints, frame_bytes: float) -> Floats:
     """Return [S, T] bytes/s of frames of `frame_bytes` from each of `source` [S] to each of `target` [T], cards aside.
-
     A stream carries at most STREAM_CREDIT_BYTES of unacknowledged frames, or one larger frame, and a frame's credit
     returns after its own time on the path and a round trip. So credit / (frame / rate + round trip) bounds the rate of
-    a long fat path (`protocol/frames.py`). 0 without a path, and from a device to itself.
-    """
+    a long fat path (`protocol/frames.py`). 0 without a path, and from a device to itself."""
     rate = topology.bytes_per_s[np.ix_(source, target)].astype(np.float64)
     there = topology.latency_s[np.ix_(source, target)].astype(np.float64)
     back = topology.latency_s[np.ix_(target, source)].T.astype(np.float64)
@@ -53,10 +51,8 @@ def exchange_s(topology: Topology, here: Ints, there: Ints, frame_bytes: float) 
 
 def reduction_parts(topology: Topology, members: Ints, frame_bytes: float) -> Floats:
     """Return [n], each member's part of the reduction, in proportion to the rate of its exchange with the others: the
-    slower direction of its card, divided among the members behind it, or the sum of its paths if that is slower.
-
-    A member that adds up the part p of S bytes sends and receives S (1 + (n - 2) p), `peer/group/reduce.py`.
-    """
+    slower direction of its card, divided among the members behind it, or the sum of its paths if that is slower. A
+    member that adds up the part p of S bytes sends and receives S (1 + (n - 2) p), `peer/group/reduce.py`."""
     n = len(members)
     if n < 2:
         return np.ones(n)
