@@ -13,13 +13,7 @@ _IP = re.compile(r"^/ip[46]/([^/]+)/")
 
 
 class Admission:
-    """Admits newcomers.
-
-    Args:
-        members: the certificates of the run's members.
-        now_s: the coordinator's clock.
-        is_open: the run's spec lets any peer join.
-    """
+    """Admits newcomers. Args: is_open: the run's spec lets any peer join."""
 
     def __init__(self, members: Members, now_s: Callable[[], float], *, is_open: bool) -> None:
         self._members, self._now_s, self._is_open = members, now_s, is_open

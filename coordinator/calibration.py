@@ -59,7 +59,7 @@ UNSEEN_ERROR = 0.3
 layout are only seconds old. With this error a further change has to promise 63 % more."""
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
-"""Measurements are kept for the last `NUMBERS_KEPT` different numbers of stages."""
+"""Number of different numbers of stages with kept measurements, the last ones."""
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",
@@ -79,7 +79,6 @@ class Calibration:
         self._synchronous_share = 1.0
         """Predicted tokens/s of the live layout with synchronous steps, over those without."""
         self._layout: tuple[int, Places] | None = None
-        """(era, places) of the live plan."""
         self._foreseen: Foreseen | None = None
         self._today: Foreseen | None = None
         """Current prediction of the objective, without the learned factor."""
@@ -107,7 +106,6 @@ class Calibration:
 
     @property
     def bias(self) -> ForecastBias:
-        """Measured over predicted throughput in this run, for each number of stages."""
         return ForecastBias(tuple((num_stages, *learned) for num_stages, learned in self._learned.items()))
 
     @property
@@ -210,10 +208,7 @@ class Calibration:
 
     def look(self, pace: TokenRate, now_s: float, *, version: int, is_whole: bool) -> None:
         """Compare measured with predicted throughput, and learn from the difference.
-
-        Args:
-            version: the highest of the era.
-            is_whole: every member has the state that the plan gives it.
+        Args: version: the highest of the era. is_whole: every member has the state that the plan gives it.
         """
         if self._layout is None or (self._steady_from is None and not is_whole):
             return
@@ -326,7 +321,6 @@ def _peers(places: Places) -> frozenset[PeerID]:
 
 
 def _is_possible(num_stages: int, log: float, steps: int) -> bool:
-    """True if a coordinator can have learned these values."""
     return 1 <= num_stages <= STAGES_MAX and abs(log) <= math.log(FACTOR_MAX) and 1 <= steps <= LEARN_STEPS
 
 

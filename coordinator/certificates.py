@@ -18,7 +18,7 @@ Holds = Callable[[PeerID, bytes, bytes], bool]
 KEPT = 2
 """Plans keep this many complete versions, as many as each peer keeps of each layer group on disk."""
 ATTESTED_MAX = 4
-"""Most versions of one layer group that one member may attest before one of them is certified."""
+"""Maximum number of versions of one layer group that one member may attest before one of them is certified."""
 
 
 class Certificates:

@@ -18,7 +18,8 @@ from shoal.protocol.plan import SignedPlan
 ASK_AGAIN_HEARTBEATS = 1.0
 """A question without an answer counts as lost after this time."""
 ASKED_MAX = 8
-"""Most peers that are asked at the same time. With several, one silent peer does not block the sync."""
+"""Maximum number of peers that are asked at the same time; more than one, so that a silent peer cannot block the sync.
+"""
 
 
 class ChainSync:

@@ -104,7 +104,7 @@ class ClusterView:
         self._former_members: frozenset[PeerID] = frozenset()
         """The members of the last plan with another membership; they may still report work that they did under it."""
 
-    # --- what comes in ---
+    # --- inputs ---
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> list[str]:
         """Record a heartbeat; check `roster.has_room_for` first.
@@ -248,7 +248,7 @@ class ClusterView:
         )
         return fitting(handover)
 
-    # --- what is known ---
+    # --- queries ---
 
     def disks(self, now_s: float, *, among: Layout | None = None) -> Disks:
         """The snapshots to which the run may roll back. Args: among: as in `disks_of`."""
@@ -287,14 +287,9 @@ class ClusterView:
         return max((beat.version for beat in beats if beat.era == self.ledger.era), default=0)
 
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
-        """True if nothing has been committed yet in the era of `live`.
-
-        In doubt return False: at worst, a stage without state counts as lost and a new era begins. A wrong True could
-        begin one era twice, with two histories.
-
-        Args:
-            own: our own heartbeat, the only source after a coordinator's crash.
-            leads: we coordinate.
+        """True if nothing has been committed yet in the era of `live`. In doubt return False: at worst, a stage without
+        state counts as lost and a new era begins. A wrong True could begin one era twice, with two histories.
+        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate.
         """
         version = own.version if own and own.era == live.era and own.synced else None
         known = leads or self._inherited is not None or version is not None
@@ -376,10 +371,8 @@ class ClusterView:
     ) -> Foreseen | None:
         """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
         large.
-
-        Args:
-            formats: formats of the tensors between these stages; None: the thinnest that the run allows.
-            synchronous: without steps that run ahead (s_max = 0).
+        Args: formats: of the tensors between these stages; None: the narrowest. synchronous: no steps run ahead (s_max
+        = 0).
         """
         snapshot = self._snapshot_of(stages, now_s)
         wire = self.survey.takes.under(formats) if formats is not None else None

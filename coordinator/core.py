@@ -222,7 +222,7 @@ class CoordinationCore:
             if self.is_coordinator:
                 self._leader.begin(live.plan, now_s, continuing=False, silent=None)
 
-    # --- what the driver reads ---
+    # --- for the driver ---
 
     @property
     def live(self) -> SignedPlan | None:
@@ -231,7 +231,6 @@ class CoordinationCore:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that this peer obeys."""
         return self.chain.live.plan if self.chain.live else None
 
     @property
@@ -340,7 +339,6 @@ class CoordinationCore:
         return []
 
     def _heard_exclusion(self, event: ExclusionHeard) -> list[Command]:
-        """Apply a valid order; spread our own vote if it is not in force yet."""
         if self.chain.exclusions.note(event.order):
             return [PutOut(order=event.order, is_ours=event.is_ours)]
         return [SpreadOrder(order=event.order)] if event.is_ours else []
@@ -411,7 +409,7 @@ class CoordinationCore:
         self.ends = self.ends or self.view.ends or self._proof(heartbeat.ends)
 
     def end_body(self) -> bytes:
-        """What members sign at the end of the run, in the era and by the spec of this peer."""
+        """Return the bytes that members sign at the end of the run, in the era and by the spec of this peer."""
         era = self.plan.era if self.plan else 0
         return end_body(era=era, steps=self._steps, revision=self.revision)
 

@@ -86,7 +86,6 @@ def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
 
 
 def _is_behind_router(peer: PeerID, roster: Roster) -> bool:
-    """True if `peer` has addresses, but no public one."""
     presence = roster.presences.get(peer)
     addresses = presence.advert.addresses if presence is not None and presence.advert is not None else ()
     return bool(addresses) and not any(map(is_global, addresses))

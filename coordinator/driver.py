@@ -218,7 +218,6 @@ class Coordination:
         self._signs_s: dict[PeerID, float] = {}
         """Member -> time of the last sign of life given to the core."""
         self._came_s: dict[PeerID, float] = {}
-        """Member -> time of its last call or frame."""
         self.num_alarms = 0
         """Number of violated invariants: two plans of one order, or an inconsistent ledger."""
 

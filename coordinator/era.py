@@ -117,12 +117,12 @@ class HolderWatch:
         *,
         behind: Collection[int] = (),
     ) -> tuple[int, ...]:
-        """Return the groups of `plan` whose state is lost unless the run rolls back.
+        """Return the groups of `plan` with lost state, which only a roll-back can restore.
 
         Args:
             holders: by group, the peers that hold its state now, or can rebuild it alone.
-            behind: groups whose state a living peer reports at a version that is too old to count; its next heartbeat
-                may report a newer one.
+            behind: groups with a state that a living peer reports at a version too old to count; its next heartbeat may
+                report a newer one.
         """
         lost = []
         for index in range(len(plan.stages) + len(plan.experts)):
@@ -184,7 +184,7 @@ def holders(
 
 
 def behind(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, now_s: float) -> frozenset[int]:
-    """Return the groups whose state a living peer reports at a version that does not count."""
+    """Return the groups with a state that a living peer reports at a version that does not count."""
     floor = _version_min(live, disks, model)
     return frozenset(group for _, group, version in _said(live, roster, now_s) if version < floor)
 

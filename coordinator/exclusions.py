@@ -14,7 +14,7 @@ from shoal.protocol.plan import Plan, SignedPlan
 
 _UNDO = " (`shoal readmit` on the host undoes it)"
 _NAMED_MAX = 4
-"""Most names in one sentence; the remaining keys are counted."""
+"""Maximum number of names in one sentence; the remaining keys are counted."""
 
 
 class Exclusions:
@@ -31,7 +31,6 @@ class Exclusions:
         self._orders: tuple[Exclusion, ...] = ()
         self._voted: dict[tuple[str, bytes], Exclusion] = {}
         self.excluded = Excluded()
-        """The peers and keys that these orders exclude."""
 
     @property
     def orders(self) -> tuple[bytes, ...]:

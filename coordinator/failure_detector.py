@@ -48,7 +48,7 @@ OUT_OF_REACH_HEARTBEATS = 1.0
 """A member that others have reached for this long, and we have not, is unreachable for us; before that it may be slow.
 """
 TOGETHER_HEARTBEATS = 0.5
-"""How long a plan that drops a member waits for others whose timeout is about to end."""
+"""How long a plan that drops a member waits for others that are close to their timeout."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,8 +216,8 @@ class FailureDetector:
         return able[:HELPERS]
 
     def _end_unless_refused(self, peer: PeerID) -> None:
-        """End the check of a member whose timeout has passed. If it may return with its state, keep the check, because
-        only its refusals end that wait."""
+        """End the check of a member after its timeout. If it may return with its state, keep the check, because only
+        its refusals end that wait."""
         inquiry = self._inquiries.get(peer)
         if inquiry is not None and inquiry.returns_by_s == -math.inf:
             del self._inquiries[peer]

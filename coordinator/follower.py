@@ -53,7 +53,7 @@ class Agreed(NamedTuple):
 
 
 class Follower:
-    """One peer's part while another peer coordinates. Args: run, me, owner: as in the core."""
+    """One peer's part while another peer coordinates."""
 
     def __init__(
         self, *, run: str, me: PeerID, owner: PeerID, heartbeat_s: float, rng: random.Random, now_s: float
@@ -98,10 +98,7 @@ class Follower:
         self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, term: int
     ) -> tuple[list[Command], Agreed | None]:
         """Ping the coordinator if that is our task; hold a pre-vote if it is silent and it is our turn.
-
-        Args:
-            busy: a proposal of ours is under way.
-            term: the next term that we could have.
+        Args: busy: a proposal of ours is under way. term: the next term that we could have.
         Returns: (commands, what a majority agrees to if our own opinion is one).
         """
         plan = live.plan

@@ -9,7 +9,7 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import Advert, HandOver
 
 ADVERTS_MAX = 64
-"""Most adverts in a transfer. They spare the successor the wait for most heartbeats."""
+"""Maximum number of adverts in a transfer. They spare the successor the wait for most heartbeats."""
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
 """Fields to drop, in this order, from a transfer that is too large for a message; from some hundreds of peers on the
 plan leaves no room for all. The roster names 64 peers only; plans and absences are for people; records choose among

@@ -30,7 +30,7 @@ three heartbeats, so most plans after a failure need no question."""
 ANSWER_HEARTBEATS = 0.5
 """How long a voter waits for the answers. A missing process refuses at once."""
 ASKED_MAX = 64
-"""Most members that a voter asks about one plan."""
+"""Maximum number of members that a voter asks about one plan."""
 APART_MAX = 1e6
 """The largest share or bandwidth over the smallest within a stage: a data centre's card beside a single core. A
 proposer stays within it for any claims of its members, and a voter objects to twice as much."""
@@ -63,7 +63,7 @@ class Inquiry:
 
 
 class Judge:
-    """One voter's judgement of the plans that it is offered. Args: name_of: names a peer for people."""
+    """One voter's judgement of the plans that it is offered."""
 
     def __init__(self, *, me: PeerID, heartbeat_s: float, revision: int, name_of: Callable[[PeerID], str]) -> None:
         self._me, self._heartbeat_s, self._revision, self._name_of = me, heartbeat_s, revision, name_of
@@ -95,10 +95,7 @@ class Judge:
 
     def flaw(self, offered: SignedPlan, live: Plan, knows: Acquaintance, *, own: Heartbeat | None, leaves: bool) -> str:
         """Say what is wrong with `offered`; empty: nothing that we know of.
-
-        Args:
-            own: our last heartbeat.
-            leaves: we are about to leave the run.
+        Args: own: our last heartbeat. leaves: we are about to leave the run.
         """
         plan, told = offered.plan, self._inquiry.told if self._inquiry is not None else {}
         for peer in _left_out(plan, live, knows):
@@ -132,7 +129,7 @@ def _goes_back(plan: Plan, live: Plan) -> bool:
 
 
 def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -> set[int]:
-    """Return the groups of `live` whose state some peer reports, at a version that counts."""
+    """Return the groups of `live` with a state that a peer reports, at a version that counts."""
     held = [(peer, group, version) for peer, each in said.items() for group, version in _held_by(each, live)]
     # A holder behind the version at which the plan begins loses nothing. But a version that no peer except the
     # coordinator has reached is no version of this run. Certificates are checked elsewhere.

@@ -40,12 +40,11 @@ class KeepRole:
 
 
 Want = Layout | KeepRole | None
-"""What to propose: a layout, another term of ours, or nothing."""
+"""The next proposal: a layout, another term of ours, or nothing."""
 
 
 class Leader:
-    """The coordinator's leadership term, from its first plan to the heir's.
-    Args: policy: chooses the next layout, from its view of the swarm; shared with the core."""
+    """The coordinator's leadership term, from its first plan to the heir's."""
 
     def __init__(self, *, me: PeerID, owner: PeerID, swarm: SwarmSpec, policy: ReplanPolicy, now_s: float) -> None:
         self._me, self._owner, self._policy = me, owner, policy
@@ -56,12 +55,11 @@ class Leader:
         self._plan_at_s = now_s
         self._members: frozenset[PeerID] = frozenset()
         self._lost_s = -math.inf
-        """The time at which the live plan lost a member."""
         self._known: tuple[tuple[PeerID, ...], bool] = (), False
         """The live peers at the last look, and whether all of them had been heard."""
 
     def begin(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
-        """Begin a term of ours. Args: silent: the coordinator whose silence caused the term, if any."""
+        """Begin a term of ours. Args: silent: the coordinator that failed and so caused the term, if any."""
         self._transfer.begin(now_s)
         self._begun_s = now_s
         self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
@@ -126,11 +124,8 @@ class Leader:
         self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, outranked: bool, sequence: int
     ) -> tuple[list[Command], Want]:
         """Do what is due, and choose what to propose.
-
-        Args:
-            eligible: we may coordinate the next term too.
-            busy: a proposal of ours is under way.
-            outranked: another coordinator's plan above ours is known.
+        Args: eligible: we may coordinate the next term too. busy: a proposal of ours is under way. outranked: another
+        coordinator's plan above ours is known.
         Returns: (commands, what to propose).
         """
         roster = self._policy.view.roster

@@ -37,8 +37,7 @@ DOUBTED_MAX = 64
 
 
 class LeaderMonitor:
-    """Watches one coordinator after the other.
-    Args: owner: the peer to which all peers report before the first plan."""
+    """Watches one coordinator after the other. Args: owner: all peers report to it before the first plan."""
 
     def __init__(self, *, owner: PeerID, heartbeat_s: float, now_s: float) -> None:
         self._owner, self._heartbeat_s = owner, heartbeat_s
@@ -169,8 +168,7 @@ class LeaderMonitor:
 
     def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
         """Record a live plan; a new term has another coordinator to watch. Keep the measured delays, which depend as
-        much on us and our network.
-        Args: replaced: the coordinator whose silence caused the new term."""
+        much on us and our network. Args: replaced: the coordinator that was replaced because it was silent."""
         self._behind_since_s = None
         if new_term:
             self._replaced = (replaced, self._sign_s) if replaced is not None else None

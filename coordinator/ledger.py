@@ -40,7 +40,7 @@ class StepRecord:
     duplicates: int
     given_up: int
     dissenting: int
-    """Number of members whose state differed from their group's after the commit."""
+    """Number of members that differed from their group's state after the commit."""
     era: int
     term: int
     peers: int
@@ -71,7 +71,6 @@ class Ledger:
         tokens_per_step: int,
     ) -> None:
         self.era = 0
-        """The era of everything in the ledger."""
         self._num_stages = num_stages
         self._num_experts = num_experts
         self._stages_before = 0, num_stages

@@ -47,12 +47,7 @@ UNANSWERED_HEARTBEATS = 10.0
 
 
 class LinkSurvey:
-    """Assigns link measurements to peers.
-
-    Args:
-        links: the known links.
-        reach: the pairs that cannot reach each other.
-    """
+    """Assigns link measurements to peers."""
 
     def __init__(self, links: LinkBook, heartbeat_s: float, reach: Reachability) -> None:
         self._links = links
@@ -182,7 +177,7 @@ class LinkSurvey:
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _to_confirm(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
-        """Return members whose line may have become slow and towards which `peer` has not measured its link since."""
+        """Return members with a possibly slow line, towards which `peer` has not measured its link since."""
         return [
             other
             for other in self._suspects(now_s)
@@ -213,7 +208,7 @@ class LinkSurvey:
         if not mates or (last := self._leaving.get(self._card(peer))) is None:
             return True
         asker, asked_s = last
-        beats = 2.0 if asker == peer else 1.0  # the peer whose turn it was is gone
+        beats = 2.0 if asker == peer else 1.0  # the peer that had the turn is gone
         return now_s >= asked_s + beats * self._heartbeat_s
 
     def _chosen(self, peer: PeerID, candidates: Iterable[PeerID], now_s: float, *, most: int) -> tuple[PeerID, ...]:

@@ -165,8 +165,8 @@ class LinkBook:
         )
 
     def suspects(self) -> dict[PeerID, int]:
-        """Return the peers whose line may have become slow -> number of their slow links: several, and more than at any
-        peer at the other ends."""
+        """Return the peers with a possibly slow line -> number of their slow links: several, and more than at any peer
+        at the other ends."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._fallen:
             ends.setdefault(reporter, set()).add(target)

@@ -36,7 +36,8 @@ class Layout:
     spares: tuple[PeerID, ...]
     reason: str
     beginning: Beginning | None = None
-    """Where this layout rolls back to; None: it continues the era of the previous plan."""
+    """The start of a new era with this layout, after a roll-back or a division; None: the previous plan's era
+    continues."""
     ends_at: int = 0
     """The version at which `following` replaces this layout (`Plan.ends_at`); 0: no end is set."""
     following: tuple[Stage, ...] = ()

@@ -30,7 +30,7 @@ EXPIRY_HEARTBEATS = 150.0
 CLAIMS_KEPT_MAX = 64
 """Claims kept of each peer, the latest ones."""
 TOLD_MAX = 64
-"""Most pairs in a leadership transfer."""
+"""Maximum number of pairs in a leadership transfer."""
 
 Pair = tuple[PeerID, PeerID]
 """The lesser identifier first."""
@@ -42,8 +42,6 @@ def pair_of(one: PeerID, other: PeerID) -> Pair:
 
 @dataclass(slots=True)
 class _Claim:
-    """One end's report."""
-
     tries: int
     since_s: float
     said_s: float

@@ -17,7 +17,6 @@ class Refusals:
 
     def __init__(self) -> None:
         self._noted: OrderedDict[tuple[PeerID, str], tuple[float, str]] = OrderedDict()
-        """(voter, reason) -> (time, sentence)."""
 
     def note(self, voter: PeerID, name: str, sequence: int, reason: str, now_s: float) -> str:
         """Record that `voter` has refused the plan of this sequence. Returns: the sentence; empty: it is no news."""

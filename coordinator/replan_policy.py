@@ -29,7 +29,7 @@ NOTHING_TO_READ = (
     "the run was saved, and no peer that is here can read a whole snapshot of it: waiting for a peer that can "
     "(another `seed` or `name` in the run file makes a new run)"
 )
-"""The reason of a coordinator whose own snapshots are damaged or gone."""
+"""The reason of a coordinator with damaged or lost snapshots of its own."""
 RETURN_S_MAX = 600.0
 """Longest wait for a silent peer that holds the only copy of a state."""
 NOTICE_HEARTBEATS = 3.0
@@ -61,13 +61,8 @@ Next = Layout | SearchJob | None
 
 
 class ReplanPolicy:
-    """Decides what follows from the view.
-
-    Args:
-        view: the swarm as this peer knows it.
-        allocator: makes layouts.
-        has_lost_all: True if this peer's disk had snapshots and none of them can be read.
-    """
+    """Chooses layouts from the view. Args: has_lost_all: True if this peer's disk had snapshots and none of them can be
+    read."""
 
     def __init__(
         self, view: ClusterView, allocator: Allocator, *, has_lost_all: Callable[[], bool] = lambda: False
@@ -98,7 +93,6 @@ class ReplanPolicy:
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because it would have to roll back without them."""
         self._live_s = -math.inf
-        """When we first saw the live plan."""
         self._places: Places | None = None
         self._placed_s = 0.0
         """When we first saw the live plan's places."""
@@ -107,7 +101,7 @@ class ReplanPolicy:
         self._settled_for: Swarm | None = None
         """The swarm for which the live plan, or the decision against another, is right."""
 
-    # --- what has happened ---
+    # --- inputs ---
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """Record a live plan of any coordinator. Args: leads: as in `ClusterView.obey`."""
@@ -149,7 +143,7 @@ class ReplanPolicy:
             self._schedule.give_up()
         return self._schedule.returned(event.job, event.layout, is_bug=event.is_bug)
 
-    # --- what should come next ---
+    # --- decisions ---
 
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
@@ -632,8 +626,8 @@ def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
 
 
 def _swarm(peers: tuple[MeasuredPeer, ...], unreachable: frozenset[Pair]) -> Swarm:
-    """Return the facts whose change requires a new layout at once. Speeds are not among them; they may lead to a
-    search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only while a
+    """Return the facts that require a new layout at once when they change. Speeds are not among them; they may lead to
+    a search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only while a
     member drains and waits for a copy of its own."""
     draining = any(peer.draining for peer in peers)
     told = tuple((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if draining else None) for p in peers)

@@ -24,8 +24,7 @@ InviteOf = Callable[[PeerID], bytes | None]
 
 
 class Electorate:
-    """Decides which members vote on the next plan, and which rolls this peer accepts.
-    Args: invite_of: returns a member's invite, as far as known and relevant for counting votes."""
+    """Decides which members vote on the next plan, and which rolls this peer accepts."""
 
     def __init__(self, heartbeat_s: float, invite_of: InviteOf) -> None:
         self._probation_s = PROBATION_HEARTBEATS * heartbeat_s
@@ -33,7 +32,7 @@ class Electorate:
         self._placed_s: dict[PeerID, float] = {}
         """Member with a place -> when it got the place, as far as we have seen."""
         self._came_s: dict[PeerID, float] = {}
-        """The same for members whose arrival we have seen."""
+        """The same for members that we have seen arrive."""
         self._refused: set[PeerID] = set()
         """Members with which a roll was refused."""
         self._one_by_one = False

@@ -19,9 +19,9 @@ OVERDUE_HEARTBEATS = 1.1
 SILENT_HEARTBEATS = 2.5
 """A peer that is silent for longer is shown as not answering."""
 ABSENT_MAX = 16
-"""Most silent peers in a leadership transfer."""
+"""Maximum number of silent peers in a leadership transfer."""
 ARRIVALS_TOLD_MAX = 64
-"""Most peers with irregular heartbeats in a leadership transfer."""
+"""Maximum number of peers with irregular heartbeats in a leadership transfer."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 FORGOTTEN_HEARTBEATS = 60.0

@@ -28,7 +28,8 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.topology import Floats
 
 SETTLE_HEARTBEATS = 8.0
-"""By then newcomers have their state, or the search comes later; peers report four links a heartbeat."""
+"""Time until newcomers have their state and links are reported, four a heartbeat; a download in progress delays the
+search further."""
 REST_HEARTBEATS = 30.0
 LOST_REST_HEARTBEATS = 8.0
 REST_PEERS = 256
@@ -93,7 +94,6 @@ class SearchSchedule:
         """The places that the predecessor has searched, and the unreachable pairs at that time."""
         self._seen: tuple[Places, Swarm] | None = None
         self._members: frozenset[PeerID] = frozenset()
-        """The members of the plan that was seen last."""
         self._due_s = -math.inf
         self._rested_s = -math.inf
         """The earliest time of the next search."""
@@ -104,10 +104,8 @@ class SearchSchedule:
         self, plan: Plan, now_s: float, *, searched: bool, unreachable: frozenset[Pair] = frozenset()
     ) -> None:
         """Begin a term of ours, and drop the stale knowledge of an earlier one.
-
-        Args:
-            searched: the predecessor has searched for a better layout than the plan's.
-            unreachable: the pairs of members that could not reach each other, as far as it knew.
+        Args: searched: the predecessor has searched for a better layout than the plan's. unreachable: the pairs of
+        members that could not reach each other, as far as it knew.
         """
         self._running = self._found = self._last = self._seen = None
         self._inherited = (places_of(plan), unreachable) if searched and plan.term % AFRESH_TERMS else None
@@ -176,10 +174,7 @@ class SearchSchedule:
         has_pace: bool = True,
     ) -> SearchJob | None:
         """Return the search to begin now; None: there is no reason for one.
-
-        Args:
-            is_off: as in `is_due`.
-            has_pace: the run has made more than one step.
+        Args: is_off: as in `is_due`. has_pace: the run has made more than one step.
         """
         places, last = _places(plan), self._last
         if plan is None:

@@ -23,12 +23,8 @@ async def inline(work: Callable[[], object]) -> object:
 
 
 class Searcher:
-    """Runs one search after the other.
-
-    Args:
-        run_blocking: a thread in a live swarm, in which a search's kernels run in parallel; inline in virtual time.
-        tell: receives the result of each search.
-    """
+    """Runs one search after the other. Args: run_blocking: a thread in a live swarm, in which a search's kernels run in
+    parallel; inline in virtual time."""
 
     def __init__(self, allocator: Allocator, run_blocking: RunBlocking, *, tell: Callable[[Searched], object]) -> None:
         self._allocator, self._run_blocking, self._tell = allocator, run_blocking, tell

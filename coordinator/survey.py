@@ -86,10 +86,7 @@ class Survey:
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, knows_network: bool
     ) -> Snapshot:
         """Collect all inputs of a layout.
-
-        Args:
-            peers: by their own descriptions.
-            knows_network: include the links between them, which takes a while for many peers.
+        Args: knows_network: include the links between `peers`, which takes a while for many peers.
         """
         model = self._spec.model
         whole = disks.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))

@@ -37,15 +37,8 @@ def swarm_status(
     now_s: float,
 ) -> SwarmStatus:
     """Build the message.
-
-    Args:
-        plans: notes on the last live plans.
-        comparison: of the live layout.
-        unreachable: the pairs of peers that cannot reach each other.
-        disks: the snapshots to which the run may roll back.
-        refusals: recently refused plans, in sentences.
-        owner: of the run.
-        elapsed_s: since the run began.
+    Args: disks: the snapshots to which the run may roll back. refusals: recently refused plans, in sentences.
+    elapsed_s: since the run began.
     """
     ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
     shares = _shares(live)

@@ -27,7 +27,7 @@ WINDOW_STEPS = 4
 """Fewer steps say little about a rate."""
 MARK_S = 8.0
 MARKS_MAX = 20
-"""Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a run whose rate changes."""
+"""Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a run with a changing rate."""
 SEEN_MARKS = 7
 """A layout's rate is the median over its last marks, at most a minute with short steps; a change shows after four."""
 SEEN_MARKS_MIN = 3
@@ -87,7 +87,7 @@ class TokenRate:
         else:
             self._marks.append(_Mark(era, step, at_s, num_steps, tokens))
 
-    # --- what it says ---
+    # --- rates ---
 
     def tokens_per_s(self, now_s: float) -> float:
         """Return the rate over the window; 0 before the second step."""

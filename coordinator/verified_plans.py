@@ -14,7 +14,7 @@ PLANS_OPENED_MAX = 16
 
 
 class VerifiedPlans:
-    """The plans of one run, whose owner signs mandates."""
+    """The opened plans and mandates of one run."""
 
     def __init__(self, run: str, *, owner: PeerID, shape: PlanShape, seals: Seals = SEALS) -> None:
         self._seals = seals

@@ -32,12 +32,8 @@ _EQUAL = 1e-6
 def bottleneck(
     workload: Workload, flow: Flow, pace: Pace, *, stages_s: Sequence[float], pairs_s: Sequence[float]
 ) -> Bottleneck:
-    """Return the bottleneck.
-
-    Args:
-        stages_s: T_stage of each stage, s a step.
-        pairs_s: T_pair of each two neighbouring stages, s a step.
-    """
+    """Return the bottleneck. Args: stages_s, pairs_s: T_stage of each stage and T_pair of each two neighbours, s a
+    step."""
     if pace.chain_s > flow.flow_s:
         chains_s = [tail.chain_s for tail in pace.tails]
         waited_for = chains_s.index(max(chains_s))

@@ -20,21 +20,16 @@ KEPT = 0.95
 """The same share for a wider format that the live layout already uses."""
 
 TRIES_MAX = 64
-"""Most evaluations in one choice: a second of one core for 256 devices in 32 stages."""
+"""Maximum number of evaluations in one choice: a second of one core for 256 devices in 32 stages."""
 
 
 def formats_of(
     topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
     """Choose the widest formats with which the placement keeps at least `SPARED` (or `KEPT`) of its tokens/s with the
-    narrowest formats.
-
-    With the same figures the choice is stable, unless `TRIES_MAX` ends it: untried formats stay narrow. If the
-    objective cannot predict the placement, all are the narrowest.
-
-    Args:
-        takes: the formats among which to choose.
-        kept: the current formats of a live layout with these stages.
+    narrowest formats. With the same figures the choice is stable, unless `TRIES_MAX` ends it: untried formats stay
+    narrow. If the objective cannot predict the placement, all are the narrowest.
+    Args: takes: the formats among which to choose. kept: the current formats of a live layout with these stages.
     """
     return _Choice(topology, workload, placement, takes, kept).widened()
 

@@ -21,7 +21,7 @@ from shoal.protocol.wire_format import is_in_few_bits, tensor_bytes
 FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
-"""fp32 numbers beside the parameter. Muon has a second moment only for parameters that are no hidden matrices."""
+"""fp32 numbers beside the parameter. Muon has a second moment except for hidden matrices."""
 STEP_TEMPORARIES = 28.0
 """Bytes for each parameter of the one layer that steps: its new state beside the old one, the clipped gradient, the
 update, and its divisor."""
@@ -236,7 +236,7 @@ def frozen_base(spec: RunSpec) -> FrozenBase | None:
 
 
 def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
-    """Return the bytes of a base layer's matrix while a product needs it dense. Of the embedding only rows are made
+    """Return the bytes of a base layer's matrix while it is dense for a product. Of the embedding only rows become
     dense."""
     assert spec.adapter is not None
     base = spec.adapter.base

@@ -82,9 +82,7 @@ class Pace:
     commit_s: float
     """The longest commit of all stages."""
     commits_s: Sequence[float]
-    """The commit of each stage."""
     tails: Sequence[Tail]
-    """The tail of each stage."""
     stale: float
     """The staleness in steps, the mean of all stages."""
 

@@ -309,7 +309,6 @@ class ThroughputObjective:
         return seconds, taken
 
     def _reduce_s(self, stage: Stage, card: Floats) -> float:
-        """Return the seconds of the reduction alone, at each member's part of its card."""
         return max(stage.reduce_path_s, float((stage.reduced / card).max()))
 
     def _free_rate(self, stage: Stage, card: Floats) -> float:
@@ -374,7 +373,6 @@ def _needed_bytes(
 
 
 def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float]:
-    """Return the seconds from each stage to the end and back."""
     trips_s = [0.0] * len(jobs_s)
     below_s = 0.0
     for k in range(len(jobs_s) - 1, -1, -1):

@@ -26,11 +26,10 @@ class PlacedExperts:
     """Experts that are divided among a stage's members."""
 
     number: int
-    """The experts of each layer."""
     held: int
     """How many of them each member holds if its stage has enough members."""
     replicas: int
-    """Least number of members that hold each expert; all members, if the stage has fewer."""
+    """Minimum number of members that hold each expert; all members, if the stage has fewer."""
     parameters: tuple[float, ...]
     """[L], the parameters of one expert."""
 
