@@ -1,8 +1,8 @@
 """Ranks the peers that may coordinate, by a hash of run, term and peer, so that every peer computes the same order.
 
-The first peer in a term's order gets the role in a planned transfer. If the coordinator fails, the first of the others,
-the standby, proposes the next term, then the next peer. This is not a vote: two peers that see different candidates may
-both try, and `chain.PlanChain` lets only one through.
+The first peer in a term's order gets the role in a planned transfer. If the coordinator fails, the first of the others
+proposes the next term, then the next peer. This is not a vote: two peers that see different candidates may both try,
+and `chain.PlanChain` lets only one through.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,8 @@ def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
 
 
 def standing(run: str, term: int, coordinator: PeerID, candidates: Iterable[PeerID], peer: PeerID) -> int | None:
-    """Return how many peers try before `peer` if the coordinator of `term` fails: 0 is the standby.
-    Returns: None if `peer` is no candidate, or is the coordinator itself."""
+    """Return how many peers try before `peer` if the coordinator of `term` fails; 0: it is first.
+    Returns: None if `peer` is no candidate, or is the coordinator itself.
+    """
     order = [p for p in rank(run, term, candidates) if p != coordinator]
     return order.index(peer) if peer in order else None

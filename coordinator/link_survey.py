@@ -2,12 +2,12 @@
 
 The coordinator asks for unknown links (`HeartbeatReply.probe`). Before the first plan each peer measures a few links
 with each heartbeat, because the lines are idle. While the run trains, a standby measures one link with each heartbeat
-until a search can place it. Every other peer measures one link at a time, in this order: one towards an unknown
-standby, one in use that is half a minute old, an unknown one, an old one. Links in use are measured far more often
-while the run is slower than the figures explain. If several links of one peer have become slow, all peers measure their
-link towards it; otherwise a search would move its traffic to its other links. Before all that, a peer tries the peers
-that report it as unreachable, and now and then those that it cannot reach (`reachability.py`). Among several candidates
-it takes the network card that has rested longest, so that no line answers many probes at once.
+until a search can place it. Every other peer measures one link at a time, in this order: towards an unknown standby, in
+use and a minute old, unknown, old. Links in use are measured far more often while the run is slower than the figures
+explain. If several links of one peer have become slow, all peers measure their link towards it; otherwise a search
+would move its traffic to its other links. Before all that, a peer tries the peers that report it as unreachable, and
+now and then those that it cannot reach (`reachability.py`). Among several candidates it takes the network card that has
+rested longest, so that no line answers many probes at once.
 
 Peers that name one machine share a network card (`Advert.machine`), and simultaneous probes would see half of it each.
 So before the first plan they take turns with links that leave their machine, and a measurement of one of them counts

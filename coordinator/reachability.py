@@ -5,10 +5,10 @@ tries to reach another have failed since that one last answered (`LinkReport.num
 
 **Evidence.** A pair is unreachable if both of its ends report it, with at least one try each and `TRIES_MIN` together,
 and have not connected for `PATIENCE_HEARTBEATS`; if they have never connected, one try each is enough. So no third peer
-can separate two others, and a peer that calls all others unreachable is not believed. Two liars only harm their own
-pair. A peer without network fails towards all others and soon falls silent, which is the failure detector's task. Lost:
-one end's word is enough. A peer could then choose its partners' partners, or exclude a coordinator. If only one end has
-tried, the coordinator asks the other end to try as well (`LinkSurvey`).
+can separate two others, a peer that calls all others unreachable is not believed, and two liars only harm their own
+pair. A peer without network fails towards all others and soon falls silent, which the failure detector handles. Lost:
+the report of one end is enough. A peer could then choose its partners, or exclude a
+coordinator. If only one end has tried, the coordinator asks the other end to try as well (`LinkSurvey`).
 
 **End.** A pair is reachable again when either end reports an answer of the other, or when no report has arrived for
 `EXPIRY_HEARTBEATS`. Until then the coordinator asks both ends to try again, every `RETRY_HEARTBEATS`.
