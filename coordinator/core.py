@@ -126,7 +126,7 @@ HEAD_HEARTBEATS = 5.0
 STRANGER_HEARTBEATS = 1.0
 """The same for a peer that is no member, because no message tells it of a coordinator's failure."""
 TERM_HEARTBEATS = 1.5
-"""After granting a term, a peer waits this long before it becomes a candidate itself."""
+"""How long a peer that has granted a term waits before it becomes a candidate itself."""
 SOON_HEARTBEATS = 0.25
 """Members report to a new coordinator within this time."""
 SLEPT_HEARTBEATS = 1.0

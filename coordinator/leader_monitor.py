@@ -21,7 +21,7 @@ CLOSE_FLOOR_HEARTBEATS = 1.2
 """Five pings stay unanswered in this time. A new plan takes three more round trips (agree, grant, vote), so most of a
 heartbeat is left of the two within which it should be live."""
 FLOOR_HEARTBEATS = 3.0
-"""Without pings, two answers are missing after this time and the third is late."""
+"""Two answers are missing after this time without pings, and the third is late."""
 BACKING_HEARTBEATS = 1.15
 """Heartbeats vary by a twentieth: after this time one is missing."""
 ALARM_HEARTBEATS = 2.0
@@ -51,7 +51,7 @@ class LeaderMonitor:
         self._refused_s: float | None = None
         self._gone_s: float | None = None
         self._behind_since_s: float | None = None
-        """Since when the coordinator of our plan has named another plan; None: it names ours."""
+        """The time from which the coordinator of our plan has named another plan; None: it names ours."""
         self._replaced: tuple[PeerID, float] | None = None
         """A coordinator that lost the role through silence, and the beginning of that silence."""
         self._hint: tuple[Order, PeerID] | None = None

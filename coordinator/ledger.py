@@ -36,7 +36,7 @@ class StepRecord:
     """The newest validation, told once; None: no new one since the previous record."""
     tokens_per_s: float
     staleness_mean: float
-    """In steps, the mean over the stages that have reported."""
+    """Mean staleness in steps over the stages that have reported."""
     duplicates: int
     given_up: int
     dissenting: int

@@ -51,10 +51,10 @@ FETCH_S_MAX = 600.0
 CERTIFY_HEARTBEATS = 2.0
 """Minimum time after the previous plan for a plan that only certifies a version."""
 TOLD_HEARTBEATS = 4.0
-"""After this time every peer has reported the contents of its disk, including copies requested just before."""
+"""Time until every peer has reported the contents of its disk, including copies requested just before."""
 NETWORK_PEERS_MAX = 256
-"""In a larger swarm only searches collect the links between peers, which takes too long for an urgent plan. The shares
-of a repaired plan then follow speeds only, and state for another division is always downloaded ahead."""
+"""Only searches collect the links of a larger swarm, because an urgent plan cannot wait for that. The shares of a
+repaired plan then follow speeds only, and state for another division is always downloaded ahead."""
 
 Next = Layout | SearchJob | None
 """A layout to propose, a search to run, or neither."""
