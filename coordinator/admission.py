@@ -34,11 +34,11 @@ class Admission:
             if now_s - since_s < OPEN_PROBATION_S and peer in present
         }
         if len(self._let_in_s) >= max(OPEN_NEWCOMERS_MIN, len(present) // 2):
-            return f"{len(self._let_in_s)} others have just come into this open run: it takes you in a minute"
+            return f"{len(self._let_in_s)} others have just joined this open run: it admits you in a minute"
         network = network_of(advert)
         beside = sum(1 for other in present.values() if other is not None and network_of(other) == network)
         if beside >= OPEN_PER_NETWORK_MAX:
-            return f"{beside} peers of your network are in this open run already, which is as many as it takes from one"
+            return f"{beside} peers of your network are in this open run already, which is the limit"
         self._let_in_s[newcomer] = now_s
         return ""
 

@@ -65,7 +65,7 @@ _WORDS: dict[Bound, str] = {
     "card": "stage {0} bounds it (its network cards carry activations)",
     "paths": "the paths beside stage {0} bound it",
     "reduction": "stage {0} bounds it (its members reduce gradients)",
-    "round trip": "the way of a microbatch from stage {0} to the end and back bounds it",
+    "round trip": "the round trip of a microbatch from stage {0} to the end bounds it",
     "commit": "stage {0} bounds it (its commit takes long)",
 }
 

@@ -135,7 +135,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) ->
     wanted = frozenset(held_keys(model, placed=bool(base.experts)))
     newest = max(_whole(base.certified, wanted), default=(0, 0))
     if max(_whole(plan.certified, wanted), default=(0, 0)) < newest:
-        return f"version {newest[1]} of era {newest[0]} is certified no more"
+        return f"version {newest[1]} of era {newest[0]} is no longer certified"
     known = {entry.bare for entry in base.certified}
     for entry in plan.certified:
         if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds)):
@@ -143,7 +143,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) ->
     at = plan.restore_era, plan.restore_version
     begins = plan.era != base.era and plan.restore_version > 0 and not plan.mandate
     if begins and not layers_at(plan.certified, at).keys() >= wanted:
-        return f"era {plan.era} begins at version {at[1]} of era {at[0]}, which its makers have not certified"
+        return f"era {plan.era} begins at version {at[1]} of era {at[0]}, which is not certified"
     return ""
 
 
@@ -152,7 +152,7 @@ def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, holds: Hold
     group = next((group for group in groups if group_keys(model, base, group) == entry.keys), None)
     what = f"version {entry.version} of {entry.keys[0] if entry.keys else 'nothing'}"
     if group is None:
-        return f"{what} is certified, and no group holds these layers"
+        return f"{what} is certified, but no group holds these layers"
     signers = jury([member.peer for member in base.group_members(group)], base.previous)
     signed = {at for at, sign in entry.signatures if 0 <= at < len(signers) and holds(signers[at], sign, entry.body)}
     if 2 * len(signed) <= len(signers):

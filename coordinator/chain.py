@@ -173,7 +173,7 @@ class PlanChain:
         if base is not None:
             self.adopt(base)
         if self.live is None:
-            return Vote(accepted=False, reason="knows no plan before it")
+            return Vote(accepted=False, reason="obeys no plan yet")
         if plan.digest == self.live.digest:
             return Vote(accepted=True)
         if plan.plan.height <= self.height:
@@ -183,9 +183,9 @@ class PlanChain:
             return Vote(accepted=False, reason=flaw)
         known = set(self.live.plan.exclusions)
         if not all(self.exclusions.proves(order) for order in plan.plan.exclusions if order not in known):
-            return Vote(accepted=False, reason=f"plan {plan.plan.order} excludes somebody without an order that holds")
+            return Vote(accepted=False, reason=f"plan {plan.plan.order} excludes a peer without a valid order")
         if plan.plan.term > term or (plan.plan.term == term and plan.plan.coordinator != source):
-            return Vote(accepted=False, reason=f"plan {plan.plan.order} is not the offerer's in term {term}")
+            return Vote(accepted=False, reason=f"plan {plan.plan.order} is not the offering peer's in term {term}")
         voted = self.accepted
         if voted is not None and self.accepted_term == term and voted.digest != plan.digest:
             if voted.plan.order == plan.plan.order:
@@ -336,7 +336,7 @@ def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
     if new.era == old.era and [stage.layers for stage in new.stages] != [stage.layers for stage in old.stages]:
         return f"era {new.era} has other stages"
     if new.exclusions != old.exclusions and not _keys_of(new) >= _keys_of(old):
-        return f"plan {new.order} lets somebody back in who is excluded"
+        return f"plan {new.order} readmits an excluded peer"
     return ""
 
 

@@ -390,7 +390,7 @@ class CoordinationCore:
         flaws: list[str] = []
         if leads:
             if not self.view.roster.has_room_for(source):
-                return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
+                return [Reply(message=Refusal(reason="this run is full"))]
             flaws = self.view.hear(source, heartbeat, now_s)
             self._hear_end(source, heartbeat)
             self.view.certificates.hear(source, heartbeat.attested, holds=self._holds_state)
@@ -475,7 +475,7 @@ class CoordinationCore:
             asks = self.judge.questions(plan, live, event.knows, now_s)
             commands += [Ask(peer=peer, message=StandingRequest()) for peer in asks]
             if self.judge.is_waiting(now_s):
-                return [*commands, Reply(message=Refusal(reason="asks first where members stand"))]
+                return [*commands, Reply(message=Refusal(reason="asks members for their standing first"))]
             flaw = self.judge.flaw(plan, live, event.knows, own=self._own, leaves=self._leaves)
             flaw = flaw or self.view.electorate.flaw(plan.plan, live, now_s, self._name_of)
             flaw = flaw or certified_flaw(plan.plan, live, self._model, holds=self._holds_state)

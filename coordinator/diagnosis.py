@@ -26,7 +26,7 @@ def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
     for index, stage in enumerate(live.stages):
         found = [(member.peer, _hindrance(member.peer, live, roster, now_s)) for member in stage.members]
         if not found:
-            return f"stage {index}: nobody holds it"
+            return f"stage {index}: no peer holds it"
         if all(why for _, why in found):
             return f"stage {index}: {_listed(found, roster)}"
     if not is_quorum({live.coordinator, *roster.alive(now_s)}, live, owner):
@@ -47,10 +47,10 @@ def risks(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, step: i
                 alone.append((index, holder))
     if len(alone) == 1:
         ((index, holder),) = alone
-        return (f"only {name_of(holder, roster)} has what stage {index} has learnt: no other machine has a copy",)
+        return (f"only {name_of(holder, roster)} has the state of stage {index}: no other machine has a copy",)
     if alone:
         stages = _joined([str(index) for index, _ in alone])
-        return (f"what stages {stages} have learnt is on one machine each: no other machine has a copy",)
+        return (f"the states of stages {stages} are on one machine each: no other machine has a copy",)
     return ()
 
 
@@ -122,7 +122,7 @@ def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
         return f"is paused, for {seconds(paused_s + silent_s)}"
     if not roster.has_state(peer, live):
         light = roster.light(peer, live)
-        return "is fetching its state" if light is None else f"has {light[0]} of {light[1]} layers of its state"
+        return "is downloading its state" if light is None else f"has {light[0]} of {light[1]} layers of its state"
     return "is leaving" if beat.draining else ""
 
 

@@ -298,7 +298,7 @@ class Coordination:
                 async with asyncio.timeout(LEAVE_HEARTBEATS * self._spec.swarm.heartbeat_s):
                     await self._leave()
             except (TimeoutError, ShoalError) as error:
-                logger.info("left without saying goodbye: %s", error or "nobody took the role in time")
+                logger.info("left without saying goodbye: %s", error or "no peer took the role in time")
         self._closed = True
         self._timer.cancel()
         tasks = list(self._tasks)
@@ -325,7 +325,7 @@ class Coordination:
     def _expel(self) -> None:
         members = self._endpoint.members
         if members.excluded != self._core.excluded:
-            logger.warning("%s", "; ".join(self._core.exclusions_told) or "nobody is excluded from the run any more")
+            logger.warning("%s", "; ".join(self._core.exclusions_told) or "no peer is excluded from the run any more")
         members.exclude(self._core.excluded)
         out = tuple(sorted(filter(members.is_excluded, self._core.known_peers())))
         if out:
@@ -438,7 +438,7 @@ class Coordination:
         try:
             return self._plans.open(data, me)  # older releases kept live plans without their votes
         except RemoteError as error:
-            logger.error("forgets a plan that it had kept: %s", error)
+            logger.error("dropped a stored plan that is not valid: %s", error)
             return None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -528,11 +528,11 @@ class Coordination:
         """Ping a member for the coordinator, which cannot reach it or suspects so."""
         plan = self._core.plan
         if plan is None or source != plan.coordinator or not plan.has(message.peer):
-            return Refusal(reason="pings nobody for the sender")
+            return Refusal(reason="pings only for the coordinator")
         try:
             return await self._endpoint.ask(message.peer, Ping(), Ping, timeout_s=self._spec.swarm.heartbeat_s)
         except ShoalError as error:
-            return Refusal(reason=f"gets no answer either ({error})")
+            return Refusal(reason=f"no answer to our ping either ({error})")
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
         """Say why a newcomer may not join; empty: it may. Only the coordinator refuses peers, and never one of a recent

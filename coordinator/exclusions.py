@@ -105,7 +105,9 @@ class Exclusions:
                 names.append(f"{len(keys) - _NAMED_MAX} more")
             if names:
                 told.append(f"excluded by {_said_orderer(order)}: {', '.join(names)}{_UNDO}")
-        told += [f"excluded, as two that came by it are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)]
+        told += [
+            f"excluded because two of its members are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)
+        ]
         return tuple(told)
 
     def _with_votes_so_far(self, order: Exclusion) -> Exclusion:

@@ -130,7 +130,7 @@ class FailureDetector:
         inquiry.vouchers[helper] = None
         if now_s < inquiry.vouched_s + VOUCHED_HEARTBEATS * self._heartbeat_s:
             roster.signed(peer, now_s)
-        return [Note(text=f"{peer[-8:]} answers {helper[-8:]} and not us")] if is_news else []
+        return [Note(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
         """Return the members that reach a peer which we could not reach for `OUT_OF_REACH_HEARTBEATS`."""
@@ -191,7 +191,7 @@ class FailureDetector:
             ):
                 del self._inquiries[peer]
                 roster.lose(peer)
-                commands.append(Note(text=f"{peer[-8:]} is gone: neither its neighbours reach it nor we"))
+                commands.append(Note(text=f"{peer[-8:]} is gone: its neighbours cannot reach it, and neither can we"))
                 continue
             if now_s >= inquiry.help_at_s and unanswered:
                 inquiry.help_at_s = now_s + self._heartbeat_s

@@ -118,7 +118,7 @@ class Follower:
             return commands, None
         pre_vote = self._pre_vote
         if pre_vote is None:
-            commands.append(Note(text=f"coordinator {plan.coordinator[-8:]} is silent, asking who misses it"))
+            commands.append(Note(text=f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"))
             self._is_asking = True
             pre_vote = self._pre_vote = PreVote(
                 base=live,
@@ -129,7 +129,7 @@ class Follower:
             )
         if now_s >= pre_vote.expires_at_s:
             self.back_off(now_s)
-            text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator: it stays"
+            text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator, no majority: it stays"
             return [*commands, Note(text=text)], None
         return commands + self._ask(pre_vote, now_s), self._agreed(pre_vote)
 

@@ -55,7 +55,7 @@ class PlanRounds:
         if not watch.head_known:
             return []
         if watch.run_exists(now_s):
-            return [Note(text="waiting for word of the plan that this run has")]
+            return [Note(text="waiting for the plan of this run")]
         found, reason = self._policy.first_plan(now_s, own=own)
         match found:
             case Layout():

@@ -148,11 +148,11 @@ class Proposer:
         if term == ballot.term and ballot.plan is None:
             ballot.promised.add(event.peer)
             if ballot.is_hopeless:
-                return [], self._given_up(f"{len(ballot.promised)} have promised it to another", outbid=True)
+                return [], self._given_up(f"{len(ballot.promised)} have promised it to another candidate", outbid=True)
         if isinstance(event.reply, PlanVote) and event.reply.unfit:
             ballot.refused.add(event.peer)
             if ballot.is_hopeless:
-                return [], self._given_up(f"{len(ballot.refused)} have refused it: {reason}", outbid=False)
+                return [], self._given_up(f"{len(ballot.refused)} have refused the plan: {reason}", outbid=False)
         if term > ballot.term:
             self._term_max = max(self._term_max, term)
             return [], self._given_up(f"{event.peer[-8:]} {reason}", outbid=True)

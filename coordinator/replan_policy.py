@@ -26,7 +26,7 @@ from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
 
 LOOKING_FOR_FIRST = "looking for a first layout"
 NOTHING_TO_READ = (
-    "the run was saved, and no peer that is here can read a whole snapshot of it: waiting for a peer that can "
+    "the run was saved, but no present peer can read a complete snapshot: waiting for one that can "
     "(another `seed` or `name` in the run file makes a new run)"
 )
 """The reason of a coordinator with damaged or lost snapshots of its own."""
@@ -257,7 +257,7 @@ class ReplanPolicy:
             for peer, advert in sorted(dict(reset.roster).items())
         )
         if not peers:
-            return None, "the reset names nobody who is in reach"
+            return None, "the reset names no reachable peer"
         disks = self.view.disks(now_s)
         layout, reason = self._repaired(peers, live.plan, disks, now_s, sequence=sequence)
         if layout is None and mandate.era:

@@ -41,7 +41,7 @@ class Searcher:
 
     async def _search(self, job: SearchJob) -> Searched:
         allocator, found = self._allocator, list[tuple[Layout | None, str]]()
-        assert isinstance(allocator, Searching), "nobody else is asked to"
+        assert isinstance(allocator, Searching), "only a searching allocator is asked to"
         try:
             await self._run_blocking(lambda: found.append(allocator.search(job.snapshot, job.previous, seed=job.seed)))
         except ImportError as error:
@@ -59,4 +59,4 @@ def _failed(error: Exception) -> str:
     """Return one line, for a terminal, with the error and its place; the traceback is in the debug log."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return f"a search for a layout broke down, and the plan stays: {what} ({Path(place.filename).name}:{place.lineno})"
+    return f"a search for a layout failed, and the plan stays: {what} ({Path(place.filename).name}:{place.lineno})"

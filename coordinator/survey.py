@@ -76,7 +76,7 @@ class Survey:
         here_gb = sum(peer.memory_bytes for peer in peers if not peer.draining) / 1e9
         if here_gb >= needed_gb:
             return ""
-        here = "the peer that is here has" if len(peers) == 1 else f"the {len(peers)} peers that are here have"
+        here = "the one peer has" if len(peers) == 1 else f"the {len(peers)} peers have"
         return (
             f"waiting for peers with {needed_gb - here_gb:.1f} GB of memory in all: the model takes {needed_gb:.1f} GB "
             f"while it trains, and {here} {here_gb:.1f} GB"

@@ -57,7 +57,7 @@ class WriteAhead:
                 self._save()
                 tried = True
             if isinstance(command, Reply):
-                yield Reply(message=Refusal(reason="cannot keep its word on disk")) if self._owed else command
+                yield Reply(message=Refusal(reason="cannot save its promise on disk")) if self._owed else command
             elif not isinstance(command, Persist) and self._owed is None:
                 yield command
 

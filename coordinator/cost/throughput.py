@@ -140,11 +140,11 @@ class ThroughputObjective:
     def _priced(self, placement: Placement) -> "_Priced | Cost":
         """Return the cost with its terms; a `Cost` alone: the placement is impossible."""
         if any(not stage for stage in placement.stages):
-            return Cost.impossible(f"nobody holds stage {next(i for i, s in enumerate(placement.stages) if not s)}")
+            return Cost.impossible(f"stage {next(i for i, s in enumerate(placement.stages) if not s)} has no member")
         if (empty := next((k for k, (a, b) in enumerate(pairwise(placement.bounds)) if a >= b), None)) is not None:
             return Cost.impossible(f"stage {empty} has no layer")
         if not self.topology.may_feed[list(placement.stages[0])].all():
-            return Cost.impossible("a member of stage 0 has not the text")
+            return Cost.impossible("a member of stage 0 does not have the text")
         w = self.workload
         stages = self._stages(placement)
         cards = self._cards(stages)
@@ -153,7 +153,7 @@ class ThroughputObjective:
         stage_s = [seconds for seconds, _ in saturated]
         if not all(math.isfinite(seconds) for seconds in stage_s):
             return Cost.impossible(
-                f"a member of stage {stage_s.index(math.inf)} is cut off from its mates or neighbours"
+                f"a member of stage {stage_s.index(math.inf)} has no path to its group peers or neighbours"
             )
         flows, hops_s = self._pairs(stages, [taken / s for s, taken in saturated])
         if any(flow <= 0.0 for flow in flows):
