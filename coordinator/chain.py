@@ -125,7 +125,7 @@ class PlanChain:
         """Number of proven plans whose height equals that of another plan that we obeyed. It must stay 0."""
         self._obeyed: OrderedDict[tuple[int, int, int], SignedPlan] = OrderedDict()
         self._term_heard = 0
-        """The bound for believable terms, raised one increment by each peer that names a higher term."""
+        """The highest term to which insisting peers have raised the bound of believable terms."""
 
     @property
     def order(self) -> tuple[int, int]:

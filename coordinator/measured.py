@@ -27,25 +27,25 @@ STEADY_REPORTS = 16
 """Reports in the logarithmic average; after that each new one moves it by 1/16. Noise of +-10 % leaves 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""This many figures in a row that are off by more than a factor of `ODD` in one direction are no noise, and replace the
-average at once."""
+"""A figure replaces the average at once after this many reports in a row that differ by more than a factor of `ODD` in
+one direction: that is no noise."""
 SPEED_REPORTS = 3
-"""A device's figure counts after this many reports, because its first forward includes one-time costs."""
+"""Reports before a device's figure counts, because its first forward includes one-time costs."""
 LINKS_KEPT_MAX = 64
 """Links kept of each reporter, the last reported ones. An honest reporter reports no more."""
 BOAST = 4.0
-"""A sender is believed up to this many times the rate that the receiver has seen, which errs low."""
+"""A sender's rate is believed up to this multiple of the rate that the receiver has seen, which errs low."""
 BOAST_CLAIMED = 16.0
 """Bound of a claim over the median claim before anything is measured, as before the first plan. Stage boundaries depend
 on these claims, and cards and processors do differ that much."""
 BOAST_MEASURED = 64.0
 """Bound of a device's report about its own work over the median: a data centre's card among processors."""
 PROBES_CERTAIN = 3
-"""The best of this many probes is the link's rate; the best of fewer is a lower bound."""
+"""Number of probes of which the best is the link's rate; the best of fewer is a lower bound."""
 SUSPECT_LINKS = 2
-"""A peer's line is suspect once this many of its links have become slow."""
+"""Number of slow links that make a peer's line suspect."""
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
-"""A line counts as slow once this part of its links to the other peers, and this number, have become slow."""
+"""A line counts as slow once this fraction of its links, and at least `SLOW_LINE_MIN` of them, have become slow."""
 CLAIM_MIN = 2.0
 """Bytes/s. A claim of nothing arrives as 1 (`MeasuredPeer.of`)."""
 RATE_MAX = 1e12

@@ -25,7 +25,7 @@ class Beginning:
     version: int = 0
     from_era: int = 0
     loses: bool = True
-    """True if the run may have been further than `version`."""
+    """True if the run may have trained past `version`, so that work is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,8 @@ class ReplanPolicy:
         """When the live layout was first seen to be finished: every stage had committed its last version, and every
         layer of that version had a holder. None: it is not finished."""
         self._too_few_s = math.inf
-        """The last sign of life of a lost stage's members, while too few peers are left for the number of stages."""
+        """The last sign of life of the lost stage's members; inf unless too few peers are left for the number of
+        stages."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because it would have to roll back without them."""
         self._live_s = -math.inf

@@ -36,10 +36,10 @@ MUCH = 1.25
 """A slowdown of a layout by this factor shows after two marks of three."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
-"""A step is late after this many times the usual step, and at least `STANDS_S`."""
+"""A step is late after this multiple of the usual step time, and at least `STANDS_S`."""
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
-"""A run stands still if the next step takes this many times the usual one, and at least `STANDS_S`."""
+"""A run stands still if the next step takes this multiple of the usual time, and at least `STANDS_S`."""
 AGE_S_MAX = 7 * 24 * 3600.0
 
 

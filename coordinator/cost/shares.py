@@ -27,7 +27,7 @@ class Split:
 
 def split(topology: Topology, workload: Workload, placement: Placement) -> Split:
     """Split a placement's work. Shares follow each member's capacity for a step (`ThroughputObjective`): its compute,
-    its paths to both neighbours, and its card without the reduction. Empty stages give empty tuples."""
+    its paths to both neighbours, and the part of its card that the reduction leaves. Empty stages give empty tuples."""
     return Split(
         shares=ThroughputObjective(topology, workload).shares(placement),
         parts=tuple(

@@ -57,7 +57,7 @@ class Workload:
     layer_flop: tuple[float, ...]
     """[L], forward FLOP a microbatch."""
     backward_per_forward: float
-    """2, or 3 with recomputation; the last stage, which runs forward and loss in one job, recomputes only if
+    """2, or 3 with recomputation; the last stage, which runs forward and backward in one job, recomputes only if
     `memory.is_by_layer`."""
     layer_parameters: tuple[float, ...]
     """[L], the parameters of one replica. Of placed experts a member's own count, as also for the reduction."""
