@@ -51,7 +51,7 @@ LEARN_STEPS = 64
 FACTOR_MAX = 8.0
 """Bound of the learned factor. A larger error means that something is broken, and is reported as slowness."""
 OFF_STEPS = 4
-"""A search needs at least this many measured steps."""
+"""Measured steps that the pace needs before it can be a reason for a search."""
 SLOW = 0.75
 CHANGED = 1.25
 UNSEEN_ERROR = 0.3
@@ -59,7 +59,7 @@ UNSEEN_ERROR = 0.3
 layout are only seconds old. With this error a further change has to promise 63 % more."""
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
-"""Number of different numbers of stages with kept measurements, the last ones."""
+"""Measurements are kept for the latest `NUMBERS_KEPT` numbers of stages."""
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",

@@ -122,7 +122,7 @@ class PlanChain:
         self.accepted: SignedPlan | None = None
         self.accepted_term = 0
         self.num_forks = 0
-        """Number of proven plans whose height equals that of another plan that we obeyed. It must stay 0."""
+        """Number of proven plans with the height of another plan that we obeyed. It must stay 0."""
         self._obeyed: OrderedDict[tuple[int, int, int], SignedPlan] = OrderedDict()
         self._term_heard = 0
         """The highest term to which insisting peers have raised the bound of believable terms."""

@@ -47,7 +47,7 @@ FORESEE_PEERS = 64
 """Interval between predictions for the live layout; above `FORESEE_PEERS` it grows in proportion to the swarm."""
 RETURN_HEARTBEATS = 10.0
 """Estimated time of a roll-back: plan, votes, reading snapshots, filling the pipeline. The run waits at least as long
-for a silent peer that holds the only copy of a state: a peer whose network daemon crashed is back by then."""
+for a silent peer that holds the only copy of a state: a peer with a crashed network daemon is back by then."""
 
 HORIZON_S_MAX = 4 * 3600.0
 """A swarm without joins and departures is expected to stay so for as long again, but at most for this long."""
@@ -98,7 +98,7 @@ class ClusterView:
         """The time of the last plan with other members than its predecessor, as far as we have seen."""
         self._bounds: tuple[tuple[int, int], ...] = ()
         self._num_divisions = 0
-        """Number of live plans whose stage boundaries differ from those of their predecessor."""
+        """Number of live plans with other stage boundaries than their predecessor."""
         self._seen_from_s = math.inf
         """The time at which we saw the first live plan."""
         self._former_members: frozenset[PeerID] = frozenset()

@@ -36,7 +36,7 @@ def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
 
 
 def risks(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, step: int, now_s: float) -> tuple[str, ...]:
-    """Name the stages whose training exists on one machine only: one holder, and no snapshot on another peer's disk."""
+    """Name the stages with their training on one machine only: one holder, and no snapshot on another peer's disk."""
     if step <= 0:
         return ()  # the seed can rebuild it
     alone: list[tuple[int, PeerID]] = []

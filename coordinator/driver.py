@@ -99,7 +99,7 @@ logger = logging.getLogger(__name__)
 REFUSED_TIMEOUTS = 0.9
 """A call that fails within this share of its timeout was refused; a later failure is a missing answer."""
 TURNED_AWAY_TIMES = 5
-"""This many refused heartbeats in a row mean more than a change of coordinator."""
+"""Refused heartbeats in a row that mean more than a change of coordinator."""
 FAREWELL_HEARTBEATS = 0.5
 """Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5

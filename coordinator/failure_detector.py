@@ -133,7 +133,8 @@ class FailureDetector:
         return [Note(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
-        """Return the members that reach a peer which we could not reach for `OUT_OF_REACH_HEARTBEATS`."""
+        """Return the members that reach a peer that we cannot, from `OUT_OF_REACH_HEARTBEATS` after their first answer
+        on."""
         apart_s = OUT_OF_REACH_HEARTBEATS * self._heartbeat_s
         lost = (inquiry for inquiry in self._inquiries.values() if now_s >= inquiry.vouched_s + apart_s)
         return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)

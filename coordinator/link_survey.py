@@ -32,7 +32,7 @@ APART_HEARTBEATS = 15.0
 """The time between two probes of a peer while the run trains."""
 STALE_S = 300.0
 IN_USE_STALE_S = 60.0
-"""The age at which a link is measured again; `IN_USE_STALE_S` if the plan uses it."""
+"""Ages at which a link is measured again: `STALE_S`, or `IN_USE_STALE_S` if the plan uses it."""
 DOUBT_HEARTBEATS = 2.0
 DOUBT_STALE_S = 10.0
 """The same while the run is slower than the figures explain."""
