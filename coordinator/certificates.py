@@ -4,7 +4,7 @@ A coordinator collects the attestations in its members' heartbeats, and its next
 group has signed. Voters check the signatures before they vote. `protocol/certificate.py` defines the signed bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from shoal.protocol.certificate import Attested, Certified, Proofs, jury, layers_at
 from shoal.protocol.identity import PeerID
@@ -15,6 +15,9 @@ from shoal.protocol.spec import ModelSpec
 Holds = Callable[[PeerID, bytes, bytes], bool]
 """(signer, signature, body of a `state` statement) -> whether the signature is valid."""
 
+AreEnough = Callable[[Set[PeerID], Sequence[PeerID]], bool]
+"""(members of a jury that have signed, the jury) -> whether this certifies a version (`Electorate.are_enough`)."""
+
 KEPT = 2
 """Plans keep this many complete versions, as many as each peer keeps of each layer group on disk."""
 ATTESTED_MAX = 4
@@ -23,9 +26,10 @@ ATTESTED_MAX = 4
 
 class Certificates:
     """Versions that the live plan certifies, or that the next plan can certify.
-    Args: placed: plans of the run assign experts to members."""
+    Args: placed: plans of the run assign experts to members. are_enough: decides if a jury's signatures suffice."""
 
-    def __init__(self, model: ModelSpec, *, placed: bool) -> None:
+    def __init__(self, model: ModelSpec, *, placed: bool, are_enough: AreEnough) -> None:
+        self._are_enough = are_enough
         self._model, self._wanted = model, frozenset(held_keys(model, placed=placed))
         self._plan: Plan | None = None
         self._said: dict[tuple[str, ...], dict[PeerID, dict[tuple[int, int], Attested]]] = {}
@@ -117,7 +121,7 @@ class Certificates:
                 for age, word in by_peer.get(peer, {}).items():
                     votes.setdefault((age, word.proofs), []).append((at, word.signature))
             for ((era, version), proofs), signatures in votes.items():
-                if 2 * len(signatures) > len(signers):
+                if self._are_enough({signers[at] for at, _ in signatures}, signers):
                     yield Certified(era, version, proofs, tuple(signatures))
 
 
@@ -129,7 +133,7 @@ def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[i
     return [age for age, keys in found.items() if keys >= wanted]
 
 
-def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) -> str:
+def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds, are_enough: AreEnough) -> str:
     """Say what is wrong with the certificates of `plan`, the successor of `base`: one without proof, the newest
     missing, or an era that begins at an uncertified version; empty: nothing."""
     wanted = frozenset(held_keys(model, placed=bool(base.experts)))
@@ -138,7 +142,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) ->
         return f"version {newest[1]} of era {newest[0]} is no longer certified"
     known = {entry.bare for entry in base.certified}
     for entry in plan.certified:
-        if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds)):
+        if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds, are_enough)):
             return flaw
     at = plan.restore_era, plan.restore_version
     begins = plan.era != base.era and plan.restore_version > 0 and not plan.mandate
@@ -147,14 +151,17 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds) ->
     return ""
 
 
-def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, holds: Holds) -> str:
+def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, holds: Holds, are_enough: AreEnough) -> str:
     groups = range(len(base.stages) + len(base.experts))
     group = next((group for group in groups if group_keys(model, base, group) == entry.keys), None)
     what = f"version {entry.version} of {entry.keys[0] if entry.keys else 'nothing'}"
     if group is None:
         return f"{what} is certified, but no group holds these layers"
     signers = jury([member.peer for member in base.group_members(group)], base.previous)
-    signed = {at for at, sign in entry.signatures if 0 <= at < len(signers) and holds(signers[at], sign, entry.body)}
-    if 2 * len(signed) <= len(signers):
-        return f"{len(signed)} of {len(signers)} members have signed {what}, which is no majority"
+    places = ((signers[at], sign) for at, sign in entry.signatures if 0 <= at < len(signers))
+    signed = {peer for peer, sign in places if holds(peer, sign, entry.body)}
+    if not are_enough(signed, signers):
+        return (
+            f"{len(signed)} of {len(signers)} members have signed {what}, which is no majority, or of one invite alone"
+        )
     return ""

@@ -66,7 +66,8 @@ class ClusterView:
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
         )
-        self.certificates = Certificates(spec.model, placed=self.places_experts)
+        are_enough = self.electorate.are_enough
+        self.certificates = Certificates(spec.model, placed=self.places_experts, are_enough=are_enough)
         self.ledger = Ledger(
             num_stages=1,  # until a plan says how many
             num_experts=spec.model.num_experts if swarm.expert_slots else 0,

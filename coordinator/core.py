@@ -477,8 +477,11 @@ class CoordinationCore:
             if self.judge.is_waiting(now_s):
                 return [*commands, Reply(message=Refusal(reason="asks members for their standing first"))]
             flaw = self.judge.flaw(plan, live, event.knows, own=self._own, leaves=self._leaves)
-            flaw = flaw or self.view.electorate.flaw(plan.plan, live, now_s, self._name_of)
-            flaw = flaw or certified_flaw(plan.plan, live, self._model, holds=self._holds_state)
+            electorate = self.view.electorate
+            flaw = flaw or electorate.flaw(plan.plan, live, now_s, self._name_of)
+            flaw = flaw or certified_flaw(
+                plan.plan, live, self._model, holds=self._holds_state, are_enough=electorate.are_enough
+            )
             if flaw:
                 text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
                 # A coordinator that we can hear but that cannot hear us removes us from the plan; then our vote does

@@ -8,7 +8,7 @@ Members that came by one invite form one group for good. A coordinator may not h
 assigns newcomers to groups and moves no other member. Voters check the groups by what they know (`Electorate.flaw`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
@@ -95,6 +95,14 @@ class Electorate:
             group.append(peer)
         at = {peer: at for at, peer in enumerate(plan.members)}
         return tuple(sorted(tuple(sorted(at[peer] for peer in group)) for group in found))
+
+    def are_enough(self, signed: Set[PeerID], signers: Sequence[PeerID]) -> bool:
+        """True if a majority has signed, and not the members of one invite alone where the signers came by several."""
+
+        def invites(peers: Iterable[PeerID]) -> int:
+            return len({self._invite_of(peer) or peer for peer in peers})
+
+        return 2 * len(signed) > len(signers) and invites(signed) >= min(2, invites(signers))
 
     def flaw(self, plan: Plan, before: Plan, now_s: float, name_of: Callable[[PeerID], str]) -> str:
         """Say why we reject the roll of `plan`, the successor of `before`; empty: nothing that we know of."""

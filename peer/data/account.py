@@ -1,4 +1,4 @@
-"""What a source loses while it is read: each reason, how often it was met, and where first. Pure."""
+"""A record of the rows and files that were skipped: reasons, counts and first places. Pure."""
 
 from typing import Final, Literal
 
@@ -8,19 +8,15 @@ from shoal.protocol.errors import DataError
 
 PLACES_NAMED: Final = 3
 _REASONS_MAX: Final = 16
-"""Reasons are few; a chat template may word each of its refusals in another way."""
+"""A chat template may word each of its refusals differently."""
 _OTHER: Final = "for other reasons"
 
 Unit = Literal["row", "line", "file"]
 
 
 class Unusable(DataError):
-    """A row or a file that nothing can be learnt from.
-
-    Args:
-        reason: what was found, as in "line 3: not JSON".
-        remedy: what its owner may do, where that is known.
-    """
+    """A row or a file that is not usable. `reason` says what was found, such as "line 3: not JSON", `remedy` what the
+    owner can do."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason}; {remedy}" if remedy else reason)
@@ -29,13 +25,12 @@ class Unusable(DataError):
 
 
 class LeftOut(msgspec.Struct, kw_only=True):
-    """How much is left out for one reason."""
+    """The rows, lines or files skipped for one reason."""
 
     unit: Unit
     reason: str
     count: int = 0
     places: list[str] = []
-    """The first ones."""
 
     def __str__(self) -> str:
         named = ", ".join(self.places) + (", …" if self.count > len(self.places) else "")
@@ -43,7 +38,7 @@ class LeftOut(msgspec.Struct, kw_only=True):
 
 
 class Account(msgspec.Struct):
-    """All that is left out of one source."""
+    """All that is skipped of one source."""
 
     left_out: list[LeftOut] = []
 
@@ -66,9 +61,8 @@ class Account(msgspec.Struct):
         return any((entry.unit, entry.reason) == (unit, reason) for entry in self.left_out)
 
     def sentences(self, source: str) -> tuple[str, ...]:
-        """For people, one for each reason, the most frequent one first."""
+        """Return one sentence a reason for people, the most frequent first."""
         return tuple(f"left out of {source}: {entry}" for entry in sorted(self.left_out, key=lambda e: -e.count))
 
     def behind(self, sentence: str) -> str:
-        """A sentence about the source, and what is left out of it."""
         return "; ".join((sentence, *self.sentences("it")))

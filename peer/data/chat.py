@@ -1,17 +1,16 @@
-"""Conversations as text: rows of a chat set, written by the vocabulary's chat template, with the places of the answers.
+"""Conversations as text, rendered by the vocabulary's chat template, with the places of the answers.
 
-The template is a Jinja program that lies beside the tokenizer.json (`chat_template.jinja`, or in
-`tokenizer_config.json`). It runs in Jinja's sandbox, sees no clock, and writes what transformers would write, so the
-same rows are the same text on every machine.
+The template is a Jinja program beside the tokenizer.json (`chat_template.jinja`, or in `tokenizer_config.json`). It
+runs in Jinja's sandbox, sees no clock, and writes what transformers would write, so the same rows give the same text on
+every machine.
 
-**Which text is an answer.** Where the template marks its answers (`{% generation %}`), what it marks. Otherwise an
-answer is what the template adds to the conversation so far, asked to begin an answer, when the answer is there. So it
-has the token that ends a turn, which a model must learn to write. A template may write an earlier answer otherwise once
-more has been said (leaving out its thoughts, say); then only the last one is learnt, as nobody would ask for the others
-so. An answer whose message has a `weight` of 0 is not learnt.
+**Which text is an answer.** If the template marks its answers with `{% generation %}`, those marks decide. Otherwise an
+answer is what the template adds to the conversation so far, rendered with the prompt for an answer. So it includes the
+token that ends a turn. A template may render an earlier answer differently once more messages follow (for example
+without its thoughts); then only the last answer is learnt. An answer with a `weight` of 0 is not learnt.
 
-**What is not read.** A conversation that calls tools or has thoughts beside its answers would be written without them,
-and an empty answer teaches to end a turn at once: such a row is left out.
+**Skipped rows.** Tool calls and separate thoughts would be lost in the rendering, and an empty answer teaches to end a
+turn at once. Rows with these are skipped.
 """
 
 import json
@@ -27,12 +26,12 @@ from shoal.peer.data.account import Unusable
 from shoal.protocol.errors import DataError
 
 TEMPLATE_BYTES_MAX: Final = 4 << 20
-"""The most bytes of a file with a chat template, which has some kilobytes beside a vocabulary's added tokens."""
+"""The most bytes of a file with a chat template. A tokenizer_config.json also lists added tokens."""
 CHATML: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""How conversations are written where a run's tokens are bytes."""
+"""The template of runs with bytes as tokens."""
 TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -41,11 +40,11 @@ _QUESTION: Final = "How do fish sleep?"
 _ANSWER: Final = "With open eyes."
 
 Spans = tuple[tuple[int, int], ...]
-"""Places in a text, [begin, end) in characters each."""
+"""Places in a text, each [begin, end) in characters."""
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part of a message's content, where that is a list."""
+    """An element of a message's content, if that is a list."""
 
     type: str = "text"
     text: str | None = None
@@ -55,7 +54,7 @@ class Message(msgspec.Struct, frozen=True):
     role: str
     content: str | list[Part] | None = None
     weight: float | None = None
-    """0: what it says is not learnt."""
+    """0: the message is not learnt."""
     tool_calls: Any = None
     function_call: Any = None
     reasoning_content: Any = None
@@ -68,11 +67,11 @@ class Message(msgspec.Struct, frozen=True):
 
 
 _NOT_READ: Final = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message that a template would write and ours is not given."""
+"""Fields of a message that a template would render and that we do not pass to it."""
 
 
 class ChatRow(msgspec.Struct, frozen=True):
-    """What is read of a line, a row or an example of a chat set."""
+    """The fields read from a row of a chat set."""
 
     messages: list[Message] | None = None
     prompt: str | list[Message] | None = None
@@ -84,13 +83,12 @@ FIELDS: Final = ChatRow.__struct_fields__
 
 
 class ChatTemplate:
-    """A chat template, compiled.
+    """A compiled chat template, called `name` in messages.
 
     Args:
         source: the Jinja text.
-        special: what it knows of the vocabulary: `bos_token`, `eos_token` ...
-        name: what to call it in a message.
-    Raises: DataError: jinja2 is not installed, or cannot read it.
+        special: the vocabulary's `bos_token`, `eos_token` ... for the template.
+    Raises: DataError: jinja2 is not installed, or cannot compile it.
     """
 
     def __init__(self, source: str, special: Mapping[str, str], *, name: str) -> None:
@@ -98,19 +96,19 @@ class ChatTemplate:
         self.digest = blake3(json.dumps([source, sorted(special.items())]).encode()).hexdigest()
         self._name = name
         self._special: dict[str, Any] = dict(special)
-        self._answers: list[tuple[int, int]] = []  # of the rendering that goes on
+        self._answers: list[tuple[int, int]] = []
         self._written: list[str] = []
         try:
             self._template = _environment(self._mark).from_string(source)
-        except Exception as error:  # jinja2's own, or what it raises on absurd programs
+        except Exception as error:  # jinja2's own errors, or what it raises on absurd programs
             raise DataError(f"{name} is not a chat template: {_first_line(error)}") from error
         self._marks = "endgeneration" in source
 
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
-        """The text of a conversation, and its answers: those of the assistant, from message `learn_from` on.
+        """Render a conversation. Return its text and the places of the answers from message `learn_from` on.
 
-        Raises: Unusable: something in it is not read, or an answer is empty; or the template refuses it, or does not
-            write an answer where it was asked for one.
+        Raises: Unusable: a field that we do not read, an empty answer, a refusal of the template, or an answer that
+        does not follow the template's prompt for one.
         """
         is_learnt = [index >= learn_from and message.is_learnt for index, message in enumerate(messages)]
         for message, learn in zip(messages, is_learnt, strict=True):
@@ -122,7 +120,7 @@ class ChatTemplate:
             if any(message.weight == 0 for message in messages[learn_from:]):
                 learns = [message.is_learnt for message in messages[learn_from:] if message.role == ASSISTANT]
                 if len(answers) != len(learns):
-                    raise Unusable("a `weight` of 0, in a chat whose template does not mark each answer")
+                    raise Unusable("a `weight` of 0, with a template that does not mark each answer")
                 answers = [span for span, learn in zip(answers, learns, strict=True) if learn]
             return text, tuple(answers)
         answers = []
@@ -135,45 +133,42 @@ class ChatTemplate:
                 answers.append((len(before), len(after)))
             elif index == len(said) - 1:
                 raise Unusable(
-                    f"{self._name} does not write an answer where it says that one begins",
+                    f"{self._name} does not write an answer after its own prompt for one",
                     "mark answers in it with {% generation %} and {% endgeneration %}",
                 )
         return text, tuple(answers)
 
     def _render(self, messages: list[dict[str, str]], *, answers: bool = False) -> tuple[str, Spans]:
         self._answers, self._written = [], []
-        # transformers says that there are neither, and templates ask in different ways.
+        # transformers passes both as None, and templates test for them in different ways.
         given = self._special | {"tools": None, "documents": None, "add_generation_prompt": answers}
         try:
             for piece in self._template.generate(messages=messages, **given):
                 self._written.append(piece)
         except Unusable:
             raise
-        except Exception as error:  # a template is a program, and raises what it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise Unusable(f"{self._name} cannot write this: {_first_line(error)}") from error
         return "".join(self._written), tuple(self._answers)
 
     def question(self, asked: str) -> str:
-        """What a user asks, up to where the answer begins. Raises: DataError: the template refuses it."""
+        """Render a user's message up to the beginning of the answer. Raises: DataError: the template refuses it."""
         return self._render([{"role": "user", "content": asked}], answers=True)[0]
 
     def end_of_turn(self) -> str:
-        """What stands behind an answer, without blanks; empty if nothing does. Raises: as `question`."""
+        """Return the text after an answer without white space. Raises: DataError: the template refuses it."""
         said = [{"role": "user", "content": _QUESTION}, {"role": ASSISTANT, "content": _ANSWER}]
         return self._render(said)[0].partition(_ANSWER)[2].strip()
 
     def _mark(self, answer: str) -> str:
-        """Told of each answer that the template marks, before it is written."""
+        """Note an answer that the template marks, just before it is written."""
         start = sum(map(len, self._written))
         self._answers.append((start, start + len(answer)))
         return answer
 
 
 def load_template(tokenizer: Path | None) -> ChatTemplate:
-    """The chat template beside a tokenizer.json; None: of bytes, which have one of their own.
-
-    Raises: DataError: there is none.
-    """
+    """Load the chat template beside a tokenizer.json; ChatML if None. Raises: DataError: there is none."""
     if tokenizer is None:
         return ChatTemplate(CHATML, {}, name="shoal's own chat template")
     folder = tokenizer.parent
@@ -183,22 +178,22 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
     if os.path.lexists(own):
         return ChatTemplate(_read(own).decode(errors="replace"), special, name=str(own))
     found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates by name
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     if not isinstance(found, str):
         raise DataError(
             f"there is no chat template beside {tokenizer}: put one there as {TEMPLATE_FILE}, "
-            "from the model that the vocabulary is of or another with the same special tokens"
+            "from the vocabulary's own model or another with the same special tokens"
         )
     return ChatTemplate(found, special, name=f"the chat template in {folder / _CONFIG_FILE}")
 
 
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
-    """What a row of a chat set says.
+    """Render a row of a chat set.
 
-    Returns: (the text; its answers; whether a template wrote it, and so what stands around it too).
-    Raises: Unusable: it has no answer to learn, or something that is not read; or the template refuses it.
+    Returns: (the text, the places of its answers, True if a template wrote it and so all tokens around it).
+    Raises: Unusable: no answer, a field that we do not read, or a refusal of the template.
     """
     prompt, completion = row.prompt, row.completion
     if row.tools:
@@ -236,7 +231,7 @@ def _check_is_read(message: Message, *, is_learnt: bool) -> None:
 
 
 def _environment(mark: Any) -> Any:
-    """As transformers makes it, so that templates written for it mean the same here; but for the clock."""
+    """Build the environment that transformers builds, without the clock, so that its templates mean the same here."""
     try:
         import jinja2
         from jinja2.ext import Extension, loopcontrols
@@ -245,8 +240,6 @@ def _environment(mark: Any) -> Any:
         raise DataError("chats need the jinja2 library: pip install 'shoal[data]'") from error
 
     class Generation(Extension):
-        """The tag around answers."""
-
         tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
         def parse(self, parser: Any) -> Any:
@@ -274,7 +267,7 @@ def _refuse(reason: object) -> None:
 
 
 def _text(message: Message) -> str:
-    """Its content as text. Raises: Unusable: there is something else in it."""
+    """Return the content as text. Raises: Unusable: it has a part that is no text."""
     if isinstance(message.content, list):
         for part in message.content:
             if part.type != "text" or part.text is None:
@@ -289,11 +282,11 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(_read(path), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path} is no tokenizer's config: {_first_line(error)}") from error
+        raise DataError(f"{path} is not a tokenizer config: {_first_line(error)}") from error
 
 
 def _token(value: object) -> str | None:
-    """A special token, which a config has as a text or as a table with its `content`."""
+    """Return a special token, which a config has as a string or as a table with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -306,7 +299,7 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     if len(data) > TEMPLATE_BYTES_MAX:
-        raise DataError(f"{path} is too large to have a chat template in it")
+        raise DataError(f"{path} is too large for a file with a chat template")
     return data
 
 

@@ -1,9 +1,8 @@
-"""The text of a run, as tokens, with the part that training never sees.
+"""The text of a run as tokens, split into training and validation.
 
-`python-library` is the source of Python's standard library; anything else is a path, or a data set of the hub
-(`documents.py`). Text files as bytes are read here; everything else is packed (`packing.py`). Files are taken in the
-order of their names, so that every machine with the same files prepares the same tokens; `digest` says whether it did.
-A run with several sources has a corpus of each.
+`python-library` is the source of Python's standard library; anything else is a path or a data set of the hub
+(`documents.py`). Text files as bytes are read here; everything else is packed (`packing.py`). Every machine with the
+same files prepares the same tokens; `digest` checks it.
 """
 
 from collections.abc import Sequence
@@ -29,36 +28,32 @@ from shoal.protocol.errors import DataError
 from shoal.protocol.spec import BETWEEN_DIGESTS, DataSpec, ModelSpec
 
 SEPARATOR: Final = b"\n"
-"""Between files; source files end in a newline already, so it reads as an empty line."""
+"""The separator between files; most files end in a newline, so it reads as an empty line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens in memory, or mapped into it: uint8, uint16 or int32 [N]. Of several sources, those of the first."""
+    """Tokens in memory or mapped: uint8, uint16 or int32 [N]. With several sources these are the first one's."""
 
     text_N: Tensor
     """Training text, then validation text."""
     num_training: int
     """Tokens [0, num_training) are for training."""
     num_files: int
-    """Files, or documents where a file has several; of this source alone."""
+    """Files, or documents if a file has several; of this source only."""
     digest: str
-    """BLAKE3 (64 hex digits) of the prepared tokens and of where they are split; of several sources all, one behind the
-    other."""
+    """BLAKE3 (64 hex digits) of the tokens and the split; with several sources the digests of all, joined."""
     vocab_size: int = 256
-    """Tokens are below it."""
     tokenizer_digest: str = ""
-    """Of the tokenizer.json; empty for bytes."""
+    """BLAKE3 of the tokenizer.json; empty for bytes."""
     start_D: NDArray[np.int64] | None = None
-    """Where documents begin, if tokens are to look at their own only."""
+    """The beginnings of documents, if attention stays inside documents."""
     packs: tuple[Packs, Packs] | None = None
-    """Samples of conversations, for training and for validation. None: it is a text, which is cut into blocks."""
+    """Samples of conversations for training and validation; None: a text, which is cut into blocks."""
     account: Account = field(default_factory=Account)
-    """What is left out of the source."""
     others: tuple["Corpus", ...] = ()
-    """The other sources of a run that has several."""
     weights: tuple[float, ...] = (1.0,)
-    """Of all sources, this one first."""
+    """The weights of all sources, this one first."""
 
     @property
     def sources(self) -> tuple["Corpus", ...]:
@@ -66,19 +61,18 @@ class Corpus:
 
     @property
     def tokens_in_training(self) -> int:
-        """Of all sources together."""
         return sum(source.num_training for source in self.sources)
 
     @property
     def learnt(self) -> float:
-        """The share of this source's tokens that are learnt."""
+        """Return the share of this source's tokens that are learnt."""
         num = self.text_N.numel()
         if self.packs is not None:
             return sum(packs.num_learnt for packs in self.packs) / num
         return 1.0 if self.start_D is None else 1.0 - len(self.start_D) / num
 
     def samples(self, context: int, *, validates: bool = False) -> Samples:
-        """Of this source alone. Raises: DataError: there is not one."""
+        """Return the samples of this source only. Raises: DataError: there is not even one."""
         if self.packs is not None:
             packs = self.packs[validates]
             assert packs.context == context, "the conversations were packed for another context"
@@ -114,16 +108,16 @@ def load_corpus(
     cache: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Corpus:
-    """Read and split the text of `spec`, or all of its sources.
+    """Read and split the text of `spec`, or of each of its sources.
 
-    Validation is whole files or documents, chosen by a hash of their names or texts, until the share is reached; where
-    no choice of whole ones comes near the share (one file, or few large ones), it is the tail of all text.
+    Validation is whole files or documents, chosen by a hash of their names or texts, or the tail of all text if whole
+    ones cannot come near the wanted share.
 
     Args:
-        context: tokens of a sample; training and validation must each have at least one.
-        tokenizer: where the tokenizer.json is on this machine, if not where the spec says.
-        cache: where to keep what is packed; None keeps nothing.
-    Raises: DataError: nothing there, no text in it, or too little.
+        context: tokens of a sample; training and validation must each have at least one sample.
+        tokenizer: the tokenizer.json on this machine, if it is not at the spec's path.
+        cache: the folder for packed tokens; None keeps nothing.
+    Raises: DataError: the source does not exist, has no text, or too little.
     """
     corpora = []
     for done, one in enumerate(spec.each):
@@ -148,7 +142,6 @@ def _tell_part(on_progress: OnProgress, done: int, parts: int, share: float) -> 
 def _load_one(
     spec: DataSpec, context: int, tokenizer: Path | None, cache: Path | None, on_progress: OnProgress | None
 ) -> Corpus:
-    """Load the one source of `spec`."""
     is_hub = spec.source.startswith(HUB)
     files = None if is_hub else find_files(spec.source)
     where = spec.source if files is None else printable(str(files.root))
@@ -192,7 +185,7 @@ def _read_chats(
     packed = pack(spec, tokenizer, template=template, cache=cache, on_progress=on_progress)
     num, split = packed.about.num_documents, packed.about.num_training
     if num < 2:
-        few = f"{where} has one conversation to learn: training and validation take one each"
+        few = f"{where} has one conversation to learn: training and validation need one each"
         raise DataError(packed.about.account.behind(few))
     assert packed.counted_N is not None
     text_N, counted_N = torch.from_numpy(packed.token_N), torch.from_numpy(packed.counted_N)
@@ -229,7 +222,7 @@ def _read_bytes(files: Files, validation_fraction: float) -> Corpus:
     for i in sorted(range(len(named)), key=lambda i: i in chosen):
         end = _put(text_N, end, named[i][1])
         end = _put(text_N, end, SEPARATOR)
-        named[i] = ("", b"")  # free what is copied, so that the text is in memory once and not twice
+        named[i] = ("", b"")  # free it now, so that the text is never in memory twice
     num_training = end - (sum(sizes[i] for i in chosen) if chosen else wanted)
     return Corpus(
         text_N=torch.from_numpy(text_N),
@@ -242,7 +235,7 @@ def _read_bytes(files: Files, validation_fraction: float) -> Corpus:
 
 
 def _whole_files(named: Sequence[tuple[str, bytes]], sizes: Sequence[int], wanted: int) -> frozenset[int]:
-    """Indices of the files that make validation; empty if they would be less than half of `wanted` bytes."""
+    """Return the indices of the validation files; empty if they would have less than half of `wanted` bytes."""
     order = sorted(range(len(named)), key=lambda i: blake3(named[i][0].encode(errors="surrogateescape")).digest())
     chosen: set[int] = set()
     left = wanted

@@ -1,9 +1,7 @@
-"""Where text comes from: files and folders of text or of rows (`rows.py`), and data sets of the Hugging Face hub; and
-conversations, from all but files of plain text (`chat.py` writes them).
+"""Documents from files and folders of text or rows (`rows.py`), and from data sets of the Hugging Face hub.
 
-Each is read as a stream of documents in an order of its own, so that every machine with the same source reads the same
-ones, and no source of rows is ever in memory as a whole. What cannot be learnt is left out and counted (`account.py`);
-a source of rows whose beginning cannot be learnt is refused.
+A source is a stream in a fixed order, the same on every machine. Rows are never in memory all at once; unusable ones
+are skipped and counted (`account.py`). A source of rows is refused if nothing at its beginning is usable.
 """
 
 import json
@@ -30,29 +28,29 @@ LIBRARY_FOLDERS_LEFT_OUT: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "__pycache__"}
 )
 ROWS_TRIED: Final = 100
-"""Rows of a file, or of a data set, one of which must be of use: else it is not what its owner takes it for."""
+"""If none of a source's first rows up to this number is usable, the owner has named a wrong field or format."""
 _NO_CHATS: Final = Unusable(
-    "text, and chats are rows of JSON, CSV, Parquet or a data set", 'for text, remove format = "chat" below [data]'
+    "text, but a chat needs rows of JSON, CSV, Parquet or a data set", 'for text, remove format = "chat" below [data]'
 )
 _FIELDS_NAMED: Final = 6
 _INDEX: Final = re.compile(r"\[[^]]*\]")
 _PROSE: Final = ("", ".txt", ".text")
-"""Ends of names that say nothing of what is in a file, or that it is prose."""
+"""Suffixes that promise prose, or nothing."""
 
 
 class Document(NamedTuple):
     text: str
     done: float
-    """Share of the source that has been read with it; 0 if nobody knows."""
+    """The share of the source read so far; 0 if unknown."""
     answers: Spans = ()
-    """Of a conversation, what is learnt of it."""
+    """The places of a conversation's answers, which are learnt."""
     is_framed: bool = True
-    """Whether it takes what the vocabulary puts around a document; a chat template writes all of that itself."""
+    """The vocabulary's tokens around a document are added. A chat template writes them itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """`paths` are those of the regular files below `root`, or `root` itself."""
+    """A text source: the regular files below `root`, or `root` itself."""
 
     root: Path
     paths: tuple[Path, ...]
@@ -61,17 +59,17 @@ class Files:
         return path.relative_to(self.root).as_posix()
 
     def shown(self, path: Path) -> str:
-        """Its name as text, whatever bytes it has; of a single file its last part."""
+        """Return a file's printable name relative to `root`; for a single file its last part."""
         return printable(path.name if path == self.root else self.name(path))
 
     @property
     def are_text(self) -> bool:
-        """And nothing else."""
+        """True if no file has rows."""
         return not any(map(has_rows, self.paths))
 
 
 def find_files(source: str) -> Files:
-    """Raises: DataError: there is nothing."""
+    """List the files of a source. Raises: DataError: there is nothing."""
     if source == PYTHON_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         return Files(root=root, paths=tuple(p for p in _walk(root, LIBRARY_FOLDERS_LEFT_OUT) if p.suffix == ".py"))
@@ -82,10 +80,9 @@ def find_files(source: str) -> Files:
 
 
 def identify(spec: DataSpec) -> list[Any]:
-    """What tells this source from another, and from itself after a change, without reading it.
+    """Identify a source and its present content without reading it. Raises: DataError.
 
-    A data set of the hub is taken to stay what it is; the digest of what was read from it says whether it did.
-    Raises: DataError.
+    A data set of the hub is assumed not to change; the digest of the text read from it shows whether it did.
     """
     if spec.source.startswith(HUB):
         return [spec.source, spec.subset, spec.split]
@@ -95,10 +92,12 @@ def identify(spec: DataSpec) -> list[Any]:
 
 
 def read_documents(spec: DataSpec, template: ChatTemplate | None, account: Account) -> Iterator[Document]:
-    """Args:
-        template: that of the run's vocabulary, where `spec` says that the source is a chat.
-        account: is told what is left out.
-    Raises: DataError: something cannot be read, or nothing in the source can be learnt; one sentence says which.
+    """Read the documents of one source in order.
+
+    Args:
+        template: of the run's vocabulary, if the source is a chat; else None.
+        account: records what is skipped.
+    Raises: DataError: something cannot be read, or nothing is usable; one sentence says which.
     """
     reader = _Reader(spec.field, template)
     has_any = False
@@ -133,10 +132,7 @@ def read_documents(spec: DataSpec, template: ChatTemplate | None, account: Accou
 
 
 def read_texts(files: Files, account: Account) -> Iterator[tuple[str, bytes]]:
-    """The name and the text of each file that has one.
-
-    Raises: DataError: one cannot be read, or none has a text.
-    """
+    """Read name and text of each text file. Raises: DataError: a file cannot be read, or none has a text."""
     has_any = False
     for named in _texts(files.paths, files, account):
         has_any = True
@@ -146,12 +142,12 @@ def read_texts(files: Files, account: Account) -> Iterator[tuple[str, bytes]]:
 
 
 def printable(name: str) -> str:
-    """A file's name, in which a byte that is no UTF-8 is written as \\xff."""
+    """Return a file's name with each byte that is not UTF-8 written as \\xff."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _walk(root: Path, folders_left_out: frozenset[str]) -> Iterator[Path]:
-    """Regular files under `root` in the order of their names, without hidden ones and without linked folders."""
+    """Yield the regular files under `root` in the order of their names, without hidden files and linked folders."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name not in folders_left_out)
         for name in sorted(names):
@@ -177,7 +173,7 @@ def _texts(paths: Sequence[Path], files: Files, account: Account) -> Iterator[tu
 
 
 def _leave_out_file(path: Path, files: Files, account: Account, why: Unusable) -> None:
-    """Raises: DataError: it is all that there is."""
+    """Record a skipped file. Raises: DataError: it is the whole source."""
     if path == files.root:
         raise DataError(f"cannot train on {printable(str(path))}: it is {why}") from why
     account.leave_out("file", why.reason, files.shown(path))
@@ -191,25 +187,22 @@ def _nothing(files: Files, account: Account) -> DataError:
 
 
 class _Reader:
-    """Makes documents of rows.
-
-    Args: field: where a row has its text, unless a template writes chats of it.
-    """
+    """Converts rows to documents: their text in `field`, or a chat rendered by the template."""
 
     def __init__(self, field: str, template: ChatTemplate | None) -> None:
         self._field, self._template = field, template
         text = msgspec.defstruct("Line", [("text", str | None)], rename={"text": field})
         self._type: Any = ChatRow if template else text
-        self._decoder: Any = msgspec.json.Decoder(self._type)  # it skips over what is not wanted of a line
+        self._decoder: Any = msgspec.json.Decoder(self._type)  # skips the other fields of a line
         self.columns = (*FIELDS, *(() if template else (field,)))
 
     def document(self, row: Row) -> Document:
-        """Raises: Unusable."""
+        """Convert a row. Raises: Unusable."""
         value = row.value
         if isinstance(value, Unusable):
             raise value
         if self._template is None:
-            if isinstance(value, str):  # of an array of texts
+            if isinstance(value, str):  # an element of an array of texts
                 value = {self._field: value}
             text = self._decoded(value).text
             if not text:
@@ -243,7 +236,6 @@ class _Reader:
             raise Unusable(f"{what}: {why}") from error
 
     def _lacks(self, names: Sequence[str]) -> Unusable:
-        """Why a row with these fields has no text, or no chat."""
         only = ", ".join(name[:40] for name in names[:_FIELDS_NAMED]) + (", …" if len(names) > _FIELDS_NAMED else "")
         but = f", but {only}" if names else ""
         if self._template is not None:
@@ -259,10 +251,10 @@ class _Reader:
 def _documents(
     rows: Iterator[Row], reader: _Reader, account: Account, source: str, where: str = "", *, is_alone: bool
 ) -> Iterator[Document]:
-    """Args: where: what a row's number stands behind when it is named.
+    """Convert rows to documents, and record the unusable ones; `where` stands before a row's number in messages.
 
-    Raises: DataError: the rows cannot be read, or none of the first ones can be learnt. A folder's file may be a single
-        JSON object that is no row: much that is not data is.
+    Raises: DataError: the rows cannot be read, or none of the first ones is usable. A folder's file with one unusable
+    JSON value is skipped instead: often it is not data but, say, settings.
     """
     first: tuple[str, Unusable] | None = None
     tried = 0
@@ -288,7 +280,7 @@ def _documents(
 
 
 def _read_hub(spec: DataSpec) -> Iterator[Row]:
-    """Nothing is downloaded beyond what is read."""
+    """Stream a data set of the hub; only what is read is downloaded."""
     name = spec.source.removeprefix(HUB)
     try:
         import datasets
@@ -296,14 +288,14 @@ def _read_hub(spec: DataSpec) -> Iterator[Row]:
         raise DataError(f"{spec.source} needs the datasets library: pip install datasets") from error
     try:
         rows = iter(datasets.load_dataset(name, spec.subset or None, split=spec.split, streaming=True))
-    except Exception as error:  # it passes on whatever its loaders and the network raise
+    except Exception as error:  # the library passes on any error of its loaders and the network
         raise DataError(f"cannot open the data set {name}: {first_line(error)}") from error
     number = 0
     while True:
         try:
             row = next(rows, None)
         except Exception as error:
-            raise DataError(f"cannot read the data set {name} beyond row {number}: {first_line(error)}") from error
+            raise DataError(f"cannot read the data set {name} after row {number}: {first_line(error)}") from error
         if row is None:
             return
         number += 1
@@ -311,16 +303,15 @@ def _read_hub(spec: DataSpec) -> Iterator[Row]:
 
 
 def _names(value: object) -> list[str]:
-    """The fields of a row. Raises: Unusable: it is none."""
+    """Return the names of a row's fields. Raises: Unusable: it is no object."""
     if isinstance(value, bytes):
         value = _lenient(value)
     if not isinstance(value, Mapping):
-        raise Unusable("no JSON object")
+        raise Unusable("not a JSON object")
     return list(map(str, value))
 
 
 def _lenient(line: bytes) -> Any:
-    """What a line of JSON says. Raises: Unusable."""
     try:
         return json.loads(line)
     except UnicodeDecodeError as error:
@@ -330,7 +321,7 @@ def _lenient(line: bytes) -> Any:
 
 
 def _has_characters(text: str) -> bool:
-    """Whether it is without lone surrogates, which stand for no character."""
+    """True if the text has no lone surrogates, which stand for no character."""
     try:
         text.encode()
     except UnicodeEncodeError:

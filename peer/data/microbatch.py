@@ -1,11 +1,10 @@
 """Microbatch (t, i) as a pure function of the run's seed.
 
-A source is so many samples (`samples.py`). One data pass visits every sample once, in an order that is a keyed
-permutation of their numbers; it is computed sample by sample, so a large corpus costs no memory and any microbatch can
-be made without the ones before it.
+One pass over the data visits every sample (`samples.py`) once, in the order of a keyed permutation. It is computed
+sample by sample, so it needs no memory, and no microbatch needs the ones before it.
 
-Of several sources each goes through its own passes. Which one has the next sample is drawn without replacement: each
-round of `ROUND` samples has as many of each source as its weight says, in an order of its own.
+With several sources each goes through its own passes. The source of the next sample is drawn without replacement: each
+round of `ROUND` samples contains each source by its weight, in an order of its own.
 
 B samples   T tokens
 """
@@ -25,20 +24,19 @@ from shoal.protocol.spec import RunSpec
 FEISTEL_ROUNDS = 4
 """Four rounds with a good round function are a strong pseudo-random permutation (Luby and Rackoff, 1988)."""
 ROUND = 1024
-"""Samples in which every source has its share. A smaller weight than one of them counts as one."""
+"""Samples in a round, in which every source has its share. A weight below one sample counts as one."""
 _STEPS_KEPT = 16
-"""Steps of which it is remembered how much their microbatches learn: more than are ever in flight."""
+"""Steps for which the numbers of learnt tokens are cached: more than are ever in flight."""
 
 _Chosen = tuple[Samples, int]
 """A source's samples, and the number of one."""
 
 
 def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Tensor, Labels]:
-    """The samples of microbatch (step, index): int64 tokens [B, T], and what they are to predict.
+    """Return microbatch (step, index): int64 tokens [B, T], and labels.
 
-    Microbatches follow one another through the samples: (t, i) has those at [(t M + i) B, +B) of an endless sequence of
-    passes, each in its own order.
-    Raises: DataError: the text has not one sample. ValueError: no such microbatch.
+    In an endless sequence of passes, each in its own order, it has the samples [(t M + i) B, (t M + i + 1) B).
+    Raises: DataError: a text is too short for one sample. ValueError: no such microbatch.
     """
     M = spec.training.microbatches_per_step
     if step < 0 or not 0 <= index < M:
@@ -47,12 +45,10 @@ def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Te
 
 
 def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Tensor, Labels]:
-    """The samples of validation microbatch `index`, the same in every run: int64 tokens [B, T], and what they are to
-    predict.
+    """Return validation microbatch `index`, the same in every run: int64 tokens [B, T], and labels. Raises: as
+    `microbatch`.
 
-    All `validation_microbatches` together are spread evenly over the validation text; of several sources each has as
-    many samples as its weight says.
-    Raises: as `microbatch`.
+    All `validation_microbatches` are spread evenly over the validation text; each source has samples by its weight.
     """
     count = spec.training.validation_microbatches
     if not 0 <= index < count:
@@ -61,7 +57,7 @@ def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Te
 
 
 def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
-    """How many data passes the run's steps make over each source. Raises: DataError: one has not one sample."""
+    """Return how often the run passes over each source. Raises: DataError: one is too short for one sample."""
     training, counts = spec.training, shares(corpus.weights, ROUND)
     total = training.steps * training.microbatches_per_step * training.microbatch_size
     return tuple(
@@ -71,7 +67,7 @@ def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
 
 
 def permuted(place: int, size: int, *, key: bytes) -> int:
-    """Where a keyed permutation of [0, size) takes `place`.
+    """Return the image of `place` under a keyed permutation of [0, size).
 
     A Feistel network permutes the next power of four; a result outside [0, size) goes round again (cycle walking),
     which keeps it a permutation and takes less than four rounds on average.
@@ -89,7 +85,7 @@ def permuted(place: int, size: int, *, key: bytes) -> int:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """`total` divided by weight in whole numbers, each at least 1 if that is possible."""
+    """Divide `total` by weight into whole numbers, each at least 1 if possible."""
     exact = [weight / sum(weights) * total for weight in weights]
     least = int(total >= len(weights))
     found = [max(int(share), least) for share in exact]
@@ -113,7 +109,7 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """(the source of the sample at `position`, how many that source had before, what tells its order from others')."""
+    """Return (the source of the sample at `position`, its samples before that, a suffix for the key of its order)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)
@@ -123,7 +119,7 @@ def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, s
 
 @lru_cache(maxsize=_STEPS_KEPT)
 def _round(weights: tuple[float, ...], seed: int, number: int) -> tuple[tuple[int, int], ...]:
-    """Of each sample of a round (its source, how many that source had before in the round)."""
+    """Return, for each sample of a round, (its source, that source's samples before it in the round)."""
     cards = [k for k, count in enumerate(shares(weights, ROUND)) for _ in range(count)]
     key = _key(f"{seed} sources {number}")
     had, drawn = [0] * len(weights), []
@@ -150,7 +146,7 @@ def _of_validation(corpus: Corpus, spec: RunSpec, index: int) -> list[_Chosen]:
 
 
 def _weighed(corpus: Corpus, spec: RunSpec, step: int | None, index: int) -> tuple[int | None, float]:
-    """How many targets a microbatch learns (None: all), and its weight. `step`: None for validation."""
+    """Return a microbatch's number of learnt targets (None: all) and its weight. `step` is None for validation."""
     if not spec.data.leaves_out_targets:
         return None, 1.0
     counts = _counts(corpus, spec, step)
@@ -180,5 +176,5 @@ def _made(chosen: list[_Chosen], counted: int | None, weight: float) -> tuple[Te
 
 
 def _key(words: str) -> bytes:
-    """32 bytes that decide the order of one data pass."""
+    """Return the 32-byte key of the order of one pass."""
     return blake3(f"shoal data order {words}".encode()).digest()

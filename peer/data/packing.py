@@ -1,11 +1,9 @@
-"""Documents packed into one long row of tokens: training first, then the part that training never sees.
+"""Documents packed into one long row of tokens: first those for training, then those for validation.
 
-Documents stand one behind the other with a separator between them (the vocabulary's end of text); beside the row is
-where each begins and, of chats, which tokens are learnt (`samples.py` makes samples of it). Which documents are for
-validation is decided by a hash of their text, so one that comes twice is never on both sides.
-
-What has been packed once is kept on disk and mapped from there: a corpus larger than memory is no trouble, and a
-restart does not tokenise again.
+The vocabulary's end of text follows each document. Stored beside the row are the beginning of each document and, for
+chats, the learnt tokens (`samples.py` makes samples of it). A hash of a document's text decides whether it is for
+validation, so a duplicate is never on both sides. The row is kept on disk and mapped: it may be larger than memory, and
+a restart does not tokenise again.
 """
 
 import contextlib
@@ -31,20 +29,20 @@ from shoal.protocol.errors import DataError
 from shoal.protocol.spec import DataSpec
 
 OnProgress = Callable[[float], None]
-"""Told which share of the source is done; 0 while nobody knows."""
+"""Called with the share of the source that is done; 0 if unknown."""
 
 _FORMAT: Final = 3
 _TOKENS, _META = "tokens.bin", "meta.json"
 _STARTS: Final = "documents.bin"
-"""int64 [D], where documents begin."""
+"""The file with the first token of each document, int64 [D]."""
 _COUNTED: Final = "counted.bin"
-"""uint8 [N], whether a token is learnt. Of chats only: of a text all are."""
+"""The file of learnt tokens, uint8 [N], 1 if a token is learnt. Only for chats: of a text all tokens are."""
 _BATCH_CHARACTERS: Final = 1 << 20
 _HASH_BYTES: Final = 8
 
 
 class Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """What `meta.json` says of the tokens beside it."""
+    """The content of `meta.json` beside the tokens."""
 
     dtype: str
     num_tokens: int
@@ -52,7 +50,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens [0, num_training) are for training."""
     num_documents: int
     digest: str
-    """BLAKE3 (64 hex digits) of the tokens and of where they are split; where documents matter, of these too."""
+    """BLAKE3 (64 hex digits) of tokens and split; with masks also of `_STARTS`, for chats of `_COUNTED`."""
     account: Account
 
 
@@ -74,10 +72,10 @@ def pack(
     cache: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> PackedText:
-    """Read and tokenise the source of `spec`, which has one, unless `cache` has it already.
+    """Read and tokenise the source of `spec`, unless `cache` has it already.
 
-    Args: template: of a chat, the template that writes its conversations.
-    Returns: what was read, mapped from `cache` (in memory without one).
+    Args: template: renders the conversations of a chat; None: a text.
+    Returns: the tokens, mapped from `cache` (in memory without one).
     Raises: DataError: the source cannot be read, or there is no room.
     """
     source = _Source(spec, tokenizer, template)
@@ -91,17 +89,17 @@ def pack(
         return _opened(folder, packed, mapped=True)
     except OSError as error:
         where = cache or tempfile.gettempdir()
-        raise DataError(f"cannot keep the prepared text in {where}: {error.strerror or error}") from error
+        raise DataError(f"cannot store the prepared text in {where}: {error.strerror or error}") from error
 
 
 def training_texts(
     spec: DataSpec, *, bytes_max: int, account: Account, on_progress: OnProgress | None = None
 ) -> Iterator[str]:
-    """Documents that a run with this data would train on, until there are `bytes_max` of them, for a vocabulary.
+    """Yield training documents of this data, up to `bytes_max` bytes, to train a vocabulary; `account` records skipped
+    ones.
 
-    A single document would be for both sides, so it is given although it may be for validation as a whole.
-    Args: account: is told what is left out.
-    Raises: DataError: nothing there, or no text in it.
+    A single document is yielded even if its hash says validation, because a run splits it between both sides.
+    Raises: DataError: the source does not exist, or has no text.
     """
     size, kept_back = 0, ""
     for document in read_documents(spec, None, account):
@@ -121,8 +119,6 @@ def training_texts(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One source, and what makes tokens of it."""
-
     spec: DataSpec
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -130,8 +126,6 @@ class _Source:
 
 @dataclass(slots=True)
 class _Side:
-    """Training or validation, while it is written."""
-
     tokens: IO[bytes]
     counted: IO[bytes] | None
     num_tokens: int = 0
@@ -142,7 +136,7 @@ def _opened(folder: Path, packed: Packed, *, mapped: bool) -> PackedText:
     def column(name: str, dtype: Any, count: int) -> NDArray[Any]:
         if not mapped or not count:
             return np.fromfile(folder / name, dtype=dtype)
-        # Copy on write: torch wants memory that it may write to, and never does.
+        # Copy on write: torch wants writable memory, though it never writes.
         return np.memmap(folder / name, dtype=dtype, mode="c", shape=(count,))
 
     is_counted = (folder / _COUNTED).exists()
@@ -162,7 +156,7 @@ def _cache_key(source: _Source) -> str:
 
 
 def _known(folder: Path) -> Packed | None:
-    """What an earlier call has left, if it is whole."""
+    """Return what an earlier call has stored, if it is complete."""
     try:
         packed = msgspec.json.decode((folder / _META).read_bytes(), type=Packed)
         size, starts = (folder / _TOKENS).stat().st_size, (folder / _STARTS).stat().st_size
@@ -174,18 +168,18 @@ def _known(folder: Path) -> Packed | None:
 
 
 def _write_for_good(folder: Path, source: _Source, on_progress: OnProgress | None) -> Packed:
-    """Several processes may do so at once; the last one's stays, and all are the same."""
+    """Pack the source into `folder`. If several processes do so at once, the first wins; all are equal."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as unfinished:
         _write(Path(unfinished), source, on_progress)
         if _known(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # somebody was faster
+        with contextlib.suppress(OSError):  # another process was faster
             os.rename(unfinished, folder)
-            os.mkdir(unfinished)  # which the context manager wants to remove
+            os.mkdir(unfinished)  # the context manager removes it
     found = _known(folder)
     if found is None:
-        raise DataError(f"cannot keep the prepared text in {folder}")
+        raise DataError(f"cannot store the prepared text in {folder}")
     return found
 
 
@@ -216,8 +210,8 @@ def _write(folder: Path, source: _Source, on_progress: OnProgress | None) -> Pac
     (folder / _STARTS).write_bytes(start_D.tobytes())
     num_training, wanted = training.num_tokens, int(total * spec.validation_fraction)
     if not wanted / 2 <= validation.num_tokens <= 2 * wanted:
-        num_training = total - wanted  # few documents, or large ones: the tail, wherever that cuts
-        if source.template and num_documents > 1:  # but not through a conversation
+        num_training = total - wanted  # few or large documents: take the tail, wherever that cuts
+        if source.template and num_documents > 1:  # but not inside a conversation
             at = int(np.searchsorted(start_D, num_training, side="right")) - 1
             num_training = int(start_D[max(1, at)])
     apart = [folder / name for name in (_STARTS if spec.masks_documents else "", *names[1:]) if name]
@@ -236,7 +230,7 @@ def _write(folder: Path, source: _Source, on_progress: OnProgress | None) -> Pac
 def _tokenise(
     source: _Source, training: _Side, validation: _Side, account: Account, on_progress: OnProgress | None
 ) -> int:
-    """Returns: how many documents there were."""
+    """Tokenise all documents. Returns: their number."""
     spec, tokenizer = source.spec, source.tokenizer
     before, behind = (
         np.array(list(tokens), dtype=tokenizer.dtype) for tokens in (tokenizer.beginning, tokenizer.separator)
@@ -252,7 +246,7 @@ def _tokenise(
             side.tokens.write(row.tobytes())
             if side.counted is not None:
                 around = (len(before), len(behind)) if document.is_framed else (0, 0)
-                # The end of a text that is learnt is learnt too; its beginning is given.
+                # The end after a learnt text is learnt, too; the beginning before it is given.
                 parts = (np.zeros(around[0], np.uint8), counted, np.full(around[1], counted.any(), np.uint8))
                 side.counted.write(np.concatenate(parts).tobytes())
             side.num_tokens += len(row)
@@ -264,14 +258,14 @@ def _tokenise(
 
 
 def _encoded(batch: list[Document], source: _Source) -> Iterator[tuple[Document, Tokens, NDArray[np.uint8]]]:
-    """Each document with its tokens, and of a chat with which of them are learnt: those with a part in an answer."""
+    """Yield each document with its tokens and, for a chat, which tokens are learnt: those that overlap an answer."""
     texts = [document.text for document in batch]
     if source.template is None:
         nothing = np.zeros(0, np.uint8)
         for document, tokens in zip(batch, source.tokenizer.encode(texts), strict=True):
             yield document, tokens, nothing
         return
-    # What a template writes has the vocabulary's special tokens as text; so may what somebody says in it.
+    # A template writes special tokens as text. So may a speaker: such text becomes a special token, too.
     for document, (tokens, place_N2) in zip(batch, source.tokenizer.encode_placed(texts, special=True), strict=True):
         counted_N = np.zeros(len(tokens), np.uint8)
         for begin, end in document.answers:
@@ -285,7 +279,7 @@ def _is_validation(text: str, spec: DataSpec) -> bool:
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Enough at a time that a tokenizer has something for all cores."""
+    """Group documents so that a batch has work for all cores."""
     batch: list[Document] = []
     size = 0
     for document in documents:

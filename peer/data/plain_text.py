@@ -1,7 +1,6 @@
-"""Files of plain text: UTF-8, or UTF-16 behind its byte order mark. What is none is called by its name.
+"""Plain text files: UTF-8, or UTF-16 with a byte order mark. Files of other known kinds are refused by name.
 
-A line that is no UTF-8 is left out, as long as such lines are few; where they are many the file is in another encoding,
-or no text.
+A few lines that are not UTF-8 are skipped; many of them mean another encoding, or no text.
 """
 
 import codecs
@@ -16,25 +15,25 @@ from shoal.peer.data.rows import GZIP, UTF_16
 from shoal.protocol.errors import DataError
 
 PROBE_BYTES: Final = 64 * 1024
-"""How much of a file decides whether it is text: a folder may hold large binaries."""
+"""The part of a file that decides whether it is text: a folder may hold large binaries."""
 _GOOD_PER_BAD: Final = 9
-"""Lines that are text for each one that is none. A single bad one needs a single good one."""
+"""Valid lines that must come with each invalid one. A single invalid line needs a single valid one."""
 _UTF_32: Final = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 _KINDS: Final = (
     (GZIP, "gzip", "unpack it"),
     (b"BZh", "bzip2", "unpack it"),
     (b"\xfd7zXZ\0", "xz", "unpack it"),
     (b"\x28\xb5\x2f\xfd", "zstd", "unpack it"),
-    (b"PK\x03\x04", "zip (so are .docx, .xlsx and .epub)", "take the text out of it"),
-    (b"%PDF", "PDF", "take the text out of it"),
-    (b"PAR1", "Parquet", "give its name .parquet as its end"),
+    (b"PK\x03\x04", "zip (as are .docx, .xlsx and .epub)", "extract its text"),
+    (b"%PDF", "PDF", "extract its text"),
+    (b"PAR1", "Parquet", "rename it to end in .parquet"),
 )
 _CONTROL: Final = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _ARRAY: Final = re.compile(rb'\s*\[\s*\{\s*"')
 
 
 def read_text(path: Path) -> tuple[bytes, list[int]]:
-    """Returns: (the text as UTF-8, the numbers of the lines that are left out).
+    """Read a text file. Returns: (the text as UTF-8, the numbers of the skipped lines).
 
     Raises: Unusable: it is no text. DataError: it cannot be read.
     """
@@ -62,16 +61,16 @@ def read_text(path: Path) -> tuple[bytes, list[int]]:
 
 
 def check_is_prose(text: bytes) -> None:
-    """Raises: Unusable: it has rows, and its name hides them."""
+    """Raises: Unusable: the file has rows, though its name does not say so."""
     line = text[:PROBE_BYTES].lstrip().partition(b"\n")[0]
     try:
         has_objects = line.startswith(b"{") and bool(msgspec.json.decode(line))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         has_objects = False
     if has_objects:
-        raise Unusable("JSON lines in a file that is not called so", "give its name .jsonl as its end")
+        raise Unusable("JSON lines in a file without that suffix", "rename it to end in .jsonl")
     if _ARRAY.match(text[:PROBE_BYTES]):
-        raise Unusable("a JSON array in a file that is not called so", "give its name .json as its end")
+        raise Unusable("a JSON array in a file without that suffix", "rename it to end in .json")
 
 
 def _check_kind(start: bytes) -> None:
@@ -86,10 +85,7 @@ def _check_kind(start: bytes) -> None:
 
 
 def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
-    """The numbers of the lines that are no UTF-8 text; the last line of a part may end anywhere.
-
-    Raises: Unusable: they are too many.
-    """
+    """Return the numbers of lines that are not UTF-8. Raises: Unusable: they are too many."""
     if _is_text(text, is_whole=is_whole):
         return []
     lines = text.split(b"\n")
@@ -98,13 +94,13 @@ def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
     good = sum(map(bool, lines)) - len(bad)
     if good < (_GOOD_PER_BAD * len(bad) if len(bad) > 1 else 1):
         if _CONTROL.search(text):
-            raise Unusable("no text but binary data")
-        raise Unusable("not UTF-8 (Latin-1 or Windows-1252, it seems)", "iconv -f WINDOWS-1252 -t UTF-8 makes it so")
+            raise Unusable("binary data, not text")
+        raise Unusable("not UTF-8 (perhaps Latin-1 or Windows-1252)", "convert it with iconv -f WINDOWS-1252 -t UTF-8")
     return bad
 
 
 def _is_text(text: bytes, *, is_whole: bool) -> bool:
-    """Whether it is UTF-8 without NUL; what is not whole may end inside a character."""
+    """True if it is UTF-8 without NUL; a text that is not whole may end inside a character."""
     if b"\0" in text:
         return False
     try:

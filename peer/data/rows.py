@@ -1,8 +1,7 @@
-"""Rows of a file: JSON lines, a JSON array, CSV or Parquet. Each is read as a stream, compressed with gzip or not, in
-UTF-8 or, with its byte order mark, in UTF-16.
+"""Rows of a file, read as a stream: JSON lines, a JSON array, CSV or Parquet, perhaps compressed with gzip.
 
-A row that cannot be read stands there as an `Unusable`, and the next one follows. A file that is cut off or damaged is
-refused as a whole.
+Text is UTF-8, or UTF-16 with a byte order mark. A row that cannot be read becomes an `Unusable`, and the next one
+follows; a truncated or damaged file is refused.
 """
 
 import codecs
@@ -27,30 +26,30 @@ PARQUET: Final = ".parquet"
 GZIP: Final = b"\x1f\x8b"
 UTF_16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _ROW_MAX: Final = 64 << 20
-"""Characters of a row of JSON, or of a cell of CSV: behind a quote that is never closed everything else is one cell."""
+"""The most characters of a row or cell: after an unclosed quote the rest of a CSV file is one cell."""
 _CHUNK: Final = 1 << 20
 _BATCH: Final = 1024
-"""Rows of a Parquet file that are in memory at a time."""
+"""The most rows of a Parquet file in memory at a time."""
 _BETWEEN: Final = re.compile(r"[\s,]*")
 
 
 class Row(NamedTuple):
     unit: Literal["line", "row"]
-    """What `number` counts, from 1 on."""
+    """The unit of `number`, which counts from 1."""
     number: int
     value: Any
-    """A line of JSON as bytes; otherwise a row as a dict, an element of an array, or why there is none."""
+    """A JSON line as bytes, a row as a dict, an element of an array, or an `Unusable`."""
     done: float
-    """The share of the file that has been read with it."""
+    """The share of the file read so far."""
 
 
 def has_rows(path: Path) -> bool:
-    """Whether a file of this name has rows; every other one is a text."""
+    """True if a file of this name has rows; every other file is a text."""
     return path.name.removesuffix(".gz").endswith((*_JSON, *_CSV, PARQUET))
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Args: columns: all that is wanted of a row; more may come.
+    """Read the rows of a file. `columns` are the fields needed; a row may have more.
 
     Raises: DataError: the file cannot be read to its end.
     """
@@ -65,7 +64,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             yield from _json_lines(path)
         else:
             yield from _json_values(path)
-    except (OSError, EOFError, UnicodeError, zlib.error) as error:  # a cut gzip ends in EOFError
+    except (OSError, EOFError, UnicodeError, zlib.error) as error:  # a truncated gzip raises EOFError
         raise DataError(f"cannot read {path}: {first_line(error)}") from error
 
 
@@ -75,7 +74,7 @@ def first_line(error: BaseException) -> str:
 
 
 class _Opened:
-    """A file's content, unpacked, behind its byte order mark."""
+    """A file's content, decompressed, after its byte order mark."""
 
     def __init__(self, raw: IO[bytes], data: Any, size: int) -> None:
         self._raw, self._data, self._size = raw, data, max(1, size)
@@ -90,7 +89,7 @@ class _Opened:
         return self._data if self._encoding == "utf-8" else (line.encode() for line in self.text(newline="\n"))
 
     def text(self, newline: str) -> TextIOWrapper:
-        """What is not UTF-8 becomes a lone surrogate."""
+        """Decode the content; a byte that is not UTF-8 becomes a lone surrogate."""
         return TextIOWrapper(self._data, self._encoding, errors="surrogateescape", newline=newline)
 
 
@@ -104,7 +103,7 @@ def _opened(path: Path) -> Iterator[_Opened]:
 
 
 def _has_json_lines(path: Path, name: str) -> bool:
-    """Whether each line is a value, and not a part of an array or of a single object."""
+    """True if each line is a value; False if the file is one array or one object."""
     with _opened(path) as opened:
         first = next((line for line in opened.lines() if line.strip()), b"").lstrip()
     if first.startswith(b"["):
@@ -128,7 +127,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json_values(path: Path) -> Iterator[Row]:
-    """The elements of an array, or the only value that there is."""
+    """Yield the elements of an array, or the single value of the file."""
     decoder = json.JSONDecoder()
     with _opened(path) as opened:
         text = opened.text(newline="")
@@ -151,9 +150,9 @@ def _json_values(path: Path) -> Iterator[Row]:
                 at = end
                 continue
             if is_whole or len(buffer) - at > _ROW_MAX:
-                reason = "not JSON" if is_whole else f"no JSON, or a value of more than {_ROW_MAX >> 20} MB"
+                reason = "not JSON" if is_whole else f"not JSON, or a value of more than {_ROW_MAX >> 20} MB"
                 if number:
-                    raise DataError(f"{path} is cut off or damaged behind row {number}: {reason}")
+                    raise DataError(f"{path} is truncated or damaged after row {number}: {reason}")
                 if at < len(buffer) or is_array:
                     yield Row("row", 1, Unusable(reason), 1.0)
                 return
@@ -175,14 +174,14 @@ def _csv(path: Path) -> Iterator[Row]:
                 cells = next(reader, None)
             except csv.Error as error:
                 if "end of data" in str(error) or "field limit" in str(error):
-                    raise DataError(f"{path}, line {number}: a quote begins a cell and none ends it") from error
+                    raise DataError(f"{path}, line {number}: a quoted cell is never closed") from error
                 yield Row("line", number, Unusable("a quote inside a cell, which must be doubled"), opened.done())
                 continue
             if cells is None:
                 return
             value: Any = dict(zip(names, cells, strict=False))
             if len(cells) != len(names):
-                value = Unusable(f"{len(cells)} cells below a first line of {len(names)}")
+                value = Unusable(f"{len(cells)} cells, but the first line has {len(names)}")
             if cells:
                 yield Row("line", number, value, opened.done())
 
@@ -197,7 +196,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             names = file.schema_arrow.names
             wanted = [name for name in columns if name in names]
             number, total = 0, max(1, file.metadata.num_rows)
-            # Without a wanted column a row says by its names what it has instead.
+            # If no needed column exists, the names of the others go into the message.
             for batch in file.iter_batches(batch_size=_BATCH, columns=wanted or names):
                 for value in batch.to_pylist():
                     number += 1

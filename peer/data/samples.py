@@ -1,4 +1,4 @@
-"""Samples of a text: blocks of a row that is cut wherever they end, or whole conversations, as many to a sample as fit.
+"""Samples of a text: blocks cut at a fixed length, or packs of whole conversations.
 
 T tokens of a sample   N tokens of a text   D documents   S samples
 """
@@ -19,35 +19,33 @@ from shoal.protocol.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One sample."""
-
     tokens_T: Tensor
     """int64."""
     targets_T: Tensor
-    """int64, or IGNORED."""
+    """int64; IGNORED where nothing is learnt."""
     begins_T: Tensor | None
-    """bool, whether a document begins here. None: nobody asks."""
+    """bool, True where a document begins; None: attention crosses documents."""
 
 
 class Samples(Protocol):
-    """A text's samples by number."""
+    """The samples of a text by number."""
 
     count: int
 
     def sample(self, number: int) -> Sample: ...
 
     def counted(self, number: int) -> int:
-        """How many targets of it are learnt, without making it."""
+        """Return the number of learnt targets of a sample without making it."""
         ...
 
 
 class Blocks:
-    """Blocks of T tokens, and the next one as the last target.
+    """Blocks of T tokens; the token after a block is its last target.
 
     Args:
-        start_D: where documents begin, int64 [D], rising, if tokens are to look at their own one only. Then what begins
-            a document is no target either: nothing in sight says which document comes next.
-    Raises: DataError: there is not one.
+        start_D: where documents begin, int64 [D], rising, if attention stays inside documents; then the first token
+            of one is no target, since nothing visible predicts it. None: attention crosses documents.
+    Raises: DataError: the text is too short for one sample.
     """
 
     def __init__(self, text_N: Tensor, context: int, start_D: NDArray[np.int64] | None = None) -> None:
@@ -60,7 +58,7 @@ class Blocks:
 
     def sample(self, number: int) -> Sample:
         start, T = number * self._context, self._context
-        # To int64 before anything else: torch does little with uint16.
+        # To int64 first: torch does little with uint16.
         text_T1 = self._text_N[start : start + T + 1].long()
         tokens_T, targets_T = text_T1[:-1], text_T1[1:]
         if self._start_D is None:
@@ -81,19 +79,17 @@ class Blocks:
 
 
 class Packs:
-    """Conversations, each whole: as many to a sample as fit, and nothing learnt in what is left over.
+    """Whole conversations, as many to a sample as fit; the rest of a sample is padding that is not learnt.
 
-    One of n tokens takes n - 1 places, as its last token predicts nothing. What is longer than a sample loses its end,
-    and what has no answer left to learn is not taken.
-
-    Source: best-fit decreasing, as Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv 2404.10830,
-    section 3; we cut nothing in two that is longer than a sample, since the second half of an answer would stand there
-    without its question.
+    A conversation of n tokens takes n - 1 places, because its last token predicts nothing. One longer than a sample
+    loses its end, and one without an answer left to learn is dropped.
 
     Args:
-        counted_N: uint8 [N], whether a token is learnt, as a target.
+        counted_N: uint8 [N], 1 if the token is learnt as a target.
         start_D: where conversations begin, int64 [D], rising.
     Raises: DataError: there is nothing to learn.
+    Source: best-fit decreasing as in Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv
+    2404.10830, section 3; but we never split a conversation, since a second half would stand without its question.
     """
 
     def __init__(self, text_N: Tensor, counted_N: Tensor, start_D: NDArray[np.int64], context: int) -> None:
@@ -102,16 +98,15 @@ class Packs:
         self._counted_N = counted_N
         end_D = np.append(start_D[1:], text_N.numel())
         kept_D = np.minimum(end_D - start_D, context + 1)
-        # A document's first token is never a target.
+        # A conversation's first token is never a target.
         before_N1 = np.concatenate(([0], np.cumsum(counted_N.numpy(), dtype=np.int64)))
         learnt_D = before_N1[start_D + kept_D] - before_N1[np.minimum(start_D + 1, start_D + kept_D)]
         taken_D = np.flatnonzero(learnt_D > 0)
         self.num_shortened = int((end_D - start_D > context + 1)[taken_D].sum())
         """Conversations that lose their end."""
         self.num_left_out = len(start_D) - len(taken_D)
-        """Conversations whose answers lie behind a sample's end."""
+        """Conversations dropped because all their answers are beyond a sample's end."""
         self.num_learnt = int(learnt_D.sum())
-        """Tokens that are learnt."""
         if not len(taken_D):
             raise DataError(f"no conversation has an answer within {context} tokens")
         self._start_D, self._kept_D = start_D, kept_D
@@ -119,7 +114,7 @@ class Packs:
         self.count = len(packs)
         self._first_S1 = np.cumsum([0, *map(len, packs)])
         self._document_D = taken_D[np.fromiter(itertools.chain.from_iterable(packs), np.int64, len(taken_D))]
-        """Sample after sample, those of each from `_first_S1[number]` on."""
+        """The conversations of all samples; those of sample `number` begin at `_first_S1[number]`."""
         self._counted_S = np.add.reduceat(learnt_D[self._document_D], self._first_S1[:-1])
 
     def sample(self, number: int) -> Sample:
@@ -136,7 +131,7 @@ class Packs:
             begins_T[at] = True
             at += size
         if at < T:
-            begins_T[at] = True  # what is left over is a document by itself
+            begins_T[at] = True  # the padding is a document of its own
         return Sample(tokens_T=tokens_T, targets_T=targets_T, begins_T=begins_T)
 
     def counted(self, number: int) -> int:
@@ -144,17 +139,14 @@ class Packs:
 
     @property
     def filled(self) -> float:
-        """The share of all places that conversations take."""
+        """Return the share of all places that conversations take."""
         used = int(self._kept_D[self._document_D].sum()) - len(self._document_D)
         return used / (self.count * self.context)
 
 
 def _best_fit(size_D: NDArray[np.int64], *, capacity: int) -> list[list[int]]:
-    """Put things of these sizes, each at most `capacity`, into as few bins as best-fit decreasing finds: the largest
-    first, each into the fullest bin that has room for it.
-
-    Returns: the indices in each bin, in the order in which they came in.
-    """
+    """Pack items into bins of `capacity`: largest first, each into the fullest bin with room. Return each bin's
+    indices."""
     bins: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `with_room`, rising

@@ -1,6 +1,6 @@
-"""Vocabularies: bytes, or whatever a tokenizer.json says.
+"""Vocabularies: bytes, or those of a tokenizer.json.
 
-A text that is encoded and decoded comes back, and what a text says never counts as a special token.
+Decoding an encoded text gives the text back, and no part of a text becomes a special token.
 """
 
 import codecs
@@ -19,45 +19,44 @@ from shoal.protocol.spec import DataSpec
 BYTES: Final = "bytes"
 END_OF_TEXT: Final = "<|endoftext|>"
 _ENDS: Final = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
-"""What vocabularies call the token that ends a document; the first that there is counts."""
+"""Names of the token that ends a document; the first that a vocabulary has is used."""
 FILE_BYTES_MAX: Final = 256 << 20
-"""No tokenizer.json comes near; a run spec of a stranger names the path."""
+"""A limit far above any real tokenizer.json; the path may come from a stranger's run spec."""
 _UNDECODED_TOKENS_MAX: Final = 8
-"""A character is at most four bytes, each of them a token at worst."""
+"""The most tokens of one unfinished character: it has at most four bytes, at worst one token each."""
 
 Tokens = NDArray[Any]
-"""uint8, uint16 or int32 [N], by the size of the vocabulary."""
+"""uint8, uint16 or int32 [N], depending on the size of the vocabulary."""
 Places = NDArray[np.int64]
-"""int64 [N, 2], the characters [begin, end) of its text that each token stands for."""
+"""int64 [N, 2], the characters [begin, end) that each token stands for."""
 
 
 class Tokenizer(Protocol):
     vocab_size: int
-    """Tokens are below it."""
     digest: str
     """BLAKE3 of the file; empty for bytes."""
     end_of_text: int | None
     dtype: np.dtype[Any]
     beginning: Sequence[int]
-    """Before a document, or a prompt: what the vocabulary wants there, often nothing."""
+    """Tokens before a document or a prompt that the vocabulary asks for; often none."""
     separator: Sequence[int]
-    """Behind a document: the end of a text if the vocabulary has such a token, otherwise a newline."""
+    """Tokens after a document: the vocabulary's end of text, or a newline if it has none."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
-        """`special`: what looks like a special token is one; never so for text that others wrote."""
+        """Encode texts. `special`: text may become special tokens; never use it for text from others."""
         ...
 
     def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
-        """As `encode`, with where each token stands in its text."""
+        """Encode texts, and return the place of each token in its text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """What is no UTF-8 reads as U+FFFD; special tokens read as they are called."""
+        """Decode tokens. Invalid UTF-8 becomes U+FFFD; special tokens become their names."""
         ...
 
 
 class ByteTokenizer:
-    """Token b is byte b. A model may have room for more tokens; they mean nothing."""
+    """A vocabulary in which token b is byte b. A model may have room for more tokens; they mean nothing."""
 
     vocab_size = 256
     digest = ""
@@ -72,7 +71,7 @@ class ByteTokenizer:
     def encode_placed(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[Tokens, Places]]:
         placed = []
         for tokens in self.encode(texts):
-            begin = np.cumsum((tokens & 0xC0) != 0x80, dtype=np.int64) - 1  # the others go on with a character
+            begin = np.cumsum((tokens & 0xC0) != 0x80, dtype=np.int64) - 1  # the other bytes continue a character
             placed.append((tokens, np.stack((begin, begin + 1), axis=1)))
         return placed
 
@@ -81,11 +80,8 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json.
+    """The vocabulary of the tokenizer.json `data`, called `name` in messages.
 
-    Args:
-        data: the file's content.
-        name: what to call it in a message.
     Raises: DataError: the library is not installed, or cannot read it.
     """
 
@@ -104,7 +100,7 @@ class FileTokenizer:
         self.digest = blake3(data).hexdigest()
         self.end_of_text: int | None = next((tokens[end] for end in _ENDS if end in tokens), None)
         self.dtype: np.dtype[Any] = _dtype(self.vocab_size)
-        around = self._tokenizer.encode("", add_special_tokens=True).ids  # some put an end there too
+        around = self._tokenizer.encode("", add_special_tokens=True).ids  # some tokenizers add an end here, too
         self.beginning: Sequence[int] = [token for token in around if token != self.end_of_text]
         self.separator: Sequence[int] = (
             self.encode(["\n"])[0].tolist() if self.end_of_text is None else [self.end_of_text]
@@ -128,14 +124,14 @@ class FileTokenizer:
 
 
 class Detokenizer:
-    """Text from tokens that come one by one: what is no whole character yet waits for the next."""
+    """Converts tokens to text one at a time; an incomplete character waits for the next token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._tokens: list[int] = []
         self._read = 0
-        """Tokens before it have been told. They stay, since a token may read otherwise where nothing is before it."""
+        """Tokens already returned as text; kept because a token may decode differently at the start."""
 
     def feed(self, token: int) -> str:
         if isinstance(self._tokenizer, ByteTokenizer):
@@ -151,11 +147,9 @@ class Detokenizer:
 
 
 def load_tokenizer(spec: DataSpec, *, path: Path | None = None) -> Tokenizer:
-    """The vocabulary of a run.
+    """Load the vocabulary of a run, from `path` if its tokenizer.json is not at the spec's path.
 
-    Args:
-        path: where its tokenizer.json is on this machine, if not where the spec says.
-    Raises: DataError: it cannot be read, or is not the one that the spec names.
+    Raises: DataError: it cannot be read, or differs from the one that the spec names.
     """
     if spec.tokenizer == BYTES:
         return ByteTokenizer()
@@ -166,7 +160,7 @@ def load_tokenizer(spec: DataSpec, *, path: Path | None = None) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """Raises: DataError: there is no such file."""
+    """Read a tokenizer.json. Raises: DataError: there is none, it cannot be read, or is too large."""
     try:
         if not path.is_file():
             raise DataError(f"there is no tokenizer {path}")
@@ -180,11 +174,10 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, on_text: Callable[[], None] | None = None) -> bytes:
-    """A byte-level BPE vocabulary: any text has an encoding, and comes back from it.
+    """Train a byte-level BPE vocabulary, which encodes any text without loss. Returns: the content of a tokenizer.json.
 
-    Returns: the content of a tokenizer.json.
-    Raises: DataError: the library is not installed. ValueError: `vocab_size` has no room for all bytes and the end of
-        text.
+    Raises: DataError: the library is not installed. ValueError: `vocab_size` is less than all bytes and the end of
+    text.
     """
     if vocab_size < 257:
         raise ValueError(f"a vocabulary has at least 257 tokens (bytes and the end of a text), not {vocab_size}")
@@ -203,10 +196,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, on_text: Callable[[], No
 
 
 def byte_tokenizer_json() -> bytes:
-    """A tokenizer.json in which token b is byte b, for tools that know no other form.
-
-    A BPE vocabulary without merges: each byte is written as the printable character that GPT-2 gave it.
-    """
+    """Return a tokenizer.json in which token b is byte b: BPE without merges, bytes written as GPT-2's printable
+    characters."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     table: dict[str, Any] = {
         "version": "1.0",
@@ -234,14 +225,14 @@ def byte_tokenizer_json() -> bytes:
 
 
 def _letters() -> list[str]:
-    """The character of each byte: itself if it is printable Latin-1, else the next from U+0100 on."""
+    """Return the character of each byte: itself if it is printable Latin-1, else the next unused one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _byte(token: int) -> bytes:
-    """0xFF is in no UTF-8 text."""
+    """Return the token's byte; 0xFF, which no UTF-8 text contains, for a token beyond the bytes."""
     return bytes((min(token, 0xFF),))
 
 

@@ -1,5 +1,5 @@
-"""Asks holders for what they make of tokens, and tells them what is through: until there is an answer, or it is clear
-that somebody else should be asked. Whom, `dispatch.py` decides."""
+"""Sends frames and end-of-run messages to holders of experts until they answer or another holder is the better
+choice."""
 
 import asyncio
 import itertools
@@ -19,22 +19,20 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
-"""A frame may be lost with its stream, both ways, or the holder waits for a version. After the last, another is tried,
-if there is one, though nothing says that others are quicker (`patience.py`)."""
+"""Seconds until a frame is sent again: it or its answer may be lost with its stream. After the last, try another
+holder."""
 _LOOK_S: Final = 0.5
-"""So often whether a holder is out of all proportion slower than others."""
+"""The interval at which slow holders are looked for."""
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A frame on its way."""
-
     holder: PeerID
     step: int
     size: int
     sent_s: float
     answer: "asyncio.Future[Payload | None]"
-    """None: the holder could not, or is lost."""
+    """The result is None if the holder refused or is lost."""
 
     def give_up(self) -> None:
         if not self.answer.done():
@@ -42,7 +40,7 @@ class _Asked:
 
 
 class Asking:
-    """Args: has_others: whether somebody else could have all of that."""
+    """Frames and messages to the holders of one tenure. `has_others`: other holders could serve the whole frame."""
 
     def __init__(self, surroundings: Surroundings, *, has_others: Callable[[ExpertTokens, PeerID], bool]) -> None:
         self._s = surroundings
@@ -59,20 +57,20 @@ class Asking:
 
     @property
     def shunned(self) -> frozenset[PeerID]:
-        """Who is out of all proportion slower than others."""
+        """Holders that are far slower than others."""
         return self._patience.shunned(self._s.clock.now_s())
 
     def next_serial(self) -> int:
         return next(self._serials)
 
     async def ask(self, holder: PeerID, meta: ExpertTokens, payload: Payload, *, size: int) -> Payload | None:
-        """`size`: bytes that the answer must have. None: somebody else is to be asked."""
+        """Send a frame, and return the answer; None: try another holder. `size`: bytes of a valid answer."""
         now_s = self._s.clock.now_s()
         asked = _Asked(holder, meta.step, size, now_s, asyncio.get_running_loop().create_future())
         self._asked[meta.serial] = asked
         try:
             for attempt in itertools.count():
-                # To who has lost its power a frame is on its way for long: that must not keep us from asking others.
+                # Sending to a peer that has lost power takes long; it must not delay the choice of another holder.
                 self._tasks.spawn(self._send(asked, meta, payload), f"tokens of ({meta.step}, {meta.index})")
                 await self._wait(asked, meta, _ASK_AGAIN_S[min(attempt, len(_ASK_AGAIN_S) - 1)])
                 if asked.answer.done():
@@ -85,22 +83,22 @@ class Asking:
             del self._asked[meta.serial]
 
     def answered(self, source: PeerID, meta: ExpertOutput, payload: Payload) -> None:
-        """Raises: RemoteError: with other than what it was asked for."""
+        """Process an answer. Raises: RemoteError: it has the wrong size."""
         asked = self._asked.get(meta.serial)
         if asked is None or asked.holder != source or asked.answer.done():
             return  # a late answer
         if meta.refused:
-            logger.info("%s takes no tokens: %s", source[-8:], meta.refused)
+            logger.info("%s refuses tokens: %s", source[-8:], meta.refused)
             asked.give_up()
             return
         if len(payload) != asked.size:
             asked.give_up()
-            raise RemoteError(source, f"answered with {len(payload)} bytes of tokens where {asked.size} are due")
+            raise RemoteError(source, f"answered with {len(payload)} bytes of tokens instead of {asked.size}")
         self._patience.answered(source, asked.step, sent_s=asked.sent_s, now_s=self._s.clock.now_s())
         asked.answer.set_result(payload)
 
     async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
-        """Whether it has counted that."""
+        """Report the end of a run. Return True if the holder has counted it."""
         given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._telling[given_up] = holder
         telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))
@@ -121,7 +119,7 @@ class Asking:
         return False
 
     def give_up(self, peer: PeerID) -> None:
-        """It is lost, or has not any more what it had."""
+        """Give up all frames to a peer that is lost or has lost its experts."""
         for asked in self._asked.values():
             if asked.holder == peer:
                 asked.give_up()
@@ -139,13 +137,13 @@ class Asking:
             asked.give_up()
 
     async def _wait(self, asked: _Asked, meta: ExpertTokens, for_s: float) -> None:
-        """For its answer; if others have long answered what it has not, somebody else is to have it."""
+        """Wait for the answer. Give the holder up if others answer much faster."""
         until_s = self._s.clock.now_s() + for_s
         while (now_s := self._s.clock.now_s()) < until_s and not asked.answer.done():
             await asyncio.wait({asked.answer}, timeout=min(_LOOK_S, until_s - now_s))
             now_s = self._s.clock.now_s()
             if asked.answer.done() or asked.holder == self._me:
-                continue  # what we do not get done ourselves others wait for, too
+                continue  # others depend on our own tokens, too: never give ourselves up
             is_over = self._patience.is_over(asked.holder, asked.step, sent_s=asked.sent_s, now_s=now_s)
             if is_over and self._has_others(meta, asked.holder):
                 after_s = now_s - asked.sent_s

@@ -1,4 +1,4 @@
-"""A job of the device that asks experts on other peers halfway, and leaves the device until they have answered."""
+"""Jobs of the device that call experts on other peers, and leave the device until the answer is here."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -11,16 +11,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCall:
-    """What the experts of one layer are asked, for the P rows of one microbatch, sorted by expert."""
+    """A call to the experts of one layer, for the P rows of one microbatch, sorted by expert."""
 
     layer: int
-    """The decoder layer."""
     counts: tuple[int, ...]
-    """Rows of each expert; P together."""
+    """Rows of each expert; their sum is P."""
     tokens: Payload
     """[P, D] in the wire dtype."""
     gradients: Payload | None = None
-    """Of what came out of the tokens, [P, D] in the wire dtype; None: a forward."""
+    """The gradient of the experts' output, [P, D] in the wire dtype; None: a forward."""
 
     @property
     def backward(self) -> bool:
@@ -28,12 +27,12 @@ class ExpertCall:
 
 
 Calling = Generator[ExpertCall, Payload | None, T]
-"""A job that does `output = yield ExpertCall(...)`, [P, D] in the wire dtype, as often as it needs experts, and returns
-a `T`. It holds no torch mode over a `yield`: other jobs run on the device's thread meanwhile."""
+"""A job that does `output = yield ExpertCall(...)`, [P, D] in the wire dtype, for each call, and returns a `T`. It
+holds no torch mode over a `yield`, because other jobs run meanwhile."""
 
 
 class JobInParts(Generic[T]):
-    """Runs a `Calling` part by part. When no call is left, `value` is what the job returned."""
+    """Runs a `Calling` part by part. After the last part `value` is the job's result."""
 
     value: T
 
@@ -41,10 +40,8 @@ class JobInParts(Generic[T]):
         self._job = job
 
     def go_on(self, output: Payload | None = None) -> ExpertCall | None:
-        """Run the next part. Returns: what it asks experts; None: the job is done.
-
-        Args: output: what experts have made of the call before; None: this is the first part.
-        """
+        """Run the next part, given the answer to the previous call (None: the first part). Return the next call; None:
+        done."""
         try:
             return self._job.send(output)
         except StopIteration as ended:

@@ -1,4 +1,4 @@
-"""Which holder of an expert gets the next microbatch's tokens. Pure."""
+"""The choice of the holder that gets an expert's tokens of the next microbatch. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,21 +7,22 @@ from shoal.peer.replica.router import Router
 from shoal.protocol.identity import PeerID
 
 SHARE_MIN = 1e-3
-"""Of our tokens: somebody must be last."""
+"""The least share of our tokens that a holder gets, so that none is excluded."""
 REMEMBERED = 64.0
-"""Choices: who was away for longer is not made to catch up on all of it."""
+"""The number of choices that are remembered: a holder that was away for longer need not catch up on all of it."""
 
 
 def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID, float]) -> dict[PeerID, float]:
-    """Which part of its tokens `me` sends to each holder, so that all of them together get their shares.
+    """Return the part of its tokens that `me` sends to each holder, so that all senders together meet the holders'
+    shares.
 
-    A holder serves itself first, whose tokens cost no path, but not beyond its share: what it has above that goes to
-    those whose share is more than they have themselves, by how much more it is.
+    A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The rest goes to the
+    holders with a share above their own tokens, in proportion to the excess.
 
     Args:
-        holders: of one expert, and their shares of its tokens, > 0; need not sum to 1.
-        senders: the stage's members, and their shares of its microbatches; `me` may be none of them any more.
-    Returns: positive, sums to 1 but for `SHARE_MIN`.
+        holders: holder of one expert -> its share of the tokens, > 0; need not sum to 1.
+        senders: member of the stage -> its share of the microbatches; `me` may be missing.
+    Returns: positive, sums to 1 apart from `SHARE_MIN`.
     """
     due, have = _normed(holders), _normed(senders)
     mine = have.get(me, 0.0)
@@ -41,13 +42,15 @@ def _normed(shares: Mapping[PeerID, float]) -> dict[PeerID, float]:
 
 @dataclass(kw_only=True, slots=True)
 class HolderRouter(Router):
-    """Of one expert. Follows its shares over the microbatches of late: a stage sends each expert few at a time, so that
-    by what is outstanding alone who has the largest share would get all. What is outstanding counts twice."""
+    """Distributes the microbatches of one expert among its holders by their shares.
+
+    A stage sends each expert few microbatches at a time, so the outstanding ones alone would send all to the holder
+    with the largest share. So earlier choices count, too, and outstanding ones twice.
+    """
 
     me: PeerID
 
     def follow(self, holders: Mapping[PeerID, float], senders: Mapping[PeerID, float]) -> None:
-        """A new plan (see `sent_by`)."""
         shares = sent_by(self.me, holders, senders) if holders else {}
         if shares != self.shares:
             self.set_shares(shares)
@@ -59,7 +62,7 @@ class HolderRouter(Router):
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Nobody: what has no share needs no try, and who is slow `patience.py` knows."""
+        """Return none: a holder without a share needs no trial, and `patience.py` deals with slow ones."""
         return []
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:

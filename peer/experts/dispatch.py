@@ -1,12 +1,11 @@
-"""Sends the tokens of a stage's microbatches to the experts' holders, and brings back what these make of them.
+"""Sends the tokens of a stage's microbatches to the holders of experts, and collects their results.
 
-Of each expert one holder is chosen for a microbatch as a whole (`choice.py`): ourselves as far as the plan's shares go,
-else by these and by what each has of ours already. A layer is one frame to each of them, of just the tokens there are.
-Who dies, refuses or is lost is replaced for what is left; the backwards that it had done are done again by the other,
-when the microbatch is *settled*: each holder is told that it is through, and counts it.
+Each expert gets one holder for a whole microbatch (`choice.py`); a layer is one frame to each holder, without padding.
+A holder that dies, refuses or is unreachable is replaced for the rest of the microbatch. When the microbatch is
+*settled*, the replacement repeats the backwards that the lost holder had done, and each holder is told to count it.
 
-If nobody is there for an expert, and none of those whom the plan names is to be heard, its tokens are passed by: they
-go on by the residual, and are counted.
+If an expert has no holder, and none of those in the plan can be reached, its tokens are *passed by*: they continue by
+the residual, and are counted.
 """
 
 import asyncio
@@ -32,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
 _RETRY_S_MAX: Final = 1.6
-"""Who refuses is asked less and less often: each time all of the tokens go there."""
+"""The longest pause before a refused frame is sent again: each try sends all of its tokens."""
 _PASS_BY_S: Final = 10.0
-"""Nobody has been there for so long, nor is expected: the tokens are passed by."""
+"""Tokens are passed by if their expert has had no holder for so long, and none is expected."""
 
 
 class ExpertDispatch:
-    """One tenure in stage `stage`; our part of `plan`."""
+    """The expert traffic of one tenure in stage `stage`."""
 
     def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
         self._s = surroundings
@@ -53,12 +52,11 @@ class ExpertDispatch:
         self._asking = Asking(surroundings, has_others=self._has_others)
         self._unsettled = 0
         self._absent: set[PeerID] = set()
-        """Whom we know to be lost."""
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert -> incarnation, of those that it has, open or not."""
+        """Holder -> expert -> incarnation, of all places in its Hello, open or not."""
         self._tasks = Tasks(surroundings.listeners.on_failure)
         self.num_passed_by = 0
-        """Tokens."""
+        """The number of tokens that bypassed an expert without a holder."""
 
     def install(self) -> None:
         self._s.endpoint.on_frame(ExpertOutput, self._on_output, stage=self._stage)
@@ -71,7 +69,7 @@ class ExpertDispatch:
     def is_idle(self) -> bool:
         return self._unsettled == 0
 
-    # --- who is there ---
+    # --- membership ---
 
     def follow(self, plan: Plan) -> None:
         self._plan = plan
@@ -81,7 +79,6 @@ class ExpertDispatch:
             router.follow({member.peer: member.share for member in members}, senders)
 
     def heard(self, peer: PeerID, hello: Hello) -> None:
-        """What a peer says of itself."""
         self._absent.discard(peer)
         before, places = self._places.get(peer, {}), {place.group: place for place in hello.experts}
         now: dict[int, int] = {}
@@ -92,10 +89,9 @@ class ExpertDispatch:
                 now[expert] = place.incarnation
         self._places[peer] = now
         if any(now.get(expert) != incarnation for expert, incarnation in before.items()):
-            self._asking.give_up(peer)  # on some of what it has; the rest it is asked once more
+            self._asking.give_up(peer)  # it lost some of its experts; the others are asked for again
 
     def lost(self, peer: PeerID) -> None:
-        """It died, or cannot be reached."""
         self._absent.add(peer)
         self._places.pop(peer, None)
         for router in self._routers.values():
@@ -108,7 +104,7 @@ class ExpertDispatch:
         return Passage(next(self._numbers), microbatch)
 
     async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
-        """What the experts of one layer make of their rows: [P, D] in the wire dtype; zero where nobody was there."""
+        """Send one layer's rows to the experts. Return their output, [P, D]; zero for tokens passed by."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
         todo, wait_s = {expert for expert in self._experts if call.counts[expert]}, _RETRY_S
@@ -132,24 +128,24 @@ class ExpertDispatch:
                 self._pass_by(passage, call, todo)
                 break
             if todo:
-                await asyncio.sleep(wait_s)  # somebody will come, or who has refused will no longer
+                await asyncio.sleep(wait_s)  # a holder may come, or stop refusing
                 wait_s = min(2 * wait_s, _RETRY_S_MAX) if by_holder else _RETRY_S
         return output
 
     def settle(self, passage: Passage, *, again: bool) -> None:
-        """Its backward is through. `again`: it may have run before."""
+        """Tell the holders that the microbatch's backward is done. `again`: it may have run before."""
         self._unsettled += 1
         self._tasks.spawn(self._settle(passage, again), f"settle {passage.microbatch}")
 
     def abandon(self, passage: Passage) -> None:
-        """Nobody wants it any more."""
+        """Drop a run that nobody needs any more."""
         for expert, part in passage.parts.items():
             self._release(expert, part)
 
     # --- a layer ---
 
     def _choose(self, passage: Passage, experts: Sequence[int]) -> list[tuple[PeerID, list[int]]]:
-        """Of those experts that somebody is there for, as much as fits a frame."""
+        """Return (holder, experts) for each frame. Experts without a holder are missing."""
         by_holder: dict[PeerID, list[int]] = {}
         for expert in experts:
             holder = self._holder(expert, passage.part(expert))
@@ -179,7 +175,7 @@ class ExpertDispatch:
         spans: dict[int, slice],
         output: Payload,
     ) -> list[int]:
-        """Returns: the experts whose rows are in `output` now: all of these, or none."""
+        """Returns: the experts with their rows in `output` now: all of `experts`, or none."""
         pieces = [self._wire.part(call.tokens, spans[expert]) for expert in experts]
         if call.gradients is not None:
             pieces += [self._wire.part(call.gradients, spans[expert]) for expert in experts]
@@ -203,7 +199,7 @@ class ExpertDispatch:
         *,
         backward: bool,
     ) -> Payload | None:
-        """Of `holder`. None: it has none of these experts of this passage any more."""
+        """Return the holder's answer; None: it no longer has these experts of this passage."""
         microbatch = passage.microbatch
         meta = ExpertTokens(
             stage=self._stage,
@@ -248,14 +244,14 @@ class ExpertDispatch:
                 elif self._s.clock.now_s() - began_s >= _PASS_BY_S and all(self._is_lost(expert) for expert in todo):
                     break
                 if todo:
-                    await asyncio.sleep(wait_s)  # somebody will come, or who has refused will no longer
+                    await asyncio.sleep(wait_s)  # a holder may come, or stop refusing
                     wait_s = min(2 * wait_s, _RETRY_S_MAX) if by_holder else _RETRY_S
         finally:
             self._unsettled -= 1
             self.abandon(passage)
 
     async def _close(self, passage: Passage, holder: PeerID, experts: Sequence[int], again: bool) -> list[int]:
-        """Returns: those that have counted it: all or none."""
+        """Returns: the experts that have counted the microbatch: all of `experts`, or none."""
         for expert in experts:
             if not await self._do_again(passage, expert, holder):
                 return []
@@ -277,7 +273,7 @@ class ExpertDispatch:
         return []
 
     async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
-        """What another holder had done of its backward."""
+        """Repeat the backwards that a replaced holder had done."""
         part = passage.part(expert)
         for layer in sorted(part.asked.keys() - part.done, reverse=True):
             tokens, gradients = part.asked[layer]
@@ -295,14 +291,14 @@ class ExpertDispatch:
             self._routers[expert].returned(part.holder)
 
     def _is_lost(self, expert: int) -> bool:
-        """None of those whom the plan names is to be heard."""
+        """True if no holder of the plan can be reached."""
         return all(peer in self._absent for peer in self._routers[expert].shares)
 
     def _pass_by(self, passage: Passage, call: ExpertCall, experts: Iterable[int]) -> None:
         for expert in experts:
             self.num_passed_by += call.counts[expert]
             logger.warning(
-                "nobody holds expert %d of stage %d: %d tokens of %s pass it by",
+                "no peer holds expert %d of stage %d: %d tokens of %s bypass it",
                 expert,
                 self._stage,
                 call.counts[expert],

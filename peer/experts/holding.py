@@ -15,7 +15,7 @@ from shoal.protocol.plan import Plan
 
 
 class ExpertTenure(Tenure):
-    """Our part of `plan` in group `group_id`: an expert of all layers of a stage, be we of that stage or not."""
+    """Our tenure in group `group_id` of `plan`: one expert of all layers of a stage, ours or another."""
 
     def __init__(self, surroundings: Surroundings, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
@@ -31,7 +31,7 @@ class ExpertTenure(Tenure):
         super().__init__(surroundings, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
-        """Whether its group and layers are in the plan what they are here."""
+        """True if the group still stands for the same expert and layers in `plan`."""
         at = self.group_id - len(plan.stages)
         if not 0 <= at < len(plan.experts):
             return False
@@ -41,7 +41,6 @@ class ExpertTenure(Tenure):
 
     @property
     def place(self) -> ExpertPlace:
-        """What our Hello says of it."""
         return ExpertPlace(
             group=self.group_id,
             incarnation=self.incarnation,
@@ -56,11 +55,10 @@ class ExpertTenure(Tenure):
         return self.is_ready
 
     def wants(self, microbatch: Microbatch) -> bool:
-        """Whether our group lacks the expert's gradient of it."""
+        """True if our group lacks the expert's gradient of the microbatch."""
         return self.core.group.lacks(microbatch.step, microbatch.index)
 
     def contributed(self, microbatch: Microbatch, *, loss: float, staleness_steps: int, again: bool) -> None:
-        """The expert's part of it is whole."""
         self.handle(Contributed(microbatch, staleness_steps, again, loss))
 
     # --- what it works at ---
@@ -91,12 +89,12 @@ class ExpertTenure(Tenure):
         runtime = self.work.runtime
         timed = await self.compute.run("step", lambda: runtime.step(mean_gradient_N), flop=runtime.step_flop)
         if self.version != step:
-            return  # a state was loaded while it ran
+            return  # a state was loaded meanwhile
         self.work.version = step + 1
         self.stepped(*timed.value)
         self.work.wake()
 
-    # --- who is there, and life ---
+    # --- membership ---
 
     def _near(self) -> list[tuple[PeerID, ...]]:
         plan = self.core.plan
@@ -107,12 +105,12 @@ class ExpertTenure(Tenure):
     def _is_needed(self) -> bool:
         group = self.core.group
         is_over = self.version >= self._s.spec.training.steps
-        # As many must have it without us as the plan promises, or the next death could be one too many.
+        # The plan's number of replicas must be there without us, or the next death could lose the expert.
         promised = min(len(group.mates), self._s.spec.swarm.expert_replicas)
         return len(group.ready_mates) < promised and not is_over
 
     def pause(self, *, at_once: bool) -> None:
-        """Args: at_once: tokens are refused, and go to another holder."""
+        """Args: at_once: refuse tokens, so that they go to other holders."""
         super().pause(at_once=at_once)
         self.work.pause(at_once)
 
@@ -121,7 +119,7 @@ class ExpertTenure(Tenure):
         super().resume()
 
     def depart(self, plan: Plan) -> None:
-        """A plan without us in this place, while we drain: whoever leads now must be able to close our last rounds."""
+        """Follow a plan without us while we drain: its leader must be able to close our last rounds."""
         if self.is_place_of(plan):
             self.follow(plan)
 
@@ -130,5 +128,5 @@ class ExpertTenure(Tenure):
         self.work.source_lost(peer)
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        super().peer_reborn(peer, incarnation)  # of what it holds as our mate its Hello says more
+        super().peer_reborn(peer, incarnation)  # its Hello says the rest
         self.work.source_lost(peer, incarnation)

@@ -1,4 +1,4 @@
-"""One run of a microbatch through a stage whose experts are elsewhere: who has which expert of it, and what of it."""
+"""One run of a microbatch through a stage with its experts on other peers, and the holders of its parts."""
 
 from dataclasses import dataclass, field
 
@@ -9,18 +9,18 @@ from shoal.protocol.ports import Payload
 
 @dataclass(slots=True)
 class Part:
-    """One expert's, of all layers of the stage."""
+    """One expert's part of a run, for all layers of the stage."""
 
     holder: PeerID | None = None
-    """Who has it; None: nobody yet, or not any more."""
+    """The present holder; None: not chosen yet, or lost."""
     avoid: PeerID | None = None
-    """Who had it and could not."""
+    """The previous holder, which failed."""
     replaced: bool = False
-    """Somebody has had it before: it may come twice."""
+    """True if another holder had the part before: it may be counted twice."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
-    """Layer -> (tokens, gradients) of its backward: kept until it is settled, for whoever may have to do it again."""
+    """Layer -> (tokens, gradients) of its backward, kept for a replacement until the run is settled."""
     done: set[int] = field(default_factory=set)
-    """Layers whose backward the holder has done."""
+    """Layers that the present holder has run backward."""
 
     def lose(self) -> None:
         self.avoid, self.holder = self.holder, None
@@ -30,14 +30,13 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """Args: number: of the runs of this tenure."""
+    """One run through the experts. Args: number: counts the runs of this tenure."""
 
     number: int
     microbatch: Microbatch
     parts: dict[int, Part] = field(default_factory=dict)
-    """By expert."""
     passed_by: set[tuple[int, int]] = field(default_factory=set)
-    """(layer, expert) that nobody was there for in the forward: there is nothing to go back through."""
+    """(layer, expert) without a holder in the forward; there is no backward through them."""
 
     def part(self, expert: int) -> Part:
         return self.parts.setdefault(expert, Part())

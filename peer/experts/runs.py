@@ -1,5 +1,4 @@
-"""Runs of microbatches that are *open* at one expert's holder: their backwards have begun, and whoever runs them has
-not said yet that they are through."""
+"""Runs of microbatches that are *open* at an expert's holder: begun with a backward, not reported as finished."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,8 +11,8 @@ from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 
 AT_ONCE_MAX: Final = 4
-"""Runs of one microbatch by one sender, the latest: one may be settled while the next goes on, and one in between have
-been given up, which nobody tells us. Each has a gradient as large as the expert."""
+"""The most open runs of one microbatch by one sender; each has a gradient as large as the expert. One may be settling
+while the next runs; those between were given up without a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +27,22 @@ class Run:
 
 @dataclass(slots=True)
 class OpenRun:
-    """Args:
-    gradient_N: None: nobody wants it.
-    weights: that the run began with, if they will be asked for.
+    """The gradient of a run.
+
+    Args:
+        gradient_N: None: the group has the microbatch already.
+        weights: those at the run's beginning, if the strategy will need them.
     """
 
     gradient_N: Tensor | None
     weights: WeightSet | None
     staleness_steps: int
     layers: set[int] = field(default_factory=set)
-    """Whose backward is in it."""
+    """Layers that the gradient includes."""
 
 
 class OpenRuns:
-    """Of one expert; a gradient goes to `contributions` when its run is closed."""
+    """The open runs of one expert; the gradient of a closed run goes to `contributions`."""
 
     def __init__(self, contributions: Contributions) -> None:
         self._contributions = contributions
@@ -61,15 +62,14 @@ class OpenRuns:
         return opened
 
     def layers_done(self, run: Run) -> int:
-        """How many layers' backwards are in its gradient."""
+        """Return the number of layers that the run's gradient includes."""
         opened = self._open.get(run)
         return len(opened.layers) if opened else 0
 
     def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
-        """It is through: its gradient may be contributed, `zero_N` if no token came.
+        """End a run: its gradient can be contributed. If no token came, that is `zero_N`; None: contribute nothing.
 
-        Args: zero_N: None: nobody wants it if no token came.
-        Returns: how many steps stale it is; None: it adds nothing.
+        Returns: the staleness in steps; None: the run adds nothing.
         """
         opened = self._open.pop(run, None)
         if self._contributions.has(run.microbatch) or run.microbatch.step < version:
@@ -85,17 +85,16 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of `source`, which has died or begun anew: nobody will say that they are through.
+        """Forget the runs of `source`, which has died or restarted: nobody will report their end.
 
-        Args:
-            successor: the incarnation as which it has begun anew. Its first tokens may come before the news of it, so
-                its own runs stay. None: the peer is gone, and all of its runs go.
+        Args: successor: the incarnation after the restart; its runs stay, since its tokens may arrive before the news
+        of it. None: the peer is gone.
         """
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)
 
     def forget_before(self, version: int) -> None:
-        """The steps did without them."""
+        """Forget runs of steps that were committed without them."""
         for run in [run for run in list(self._open) if run.microbatch.step < version]:
             self._open.pop(run, None)

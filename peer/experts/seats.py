@@ -1,7 +1,6 @@
-"""The expert tenures of one peer: which it begins, renews, drains and drops, by the plans.
+"""All expert tenures of one peer: which of them begin, renew, drain and end, by the plans.
 
-Unlike a replica's, a drain holds nothing up: an expert that leaves is idle within a microbatch or two, others begin
-meanwhile, and who gives one place to somebody else goes on with all others.
+A drain blocks nothing, unlike a replica's: it takes a microbatch or two, and other tenures begin and go on meanwhile.
 """
 
 import asyncio
@@ -24,11 +23,13 @@ _DRAIN_S: Final = 30.0
 
 
 class ExpertSeats:
-    """Args:
-    plan: the newest.
-    is_leaving: this peer is to take no new place.
-    on_begun: a tenure has begun.
-    on_change: what we say of ourselves has changed.
+    """The expert tenures of one peer.
+
+    Args:
+        plan: the newest plan.
+        is_leaving: True if this peer must not take new places.
+        on_begun: called with each new tenure.
+        on_change: called when our Hello changes.
     """
 
     def __init__(
@@ -62,7 +63,6 @@ class ExpertSeats:
 
     @property
     def places(self) -> tuple[ExpertPlace, ...]:
-        """What our Hello says."""
         return tuple(tenure.place for tenure in self.tenures)
 
     @property
@@ -77,7 +77,7 @@ class ExpertSeats:
             self._transition.add_done_callback(self._transition_done)
 
     def renew(self, tenure: Part) -> None:
-        """Its state is not its mates'."""
+        """Fetch the tenure's state again: it differs from the group's."""
         self._renewing.add(tenure.group_id)
         self.follow_soon()
 
@@ -98,12 +98,12 @@ class ExpertSeats:
             if signed.plan.era != self._s.endpoint.era:
                 self._followed = None
                 await self.drop_all()
-                return  # and begin when this peer is of that era
+                return  # begin when this peer has moved to that era
             before, self._followed = self._followed, signed
             renewing, self._renewing, self._again = self._renewing, set(), False
             for group in sorted(self._tenures):
                 if group not in self._tenures:
-                    continue  # it had drained by the time that another one was dropped
+                    continue  # it drained while another one was dropped
                 if group not in self._draining:
                     await self._follow_with(group, before, signed.plan, renew=group in renewing)
                 elif group in signed.plan.groups_of(self._me) and self._tenures[group].is_place_of(signed.plan):
@@ -119,7 +119,7 @@ class ExpertSeats:
     async def _follow_with(self, group: int, before: SignedPlan | None, plan: Plan, *, renew: bool) -> None:
         tenure = self._tenures[group]
         if not tenure.is_place_of(plan):
-            await self._drop(group)  # it means something else now
+            await self._drop(group)  # the group means another expert now
         elif group not in plan.groups_of(self._me):
             counted_out = not plan.has(self._me) and not self._is_leaving()
             if before is None or plan.previous != before.digest or counted_out:
@@ -129,7 +129,7 @@ class ExpertSeats:
             self._draining.add(group)
             self._tasks.spawn(self._leave(group, tenure), f"leave group {group}")
         elif renew or (before is not None and plan.since_in(self._me, group) > before.plan.sequence):
-            logger.warning("group %d: our state may not be our mates' any more: fetching it", group)
+            logger.warning("group %d: our state may differ from the group's: fetching it", group)
             await self._drop(group)
         else:
             tenure.follow(plan)
@@ -147,7 +147,7 @@ class ExpertSeats:
                         tenure.peer_state(peer, hello)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Hellos may have come before the plan did."""
+        """Process again the Hellos that may have come before the plan."""
         for peer, hello in self._neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for tenure in self.tenures:
@@ -162,12 +162,12 @@ class ExpertSeats:
         self.follow_soon()
 
     async def _drop(self, group: int) -> None:
-        """With all it holds: what others need of it is made again."""
+        """Drop a tenure with its state; others recompute what they still need of it."""
         tenure = self._tenures.pop(group, None)
         if tenure is None:
             return
         self._draining.discard(group)
-        self._neighbours.say(tenure.audience)  # that there is nothing to wait for any more
+        self._neighbours.say(tenure.audience)  # nothing more will come from us
         await tenure.close()
         self._s.server.forget(tenure.work.runtime.keys)
         self._on_change()

@@ -1,4 +1,4 @@
-"""Whom a holder of experts listens to, and how much it takes from each. Pure."""
+"""The peers from which a holder of experts accepts tokens, and how much from each. Pure."""
 
 from collections import Counter
 from typing import Final
@@ -7,16 +7,16 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 
 LEFT_S: Final = 60.0
-"""Who is in no plan any more sends what it still has under way: a drain takes half a minute at most."""
+"""A peer that has left the plan may still send what it has under way: a drain takes half a minute at most."""
 STRANGER: Final = PeerID("")
-"""All of them: a name costs nothing."""
+"""All strangers together share one room, since a new name costs nothing."""
 
 
 class Senders:
-    """The members of the plan, and those whom it has dropped of late.
+    """The members of the plan, of any stage, and those that recent plans dropped.
 
-    Of every stage: who moves to another one sends for the one before until it has drained, and a plan that gives a
-    spare a place may reach the spare before it reaches us.
+    A member that moves keeps sending for its old stage until it has drained, and a standby may learn of its place
+    before us.
     """
 
     def __init__(self, me: PeerID) -> None:
@@ -37,7 +37,7 @@ class Senders:
 
 
 class Room:
-    """Places, of which nobody takes more than `each`."""
+    """A limited number of places; one peer takes at most `each`."""
 
     def __init__(self, total: int, *, each: int) -> None:
         self._total = total
@@ -45,14 +45,13 @@ class Room:
         self._taken: Counter[PeerID] = Counter()
 
     def take(self, peer: PeerID) -> bool:
-        """One for it. False: there is none."""
+        """Take a place for the peer. False: there is none."""
         if self._taken[peer] >= self._each or self._taken.total() >= self._total:
             return False
         self._taken[peer] += 1
         return True
 
     def leave(self, peer: PeerID) -> None:
-        """It gives one back."""
         self._taken[peer] -= 1
         if not self._taken[peer]:
             del self._taken[peer]

@@ -1,9 +1,8 @@
-"""Where tokens for experts arrive: one a peer, for all that it holds.
+"""Receives the tokens for experts: one server a peer, for all experts that it holds.
 
-A request waits until every expert that it names is near enough to its step (t - version <= s_max), is computed as one
-job, and is answered once. Nothing that a sender says is trusted: it is of a plan, has so much room and no more, and
-sizes follow from the spec. What is not here, or further ahead of us than an honest sender gets, is refused, for the
-sender to take elsewhere.
+A request waits until every expert that it names is near enough to its step (t - version <= s_max); then it is computed
+as one job and answered once. No sender is trusted: it must be in a plan, has limited room, and sizes follow from the
+spec. A request that cannot be served here, or not soon, is refused, so that the sender tries another holder.
 
 N tokens   D width
 """
@@ -45,10 +44,7 @@ def run_of(source: PeerID, meta: ExpertTokens | ExpertDone) -> Run:
 
 
 class ExpertServer:
-    """Args:
-    wire: of this peer's arithmetic.
-    tasks: what this peer does in the background.
-    """
+    """The requests for all experts of one peer."""
 
     def __init__(self, wire: TokenWire, *, endpoint: Endpoint, compute: Compute, spec: RunSpec, tasks: Tasks) -> None:
         self.senders = Senders(endpoint.peer_id)
@@ -74,12 +70,10 @@ class ExpertServer:
         self.wake()
 
     def wake(self) -> None:
-        """Something has come to another version, or is here no more."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def num_pending(self, work: ExpertWork) -> int:
-        """Requests that name it."""
         return sum(
             request.meta.stage == work.stage and any(expert == work.expert for expert, _ in request.meta.counts)
             for request in self._pending.values()
@@ -91,11 +85,11 @@ class ExpertServer:
         self._wire.check_tokens(meta, payload, source)
         key = (source, meta.incarnation, meta.serial)
         if key in self._pending:
-            return  # asked once more
+            return  # sent again
         if not self.senders.admits(source):
             self._refuse(source, meta, "does not know the sender as a member of the run", room_of=STRANGER)
         elif not self._room.take(source):
-            self._refuse(source, meta, "has too much to do", room_of=source)
+            self._refuse(source, meta, "is overloaded", room_of=source)
         else:
             request = self._pending[key] = _Request(source, meta, payload)
             self._tasks.spawn(self._serve(key, request), f"tokens of ({meta.step}, {meta.index})")
@@ -109,10 +103,10 @@ class ExpertServer:
         finally:
             del self._pending[key]
         await self._answer(request.source, request.meta, payload, refused)
-        self._room.leave(request.source)  # who does not read its answers has no room for more
+        self._room.leave(request.source)  # only now: a sender that does not read its answers gets no more room
 
     def _refuse(self, source: PeerID, meta: ExpertTokens, why: str, *, room_of: PeerID) -> None:
-        if self._refusals.take(room_of):  # else it asks again
+        if self._refusals.take(room_of):  # else the sender asks again
             self._tasks.spawn(self._say_no(source, meta, why, room_of), "refuse tokens")
 
     async def _say_no(self, source: PeerID, meta: ExpertTokens, why: str, room_of: PeerID) -> None:
@@ -120,7 +114,7 @@ class ExpertServer:
         self._refusals.leave(room_of)
 
     async def _compute_when_admitted(self, request: _Request) -> Payload:
-        """Raises: Refused: what it names is not here, or no more."""
+        """Wait for the versions, then compute. Raises: Refused: an expert is not here (any more)."""
         meta = request.meta
         while self._waits(request):
             await self._changed.wait()
@@ -133,7 +127,7 @@ class ExpertServer:
         return timed.value
 
     def _waits(self, request: _Request) -> bool:
-        """For a version. Raises: Refused: it is not here, or is far from that version."""
+        """True if the request waits for a version. Raises: Refused: an expert is not here, or far from that version."""
         meta = request.meta
         works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
         self._check_near(works, meta.step)
@@ -141,16 +135,16 @@ class ExpertServer:
         return any(meta.step - work.version > ahead for work in works)
 
     def _check_near(self, works: list[ExpertWork], step: int) -> None:
-        """Raises: Refused: one is further behind `step` than whoever runs it can be ahead.
+        """Raises: Refused: an expert is further behind `step` than an honest sender can be ahead.
 
-        A stage at version v has had step v - 1 through its experts, which were at v - 1 - s_max then, or later; and it
-        begins nothing after v + s_max. Who is further behind slept, or missed the end of rounds: others are not.
+        A stage at version v has sent step v - 1 through its experts, which were at least at v - 1 - s_max then, and it
+        begins nothing after v + s_max. So the expert was suspended or missed the end of rounds; other holders did not.
         """
         if any(step - work.version > 2 * self._s_max + 1 for work in works):
             raise Refused(self._endpoint.peer_id, f"is far behind step {step}")
 
     def _held(self, stage: int, experts: list[int], layer: int | None = None) -> list[ExpertWork]:
-        """To compute `layer` with, if given. Raises: Refused: one is not here, or not ready."""
+        """Return the experts' works (for `layer`, if given). Raises: Refused: one is not here, or not ready."""
         works = [self._works.get((stage, expert)) for expert in experts]
         held = [work for work in works if work is not None and work.serves]
         if len(held) < len(experts):
@@ -162,7 +156,7 @@ class ExpertServer:
         return held
 
     def _work(self, request: _Request, works: list[ExpertWork], wanted: list[bool]) -> Payload:
-        """On the device's thread."""
+        """Compute on the device's thread."""
         meta = request.meta
         size = len(request.payload) // (2 if meta.backward else 1)
         tokens = self._wire.part(request.payload, slice(0, size))
@@ -186,14 +180,14 @@ class ExpertServer:
         try:
             await self._endpoint.send(source, output, payload, priority=priority)
         except Unreachable as error:
-            logger.info("cannot give tokens back: %s", error)  # it asks again if it is still there
+            logger.info("cannot return tokens: %s", error)  # the sender asks again if it is still there
 
     # --- the end of a run ---
 
     async def _on_done(self, source: PeerID, message: ExpertDone) -> Done:
         self._wire.check_microbatch(message.step, message.index, source)
         if message.index < 0:
-            raise RemoteError(source, "says that a validation is to be counted")
+            raise RemoteError(source, "reports a validation as a contribution")
         if not self.senders.admits(source):
             raise Refused(self._endpoint.peer_id, "does not know the sender as a member of the run")
         run = run_of(source, message)
@@ -201,7 +195,7 @@ class ExpertServer:
         self._check_near(works, message.step)
         for work, (_, layers) in zip(works, message.experts, strict=True):
             if message.step >= work.version and layers > 0 and not work.has_whole(run, layers):
-                raise Refused(self._endpoint.peer_id, f"has not all of microbatch {run.microbatch}")
+                raise Refused(self._endpoint.peer_id, f"lacks layers of microbatch {run.microbatch}")
         for work in works:
             work.close_run(run, again=message.again)
         return Done()

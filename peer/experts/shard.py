@@ -1,8 +1,7 @@
-"""The arithmetic of one expert of all layers of a stage: tokens in, tokens out, and the gradient of its weights.
+"""The arithmetic of one expert in all layers of a stage: tokens in, tokens out, and the gradient of its weights.
 
-Nothing is kept between a forward and its backward, which brings the tokens again. So a holder that dies or is slow is
-replaced by any other in the middle of a microbatch. What is kept is a gradient for each run of a microbatch, *open*
-until whoever runs it says that it is through.
+Nothing is kept between a forward and its backward, which brings the tokens again, so any holder can take over in the
+middle of a microbatch. Only the gradient of each run is kept; the run stays *open* until its sender reports the end.
 
 N tokens   D width
 """
@@ -27,8 +26,7 @@ from shoal.protocol.tensors import EXPERT_MATRICES, expert_name
 
 
 class ExpertShard(Shard):
-    """Expert `expert` of the decoder layers [first_layer, last_layer). Jobs run on the device's one thread, the rest on
-    the loop's."""
+    """Expert `expert` of the decoder layers [first_layer, last_layer)."""
 
     def __init__(
         self,
@@ -52,16 +50,14 @@ class ExpertShard(Shard):
 
     @torch.no_grad()
     def forward(self, microbatch: Microbatch, layer: int, x_ND: Tensor) -> Tensor:
-        """What the expert of decoder layer `layer` makes of the tokens, with the weights that their step wants:
-        float32 [N, D] -> [N, D]."""
+        """Run the expert of layer `layer` with the weights of the microbatch's step: float32 [N, D] -> [N, D]."""
         flat_N = self._wanted(microbatch).computed_in(self.dtype, self._key(layer))
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
-        """Gradient of the output -> of the tokens, float32 [N, D]; that of the weights is added to the run's, once a
-        layer however often it is asked for.
+        """Return the gradient of the tokens, float32 [N, D]. That of the weights is added to the run's, once a layer.
 
-        Args: wanted: the group lacks the microbatch; of the first backward of a run it holds for the others.
+        Args: wanted: the group lacks the microbatch. Only the value at the first backward of a run counts.
         """
         weights = self._wanted(run.microbatch)
         opened = self._open.get(run)
@@ -90,7 +86,7 @@ class ExpertShard(Shard):
         return expert_flop(self.spec.model, num_tokens)
 
     def backward_flop(self, num_tokens: int) -> float:
-        """With the forward, which is run again."""
+        """Return the FLOP of a backward, which repeats the forward."""
         return 3.0 * expert_flop(self.spec.model, num_tokens)
 
     # --- between jobs ---
@@ -100,14 +96,12 @@ class ExpertShard(Shard):
         return len(self._open)
 
     def layers_done(self, run: Run) -> int:
-        """How many layers' backwards are in its gradient."""
         return self._open.layers_done(run)
 
     def close(self, run: Run, *, wanted: bool) -> int | None:
-        """It is through: its gradient may be contributed, zero if no token came.
+        """End a run: its gradient can be contributed; if no token came, zero if `wanted`, else none.
 
-        Args: wanted: if no token came.
-        Returns: how many steps stale it is; None: it adds nothing.
+        Returns: the staleness in steps; None: the run adds nothing.
         """
         zero_N = None
         if wanted and self._open.get(run) is None:
@@ -115,7 +109,6 @@ class ExpertShard(Shard):
         return self._open.close(run, version=self.version, zero_N=zero_N, keeps_weights=self._weights.keeps_places)
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of a peer that has died, or begun anew as incarnation `successor`: as `OpenRuns.drop`."""
         self._open.drop(source, successor)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:

@@ -1,8 +1,7 @@
-"""Tokens on their way to experts, as bytes. As everywhere, shapes follow from the run spec and from counts that are
-checked against it, and what a sender gives itself is rounded like what it gives others: where an expert is must not
-change what it makes of a token.
+"""Tokens for experts as bytes.
 
-The third place, with `peer/vectors.py` and `peer/arithmetic.py`, where a peer without tensors differs from a real one.
+Shapes follow from the run spec and from counts checked against it. A holder's own tokens are rounded like all others,
+so that the place of an expert does not change its results. A peer without tensors replaces this class.
 
 P rows, sorted by expert   D width
 """
@@ -23,7 +22,7 @@ _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TokenWire:
-    """Of one run."""
+    """The encoding of tokens in one run."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._width = spec.model.dim
@@ -31,7 +30,7 @@ class TokenWire:
         self._training = spec.training
         self._num_experts = spec.model.num_experts
         self.tokens = spec.training.microbatch_size * spec.model.context
-        """Of a microbatch; no expert gets more."""
+        """Tokens of a microbatch; an expert gets at most that many."""
         self.row_bytes = self._dtype.itemsize * self._width
 
     def encode(self, x_PD: Tensor) -> bytearray:
@@ -41,14 +40,14 @@ class TokenWire:
         return payload
 
     def decode(self, payload: Payload, device: torch.device) -> Tensor:
-        """float32 [P, D] on `device`, nobody else's."""
+        """Return a new float32 [P, D] on `device`."""
         if not len(payload):
             return torch.zeros(0, self._width, device=device)
         rows_PD = torch.frombuffer(payload, dtype=self._dtype).view(-1, self._width)
         return rows_PD.to(device, torch.float32, copy=True)
 
     def rows(self, counts: Mapping[int, int]) -> dict[int, slice]:
-        """Expert -> its bytes, where each has so many rows, one's behind the other's."""
+        """Return expert -> its bytes in a payload in which `counts` rows of each expert follow one another."""
         spans, at = {}, 0
         for expert, count in counts.items():
             spans[expert] = slice(at, at + count * self.row_bytes)
@@ -56,19 +55,16 @@ class TokenWire:
         return spans
 
     def room(self, nbytes: int) -> Payload:
-        """Of zeros, to be written to."""
         return bytearray(nbytes)
 
     def part(self, payload: Payload, span: slice) -> Payload:
-        """Of it, without copying."""
+        """Return a part of a payload without copying."""
         return memoryview(payload)[span]
 
     def write(self, into: Payload, span: slice, part: Payload) -> None:
-        """Args: into: of `room`."""
         memoryview(into)[span] = part
 
     def joined(self, parts: Iterable[Payload]) -> Payload:
-        """One behind the other."""
         return bytearray().join(parts)
 
     def check_tokens(self, meta: ExpertTokens, payload: Payload, source: PeerID) -> None:
@@ -76,18 +72,18 @@ class TokenWire:
         self.check_microbatch(meta.step, meta.index, source)
         experts = [expert for expert, _ in meta.counts]
         if not experts or experts != sorted(set(experts)) or not 0 <= experts[0] <= experts[-1] < self._num_experts:
-            raise RemoteError(source, "sent tokens to experts that this run has not, or to one twice")
+            raise RemoteError(source, "sent tokens for unknown experts, or twice for one")
         if not all(0 < count <= self.tokens for _, count in meta.counts):
-            raise RemoteError(source, f"sent an expert another number of tokens than 1 to {self.tokens}")
+            raise RemoteError(source, f"sent an expert no tokens, or more than {self.tokens}")
         wanted = sum(count for _, count in meta.counts) * self.row_bytes * (2 if meta.backward else 1)
         if len(payload) != wanted:
-            raise RemoteError(source, f"sent {len(payload)} bytes of tokens where it announced {wanted}")
+            raise RemoteError(source, f"sent {len(payload)} bytes of tokens, but announced {wanted}")
         if meta.backward and meta.index < 0:
             raise RemoteError(source, "sent gradients of a validation")
 
     def check_microbatch(self, step: int, index: int, source: PeerID) -> None:
-        """Raises: RemoteError."""
+        """Raises: RemoteError: this run has no such microbatch."""
         training = self._training
         known = -training.validation_microbatches <= index < training.microbatches_per_step
         if not (0 <= step <= training.steps and known):
-            raise RemoteError(source, f"sent microbatch ({step}, {index}), which this run has not")
+            raise RemoteError(source, f"sent microbatch ({step}, {index}), which this run does not have")

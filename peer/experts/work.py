@@ -1,4 +1,4 @@
-"""What a holder of one expert does: serves tokens, and is told which microbatches are through."""
+"""The work of one expert's holder: it serves tokens, and counts the microbatches that senders report as finished."""
 
 import logging
 from typing import Protocol
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class Upwards(Protocol):
-    """What the work tells the rest of the peer."""
+    """The unit's group, as seen by the work."""
 
     @property
     def serves(self) -> bool:
-        """We hold the group's state, and take part."""
+        """True if we hold the group's state and take part."""
         ...
 
     def wants(self, microbatch: Microbatch) -> bool: ...
@@ -26,27 +26,27 @@ class Upwards(Protocol):
 
 
 class Requests(Protocol):
-    """Holds the requests for experts that wait on this peer (`server.py`)."""
+    """The requests for experts that wait on this peer (`server.py`)."""
 
     def add(self, work: "ExpertWork") -> None:
         """Accept requests for the expert of `work` from now on."""
         ...
 
     def remove(self, work: "ExpertWork") -> None:
-        """Accept no request for the expert of `work` any more."""
+        """Accept no more requests for the expert of `work`."""
         ...
 
     def wake(self) -> None:
-        """Look at the waiting requests again: an expert has another version, or is gone."""
+        """Check the waiting requests again: an expert has another version, or is gone."""
         ...
 
     def num_pending(self, work: "ExpertWork") -> int:
-        """Count the waiting requests that name the expert of `work`."""
+        """Return the number of waiting requests that name the expert of `work`."""
         ...
 
 
 class ExpertWork:
-    """Expert `expert` of stage `stage`, as its holder serves it. `version` changes on the loop's thread alone."""
+    """Expert `expert` of stage `stage` at its holder. `version` changes only on the loop's thread."""
 
     def __init__(self, runtime: HeldExpert, stage: int, *, server: Requests, upwards: Upwards) -> None:
         self.runtime = runtime
@@ -55,7 +55,6 @@ class ExpertWork:
         self.upwards = upwards
         self.version = 0
         self.is_paused = False
-        """Computes nothing."""
         self._server = server
         self._closed = False
 
@@ -81,10 +80,9 @@ class ExpertWork:
 
     def pause(self, is_paused: bool) -> None:
         self.is_paused = is_paused
-        self._server.wake()  # what waits is refused
+        self._server.wake()  # waiting requests are refused
 
     def wake(self) -> None:
-        """What waits for another version looks again."""
         self._server.wake()
 
     # --- told by the server ---
@@ -96,11 +94,10 @@ class ExpertWork:
         return self.runtime.layers_done(run) == num_layers
 
     def close_run(self, run: Run, *, again: bool) -> None:
-        """It is through: it counts, if the group lacks it."""
+        """End a run: it counts if the group lacks it."""
         staleness_steps = self.runtime.close(run, wanted=self.upwards.wants(run.microbatch))
         if staleness_steps is not None:
             self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, again=again)
 
     def source_lost(self, peer: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of a peer that has died, or begun anew as incarnation `successor`: as `OpenRuns.drop`."""
         self.runtime.drop(peer, successor)

@@ -1,23 +1,22 @@
-"""What the model says to somebody outside, by the stages that train it, so that nobody needs all of it.
+"""Inference by the stages that train the model, so that no peer needs all of it.
 
-The way of a request through this file:
+The path of a request through this file:
 
-    asker ── InferenceRequest ──> the *entry*, any peer: `_on_request`
+    client ── InferenceRequest ──> the *entry*, any peer: `_on_request`
         ── InferenceInput ──> a member of stage 0: `_on_input` -> `_pass`, its layers
         ── InferenceInput ──> a member of stage 1: `_on_input` -> `_pass` ... the last stage
-        ── InferenceOutput ──> the entry: `_on_output` ── InferenceAnswer ──> asker
+        ── InferenceOutput ──> the entry: `_on_output` ── InferenceAnswer ──> client
 
-**One version.** All stages answer with the weights of one version, so that what a session remembers fits together and
-an evaluation is one of this version. Stage 0 says which, its committed one if the asker does not; each stage keeps the
-weights of that version while it is asked for, beside those that it trains on, and waits for it if it is a step behind.
-A stage that is past it says so, and the asker begins with a newer one.
+**One version.** All stages answer with the weights of one version, so that the caches of a session are consistent and
+an evaluation belongs to one version. The client may name it; else stage 0 takes its committed one. Each stage keeps the
+weights of that version while requests use it, and waits if it is a step behind. A stage that has passed the version
+says so, and the client begins again with a newer one.
 
-**Which member.** Of each stage the same one for as long as the asker says the same `way`, by a hash that everybody
-computes: nobody keeps a table. Where it is gone, or remembers nothing, the request fails, and the asker goes another
-way, with a session that begins anew.
+**Which member.** A hash of the client's `way` chooses the member of each stage, without any table. If that member is
+gone, or has no cache, the request fails, and the client chooses another `way` and a new session.
 
-**Training goes first.** A peer computes one request at a time, and rests behind each so long that no more than
-`SHARE` of its time goes to them while it trains.
+**Training goes first.** A peer computes one request at a time, and rests after each so long that while it trains
+requests take at most `SHARE` of its time.
 """
 
 import asyncio
@@ -53,30 +52,27 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARE: Final = 0.2
-"""Of a peer's time that goes to requests at most, while it trains."""
+"""The most of a peer's time that requests take while it trains."""
 ANSWER_S: Final = 45.0
-"""How long an entry waits for the stages."""
+"""Seconds that an entry waits for the stages."""
 _VERSION_S: Final = 15.0
-"""A request may be for a version that this stage has not committed yet, since other stages are a step ahead: it waits
-so long for the commit, and is then refused."""
+"""Seconds that a request waits for a version that this stage has not committed yet."""
 _LOOK_S: Final = 0.05
 _ERA_S: Final = 1.0
-"""How often an entry that waits looks whether the layers are divided as before."""
-_DIVIDED: Final = "the layers have just been divided otherwise"
+"""The interval at which a waiting entry checks whether the layers are still divided in the same way."""
+_DIVIDED: Final = "the layers have just been repartitioned"
 
 
 class _Past(Refused):
-    """The version that was asked for is gone, since the stage has stepped."""
+    """The requested version is gone, because the stage has stepped."""
 
 
 class InferenceService:
-    """One peer's part: as an entry, and as a member of a stage.
+    """One peer's part in inference: as an entry, and as a member of a stage.
 
     Args:
-        replica: what the peer holds now.
-        plan: that it follows.
-        cannot_reach: whether the last tries towards a peer have failed.
-        tasks: what this peer does in the background.
+        replica: the peer's current replica, if any.
+        cannot_reach: True if the last tries to reach a peer failed.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class InferenceService:
         endpoint.on_frame(InferenceInput, self._on_input)
 
     def free(self) -> None:
-        """Let everything go that is kept for askers: they begin anew."""
+        """Drop all that is kept for clients; their sessions begin anew."""
         self._sessions.clear()
 
     def close(self) -> None:
@@ -121,7 +117,7 @@ class InferenceService:
     async def _on_request(self, source: PeerID, request: InferenceRequest) -> InferenceAnswer:
         length = self._wire.check_request(request, source)
         if self._asking[source] >= INFERENCES_OF_ONE_MAX or self._asking.total() >= INFERENCES_MAX:
-            raise Refused(self._endpoint.peer_id, "has too many questions at once: ask again in a moment")
+            raise Refused(self._endpoint.peer_id, "has too many requests at once: ask again in a moment")
         self._asking[source] += 1
         self._num_asked += 1
         serial = self._num_asked
@@ -146,7 +142,7 @@ class InferenceService:
             until_s = self._clock.now_s() + ANSWER_S
             while not (await asyncio.wait([answer], timeout=_ERA_S))[0]:
                 if self._endpoint.era != era:
-                    raise self._no(_DIVIDED)  # an answer that is on its way is of the era before, and is not taken
+                    raise self._no(_DIVIDED)  # an answer under way belongs to the previous era and would be ignored
                 if self._clock.now_s() >= until_s:
                     raise self._no(f"the stages gave no answer within {ANSWER_S:.0f} s")
             output = answer.result()
@@ -164,7 +160,7 @@ class InferenceService:
     async def _on_output(self, source: PeerID, output: InferenceOutput) -> Done:
         answer, plan = self._answers.get(output.serial), self._plan()
         if not output.refused and (plan is None or source not in plan.stages[-1].peers):
-            raise RemoteError(source, "answers a question, and is not of the last stage")
+            raise RemoteError(source, "answered a request, but is not in the last stage")
         if answer is not None and not answer.done():
             answer.set_result(output)
         return Done()
@@ -174,7 +170,7 @@ class InferenceService:
     async def _on_input(self, source: PeerID, meta: InferenceInput, payload: Payload) -> None:
         self._wire.check_input(meta, payload, source)
         if self._num_waiting >= INFERENCES_MAX:
-            self._tasks.spawn(self._refuse(meta, "a peer of a stage has too many questions"), "refuse a question")
+            self._tasks.spawn(self._refuse(meta, "a peer of a stage has too many requests"), "refuse a question")
             return
         self._num_waiting += 1
         self._tasks.spawn(self._serve(meta, payload), f"question {meta.serial}")
@@ -193,10 +189,7 @@ class InferenceService:
             self._num_waiting -= 1
 
     async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> float:
-        """Our layers, and on to the next stage, or back.
-
-        Returns: seconds of the device. Raises: Refused.
-        """
+        """Run our layers, and send the result on. Returns: seconds of the device. Raises: Refused."""
         plan = self._plan()
         if plan is None or not _has(plan, meta) or stage.has_head != (meta.stage == len(plan.stages) - 1):
             raise self._no(_DIVIDED)
@@ -214,7 +207,7 @@ class InferenceService:
 
     @torch.inference_mode()
     def _work(self, stage: FixedStage, version: int, meta: InferenceInput, payload: Payload) -> Payload:
-        """On the device's thread."""
+        """Compute on the device's thread."""
         question = self._wire.decode(meta, payload)
         session: Session = (meta.entry, meta.session)
         now_s, memory = self._clock.now_s(), None
@@ -223,7 +216,7 @@ class InferenceService:
                 self._sessions.begin(session, version, stage, self._session_bytes(stage), now_s)
             memory = self._sessions.memory(session, version, meta.position, now_s)
             if memory is None:
-                raise self._no("nothing is remembered of the tokens before")
+                raise self._no("the cache of the tokens before is gone")
         y_BTD = stage.run(question.x, position=meta.position, begins_BT=question.begins_BT, memory=memory)
         if meta.session:
             self._sessions.remembered(session, meta.position + meta.length)
@@ -235,17 +228,17 @@ class InferenceService:
         return _bytes(token_K.to(torch.int32), logit_K)
 
     async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
-        """(version, our stage at it). Raises: Refused."""
+        """Return (version, our stage at that version). Raises: Refused."""
         until_s = self._clock.now_s() + _VERSION_S
         while True:
             replica, plan, now_s = self._replica(), self._plan(), self._clock.now_s()
             if replica is None or plan is None or replica.stage != meta.stage:
-                raise self._no("the peer that is asked holds another stage by now")
+                raise self._no("the peer now holds another stage")
             if replica.layers[0] != meta.first_layer:
                 raise self._no(_DIVIDED)
             runtime = replica.runtime
             if not isinstance(runtime, StageRuntime):
-                raise self._no("the experts of this run are placed on peers of their own, whom nobody can ask yet")
+                raise self._no("this run places its experts on separate peers, which cannot be asked yet")
             wanted = meta.version
             if wanted < 0 and not self._sessions.has_room(now_s):
                 wanted = self._sessions.newest(replica.layers)
@@ -253,7 +246,7 @@ class InferenceService:
                 return wanted, stage
             if replica.is_ready and runtime.state is not None:
                 if 0 <= wanted < runtime.version:
-                    raise _Past(self._endpoint.peer_id, f"version {wanted} is gone: stage {meta.stage} is further")
+                    raise _Past(self._endpoint.peer_id, f"version {wanted} is gone: stage {meta.stage} has passed it")
                 if wanted in (-1, runtime.version):
                     return await self._keep(replica, runtime)
             if now_s >= until_s:
@@ -261,12 +254,12 @@ class InferenceService:
             await asyncio.sleep(_LOOK_S)
 
     async def _keep(self, replica: Replica, runtime: StageRuntime) -> tuple[int, FixedStage]:
-        """Keep the committed version, in a job: no step is made meanwhile."""
+        """Keep the committed version. It runs in a job, so that no step comes between."""
         known = self._sessions.fixed(runtime.version, replica.layers, self._clock.now_s())
         if known is not None:
             return runtime.version, known
         if not self._sessions.has_room(self._clock.now_s()):
-            raise self._no("a peer of a stage keeps other versions for others who ask")
+            raise self._no("a peer of a stage keeps other versions for other clients")
 
         def keep() -> tuple[int, FixedStage]:
             return runtime.version, runtime.fixed()
@@ -277,11 +270,9 @@ class InferenceService:
         return version, stage
 
     async def _with_memory(self, work: Callable[[], T], flop: float) -> Timed[T]:
-        """Run a job that answers a question.
+        """Run a job of `flop` for a request.
 
-        Args: flop: what the job computes.
-        Raises: Refused: the device has no memory for it. All weights and keys that are kept for askers are dropped
-            then, so that training has their memory.
+        Raises: Refused: the device has no memory for it. Then all that is kept for clients is dropped, for training.
         """
         try:
             return await self._compute.run("validate", work, flop=flop)
@@ -289,7 +280,7 @@ class InferenceService:
             if not is_out_of_memory(error):
                 raise
             self.free()
-            raise self._no("a peer of a stage has no memory for it") from error
+            raise self._no("a peer of a stage has no memory for the request") from error
 
     def _expire_soon(self) -> None:
         if self._expiry is None:
@@ -310,7 +301,7 @@ class InferenceService:
             await self._refuse(meta, refusal.reason)
 
     async def _send(self, meta: InferenceInput, payload: Payload) -> None:
-        """To the member of `meta.stage` that is on the request's way. Raises: Refused: nobody can be reached."""
+        """Send to the member of `meta.stage` chosen by the request's `way`. Raises: Refused: nobody can be reached."""
         plan = self._plan()
         if plan is None or meta.stage >= len(plan.stages):
             raise self._no("there is no plan yet")
@@ -325,7 +316,7 @@ class InferenceService:
         try:
             await self._endpoint.ask(meta.entry, output, Done)
         except (Unreachable, Refused, RemoteError) as error:
-            logger.info("cannot answer question %d of %s: %s", meta.serial, meta.entry[-8:], error)
+            logger.info("cannot answer request %d of %s: %s", meta.serial, meta.entry[-8:], error)
 
     async def _refuse(self, meta: InferenceInput, why: str, *, is_past: bool = False) -> None:
         await self._answer(meta, InferenceOutput(serial=meta.serial, refused=why, is_past=is_past))
@@ -336,7 +327,7 @@ class InferenceService:
     # --- what it takes ---
 
     def _flop_of(self, meta: InferenceInput) -> float:
-        """Of the tokens of one request, as a part of a microbatch's forward."""
+        """Return a request's FLOP: its share of a microbatch's forward."""
         replica = self._replica()
         training = self._spec.training
         share = meta.rows * meta.length / (training.microbatch_size * self._spec.model.context)
@@ -348,12 +339,12 @@ class InferenceService:
 
 
 def _has(plan: Plan, meta: InferenceInput) -> bool:
-    """Whether the receiver's stage begins where the sender says."""
+    """True if the stage begins at the sender's layer in our plan, too."""
     return meta.stage < len(plan.stages) and plan.stages[meta.stage].first_layer == meta.first_layer
 
 
 def _rank(peer: PeerID, meta: InferenceInput) -> bytes:
-    """The member with the lowest one is the way's: rendezvous hashing."""
+    """Rank a member for the request's `way`; the lowest rank is chosen (rendezvous hashing)."""
     return blake3(f"{peer}/{meta.entry}/{meta.way}".encode()).digest()
 
 

@@ -1,4 +1,4 @@
-"""What one stage remembers for those who ask: weights of a version for a while, and keys and values of sessions."""
+"""The weights of recent versions, and the keys and values of sessions, that a stage keeps for inference."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -10,19 +10,18 @@ from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.protocol.identity import PeerID
 
 FIXED_MAX: Final = 2
-"""Versions at once. One takes as much memory as the stage's parameters; plans do not count it, so it goes where a job
-finds no memory."""
+"""The most versions at once. Each takes the memory of the stage's parameters; it is freed if a job lacks memory."""
 IDLE_S: Final = 60.0
-"""What nobody has asked for so long is dropped. On a device of which its owner lends a tenth a question takes long."""
+"""Weights and sessions unused for so long are dropped. On a device that lends only a tenth, an answer takes long."""
 YIELDS_S: Final = 3.0
-"""A version that nobody has asked for so long makes room for another one."""
+"""A version unused for so long may be replaced by another one."""
 SESSIONS_MAX: Final = 8
 SESSIONS_BYTES_MAX: Final = 256 << 20
-"""Of keys and values, all sessions together; one there may be in any case."""
+"""The most bytes of keys and values of all sessions; a single session may exceed it."""
 
 Layers = tuple[int, int]
 Session = tuple[PeerID, int]
-"""(the peer that was asked, the asker's number)."""
+"""(the entry peer, the client's number)"""
 
 
 @dataclass(slots=True)
@@ -39,12 +38,12 @@ class _Known:
     num_bytes: int
     used_s: float
     length: int = 0
-    """Tokens remembered; -1: a request has failed in the middle, and nobody knows."""
+    """Tokens in the cache; -1: a request failed halfway, and the length is unknown."""
 
 
 @dataclass(slots=True)
 class Sessions:
-    """Of one peer. Whoever uses it says when it is."""
+    """The weights and sessions of one peer. The caller passes the time."""
 
     _fixed: dict[int, _Fixed] = field(default_factory=dict)
     _known: OrderedDict[Session, _Known] = field(default_factory=OrderedDict)
@@ -54,7 +53,6 @@ class Sessions:
         return not self._fixed
 
     def fixed(self, version: int, layers: Layers, now_s: float) -> FixedStage | None:
-        """The stage at `version`, if it is here."""
         found = self._fixed.get(version)
         if found is None or found.layers != layers:
             return None
@@ -62,11 +60,11 @@ class Sessions:
         return found.stage
 
     def newest(self, layers: Layers) -> int:
-        """-1: there is none."""
+        """Return the newest version kept; -1: none."""
         return max((version for version, fixed in self._fixed.items() if fixed.layers == layers), default=-1)
 
     def has_room(self, now_s: float) -> bool:
-        """Whether one more version may be kept, maybe in the place of one that is not asked for any more."""
+        """True if one more version may be kept, perhaps in place of an unused one."""
         return len(self._fixed) < FIXED_MAX or any(now_s - f.used_s >= YIELDS_S for f in self._fixed.values())
 
     def keep(self, version: int, stage: FixedStage, layers: Layers, now_s: float) -> None:
@@ -75,7 +73,7 @@ class Sessions:
         self._fixed[version] = _Fixed(stage, layers, now_s)
 
     def begin(self, session: Session, version: int, stage: FixedStage, num_bytes: int, now_s: float) -> None:
-        """Begin a session anew. The oldest ones go where there are too many."""
+        """Begin a session, anew if it exists. The oldest ones are dropped if there are too many."""
         self._known.pop(session, None)
         while self._known and (
             len(self._known) >= SESSIONS_MAX
@@ -85,7 +83,7 @@ class Sessions:
         self._known[session] = _Known(version, stage.memory(), num_bytes, now_s)
 
     def memory(self, session: Session, version: int, position: int, now_s: float) -> Mapping[str, KeysValues] | None:
-        """What the session remembers of the tokens before `position`; None: not that. `remembered` must follow."""
+        """Return the session's cache if it ends at `position`, else None. Call `remembered` after the forward."""
         known = self._known.get(session)
         if known is None or (known.version, known.length) != (version, position):
             return None
@@ -94,7 +92,6 @@ class Sessions:
         return known.memory
 
     def remembered(self, session: Session, length: int) -> None:
-        """Its memory has so many tokens now."""
         if session in self._known:
             self._known[session].length = length
 

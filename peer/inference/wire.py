@@ -1,11 +1,10 @@
-"""Requests to the model as bytes, and what is checked of them before anything is computed.
+"""Inference requests as bytes, and the checks before anything is computed.
 
-Tokens are int32, activations float32, or bfloat16 where every member computes in it (`training.compute = "bf16"`), so
-that the answer does not depend on how thin the training's wire is. In a subspace model (`peer/model/subspace.py`) the
-k coordinates of a token travel in the place of its activation, and the token beside them, as both say it all. Sizes
-follow from the header, which follows from the run spec.
+Tokens are int32; activations are float32, or bfloat16 if every member computes in it (`training.compute = "bf16"`),
+whatever the training's wire is. In a subspace model (`peer/model/subspace.py`) each token and its k coordinates travel
+instead of its activation. Sizes follow from the header, which is checked against the run spec.
 
-B rows   T tokens   D width   W numbers a token that travel: D, or the k of a subspace
+B rows   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
 
 from dataclasses import dataclass
@@ -28,32 +27,32 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What one stage is given."""
+    """The decoded input of one stage."""
 
     x: Tensor
     """int64 tokens [B, T], or a float activation [B, T, D]; on the CPU."""
     tokens_BT: Tensor | None
-    """int64, where they are known: at stage 0, and at all stages of a subspace model."""
+    """int64, at stage 0 and at all stages of a subspace model; else None."""
     targets_BT: Tensor | None
     begins_BT: Tensor | None
 
 
 class InferenceWire:
-    """Both ends of a stage's way, of one run."""
+    """The encoding between the stages of one run."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec, self._model = spec, spec.model
         self._dtype = torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
 
     def check_request(self, request: InferenceRequest, source: PeerID) -> int:
-        """Returns: T. Raises: RemoteError: it is none that this run's model answers."""
+        """Check a request and return T, the tokens of each row. Raises: RemoteError: the model cannot answer it."""
         rows, num = request.rows, len(request.tokens)
         length, rest = divmod(num, TOKEN_BYTES * max(1, rows))
         if rows < 1 or length < 1 or rest or rows * length > INFERENCE_TOKENS_MAX:
             raise RemoteError(source, f"asks about {rows} rows in {num} bytes")
         self._check_place(rows, length, request.position, request.session, source)
         if len(request.targets) not in (0, num) or len(request.begins) not in (0, rows * length):
-            raise RemoteError(source, "asks with other numbers of tokens, targets and beginnings")
+            raise RemoteError(source, "asks with different numbers of tokens, targets and beginnings")
         if request.begins and request.position:
             raise RemoteError(source, "asks about documents in the middle of a session")
         self._check_known(request.tokens, source)
@@ -63,20 +62,20 @@ class InferenceWire:
         return length
 
     def check_input(self, meta: InferenceInput, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: `source` sent another number of bytes than its header says."""
+        """Raises: RemoteError: the header or a token is invalid, or the number of bytes differs from the header's."""
         if meta.rows < 1 or meta.length < 1 or meta.rows * meta.length > INFERENCE_TOKENS_MAX:
             raise RemoteError(source, f"asks about {meta.rows} rows of {meta.length} tokens")
         self._check_place(meta.rows, meta.length, meta.position, meta.session, source)
         tokens = meta.rows * meta.length
         size = sum(self._sizes(meta, tokens))
         if len(payload) != size:
-            raise RemoteError(source, f"sent {len(payload):,} bytes for a question of {size:,}")
+            raise RemoteError(source, f"sent {len(payload):,} bytes for a request of {size:,}")
         _, token_part, target_part, _ = self._parts(meta, payload)
         self._check_known(token_part, source)
         self._check_known(target_part, source, ignored=True)
 
     def encode(self, x_BTD: Tensor, question: Question) -> bytearray:
-        """What the next stage is given of `question`, of which our layers have made `x_BTD`."""
+        """Encode the input of the next stage: `x_BTD` is the output of our layers, the rest comes from `question`."""
         parts = [x_BTD.to(self._dtype)]
         if self._model.subspace:
             tokens_BT = question.tokens_BT
@@ -94,7 +93,7 @@ class InferenceWire:
         return payload
 
     def decode(self, meta: InferenceInput, payload: Payload) -> Question:
-        """What `encode` has made or, for stage 0, who asks; `check_input` has checked it."""
+        """Decode an input that `check_input` has checked: an output of `encode`, or at stage 0 the client's tokens."""
         B, T = meta.rows, meta.length
         x, tokens, targets, begins = self._parts(meta, payload)
         tokens_BT = torch.frombuffer(bytearray(tokens), dtype=torch.int32).view(B, T).long() if tokens else None
@@ -106,7 +105,6 @@ class InferenceWire:
         )
 
     def _activation(self, meta: InferenceInput, x: Payload, tokens_BT: Tensor | None) -> Tensor:
-        """What the stage's layers compute with: as `Question.x`."""
         if meta.stage == 0:
             assert tokens_BT is not None, "a question without tokens"
             return tokens_BT
@@ -117,11 +115,11 @@ class InferenceWire:
         return Subspace.of(self._spec, x_BTW.device).restored(x_BTW.float(), tokens_BT)
 
     def _check_known(self, tokens: Payload, source: PeerID, *, ignored: bool = False) -> None:
-        """Raises: RemoteError: the model does not know them all. An index out of range costs a GPU its context."""
+        """Raises: RemoteError: a token is outside the vocabulary. Such an index would cost a GPU its context."""
         token_N = np.frombuffer(tokens, np.int32)
         known_N = (token_N >= 0) & (token_N < self._model.vocab_size)
         if not (known_N | (token_N == IGNORED) if ignored else known_N).all():
-            raise RemoteError(source, f"names a token that the model does not know: it has {self._model.vocab_size}")
+            raise RemoteError(source, f"names a token outside the vocabulary of {self._model.vocab_size}")
 
     def _check_place(self, rows: int, length: int, position: int, session: int, source: PeerID) -> None:
         if position < 0 or position + length > self._model.context:
@@ -131,10 +129,10 @@ class InferenceWire:
         if session and rows > 1:
             raise RemoteError(source, f"begins a session with {rows} rows")
         if position and not session:
-            raise RemoteError(source, "goes on behind tokens of no session")
+            raise RemoteError(source, "continues tokens without a session")
 
     def _parts(self, meta: InferenceInput, payload: Payload) -> list[memoryview]:
-        """The parts of a payload, as `_sizes` names them; what is not there is empty."""
+        """Split a payload by `_sizes`; missing parts are empty."""
         at, parts = memoryview(payload), []
         for size in self._sizes(meta, meta.rows * meta.length):
             parts.append(at[:size])
@@ -142,7 +140,7 @@ class InferenceWire:
         return parts
 
     def _sizes(self, meta: InferenceInput, tokens: int) -> tuple[int, int, int, int]:
-        """Bytes of the activation or its coordinates, of tokens, of targets, of beginnings."""
+        """Return the bytes of activation or coordinates, tokens, targets, and beginnings."""
         of_token = 0 if meta.stage == 0 else self._dtype.itemsize * self._model.written_width
         names_tokens = meta.stage == 0 or self._model.subspace > 0
         of_tokens = TOKEN_BYTES * tokens * names_tokens

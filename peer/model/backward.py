@@ -1,4 +1,4 @@
-"""Backward from tensors whose gradients have come from elsewhere."""
+"""Backward from several tensors with given gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _Meeting(torch.autograd.Function):
-    """A scalar; backward from it hands each of its inputs the gradient that was given with it."""
+    """Makes a scalar of several tensors; its backward gives each of them its given gradient."""
 
     @staticmethod
     def forward(ctx: Any, num: int, *values: Tensor) -> Tensor:
@@ -22,10 +22,10 @@ class _Meeting(torch.autograd.Function):
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """As `torch.autograd.backward`, the same bits; each gradient has the shape of its output.
+    """Do what `torch.autograd.backward` does, bit for bit; each gradient must have the shape of its output.
 
-    `torch.autograd.backward` with given gradients compares shapes by way of `torch.fx`, which imports sympy at the
-    first call: 0.6 s and 33 MB in each process. From a scalar it does not.
+    With given gradients `torch.autograd.backward` compares shapes through `torch.fx`, which imports sympy at the first
+    call: 0.6 s and 33 MB in each process. A backward from a scalar does not.
     """
     meeting: Tensor = _Meeting.apply(len(outputs), *outputs, *gradients)  # type: ignore[no-untyped-call]
     torch.autograd.backward(meeting)

@@ -1,8 +1,7 @@
-"""Decoder layers that `torch.compile` makes faster, compiled in the background.
+"""Decoder layers compiled by `torch.compile` in the background.
 
-A peer trains from its first microbatch on with the layers as `llama.py` has them, and takes the compiled ones when
-they are there. Where compiling fails it goes on without, and says so. All layers of one kind share one compiled layer,
-in all stages that this process will ever hold.
+A peer begins with the layers of `llama.py` and switches to the compiled ones when they are ready. If compiling fails,
+it logs that and goes on uncompiled. All layers of one kind in this process share one compiled layer.
 
 B samples   T tokens   D width
 """
@@ -27,16 +26,14 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 Layer = Callable[[tuple[Tensor, ...], Tensor, Rotary], Tensor]
-"""(a layer's tensors in its layout's order, behind them a subspace model's basis; activations [B, T, D]; rotary tables)
--> activations [B, T, D]."""
+"""(tensors in the layout's order, then a subspace's basis; [B, T, D]; rotary tables) -> [B, T, D]."""
 DEVICES: Final = ("cuda",)
-"""Where layers are compiled. CPUs are no faster with it (`MEASURED.md`), a peer takes more memory, and a C++ compiler
-has to be there."""
+"""Device types for compiling. On a CPU it saves no time (`MEASURED.md`), costs memory, and needs a C++ compiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What layers are compiled for."""
+    """The shapes for which layers are compiled."""
 
     model: ModelSpec
     num_samples: int
@@ -45,11 +42,7 @@ class Job:
 
 
 class CompiledLayers:
-    """The dense layers of one model, compiled for microbatches of one shape. Compiling begins with `start`.
-
-    Args:
-        backend: that of `torch.compile`.
-    """
+    """The dense layers of one model, compiled by `backend` for microbatches of one shape after `start`."""
 
     def __init__(self, job: Job, *, backend: str | Callable[..., object] = "inductor") -> None:
         self._job = job
@@ -58,11 +51,10 @@ class CompiledLayers:
         self._thread = threading.Thread(target=self._compile, name="compile layers", daemon=True)
 
     def start(self) -> None:
-        """Begin to compile, in a thread of its own."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all is compiled, or has failed: benchmarks and tests want to know which of the two they run."""
+        """Wait until compiling has ended or failed; for benchmarks and tests."""
         self._thread.join()
 
     def layer(self, key: str, params: Mapping[str, Tensor], rotary: Rotary) -> Callable[[Tensor], Tensor] | None:
@@ -81,14 +73,13 @@ class CompiledLayers:
             began_s = time.monotonic()
             try:
                 self._by_kind[kind] = self._compiled(index)
-            except Exception as error:  # of a compiler: whatever it is, training goes on without
+            except Exception as error:  # training goes on uncompiled, whatever the compiler's error
                 logger.warning("layers stay uncompiled, which is slower: %s", f"{error}".strip().split("\n")[0])
                 return
             logger.info("layers like layer %d are compiled, after %.0f s", index, time.monotonic() - began_s)
 
     def _compiled(self, index: int) -> Layer:
-        """Compile one layer. It is run once with gradients and once without, since torch compiles each at its first
-        call."""
+        """Compile one layer and run it with and without gradients: torch compiles each case at its first call."""
         job, layout = self._job, layer_layout(self._job.model, f"layers.{index}")
         names = (*layout.names, BASIS) if job.model.subspace else layout.names
         layer: Layer = torch.compile(
@@ -108,11 +99,8 @@ class CompiledLayers:
 
 
 def compiled_layers(spec: RunSpec, device: torch.device, dtype: torch.dtype) -> CompiledLayers | None:
-    """Return the compiled layers of a run, and begin to compile with the first call.
-
-    None: layers are not compiled on this device, or not in this kind of model: which tokens an expert gets only the
-    device knows, and adapters read their base in few bits.
-    """
+    """Return the compiled layers of a run; the first call begins to compile. None: not on this device, or not for this
+    model: sizes of expert groups are known only on the device, and adapters decode a quantised base."""
     if device.type not in DEVICES or spec.model.num_experts or spec.adapter is not None:
         return None
     return _started(Job(spec.model, spec.training.microbatch_size, device, dtype))
@@ -133,5 +121,5 @@ def _uncompiled(model: ModelSpec, index: int, names: tuple[str, ...]) -> Layer:
 
 
 def _run(layer: Layer, tensors: tuple[Tensor, ...], rotary: Rotary, x_BTD: Tensor) -> Tensor:
-    """Run a layer. Whether an input wants a gradient is a part of what is compiled, so without gradients none does."""
+    """Run a layer. Without gradients detach its input, since torch compiles for `requires_grad` separately."""
     return layer(tensors, x_BTD if torch.is_grad_enabled() else x_BTD.detach(), rotary)

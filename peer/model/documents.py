@@ -1,6 +1,4 @@
-"""Documents that share a sample: each token looks at its own document only, and positions begin anew in each.
-
-What a document's tokens come to is then what they come to when it stands alone.
+"""Several documents in one sample. Attention and positions are separate, so each gives the same result as alone.
 
 B samples   T tokens
 """
@@ -14,31 +12,25 @@ from shoal.peer.model.rotary import Rotary, at_positions
 
 
 class Documents:
-    """The documents of one microbatch.
-
-    Args:
-        begins_BT: bool, whether each token is the first that a document has here. The first of a sample always is.
-    """
+    """The documents of one microbatch. `begins_BT`, bool, marks their first tokens, among them each sample's."""
 
     def __init__(self, begins_BT: Tensor) -> None:
         T = begins_BT.shape[1]
         self._at_T = torch.arange(T, device=begins_BT.device)
         first_BT = torch.where(begins_BT, self._at_T, 0).cummax(1).values
         self.position_BT = self._at_T - first_BT
-        """int64, tokens of the same document before each."""
+        """int64, the number of earlier tokens of the same document."""
         self._first_BT = first_BT
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def positioned(self, rotary: Rotary) -> Rotary:
-        """The rotary tables at these positions."""
         return at_positions(rotary, self.position_BT)
 
     def mask(self, window: int, dtype: torch.dtype) -> Tensor:
-        """[B, 1, T, T], what is added to scores of this dtype: 0 for the tokens that each looks at, no more than
-        `window` of its document's before it (0: all), and -inf for others.
+        """Return the mask [B, 1, T, T] to add to scores of this dtype: 0 for a token of the same document that is at
+        most `window` - 1 before (0: no limit), -inf for others.
 
-        All layers get the same tensor, so that it is kept for their backward once: torch would make as much again of
-        each mask of booleans.
+        All layers share one tensor, which their backwards keep once; of a boolean mask torch would make a copy a layer.
         """
         if (window, dtype) not in self._masks:
             back_TT = self._at_T[:, None] - self._at_T

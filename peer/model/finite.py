@@ -1,17 +1,16 @@
-"""Numbers that are not finite: whether there are any, and zero in their place.
+"""Detection and removal of numbers that are not finite.
 
-A card works behind the thread that gives it work, and whoever looks at a number of it (`bool`, `float`) waits until it
-has caught up; then it has nothing to do. So the answers here stay on the device, and a job of a stage that holds whole
-layers looks at them at its end, where it waits for what it sends anyway. On a CPU a look costs nothing and spares a
-pass over the numbers.
+Reading a number from a GPU (`bool`, `float`) waits for all queued work and leaves the GPU idle. So the answers here
+stay on the device, and a job reads them at its end, where it waits for its payload anyway. On a CPU reading costs
+nothing and can save a pass over the numbers.
 """
 
 from torch import Tensor
 
 
 def finite(values: Tensor) -> Tensor:
-    """Whether every element is, bool []. A sum that is finite says so, and takes a tenth of the time; numbers so large
-    that only their sum is not finite are looked at one by one."""
+    """Return whether all elements are finite, bool []. A finite sum proves it in a tenth of the time; otherwise each
+    element is tested, since the sum alone may overflow."""
     of_sum = values.sum().isfinite()
     if values.is_cpu:
         return of_sum if bool(of_sum) else values.isfinite().all()
@@ -19,12 +18,12 @@ def finite(values: Tensor) -> Tensor:
 
 
 def is_finite(values: Tensor) -> bool:
-    """The same, for who can wait for it."""
+    """Return `finite` as a Python bool, which waits for the device."""
     return bool(finite(values))
 
 
 def zero_unless(keep: Tensor, values: Tensor) -> Tensor:
-    """Zero `values` in place unless `keep`, bool [], is true. Returns: `values`."""
+    """Set `values` to zero in place unless `keep`, bool [], is true. Returns: `values`."""
     if values.is_cpu:
         return values if bool(keep) else values.zero_()
     return values.masked_fill_(~keep, 0.0)

@@ -1,4 +1,4 @@
-"""Arithmetic of a layer, for cost models and for the simulated device."""
+"""The arithmetic of a layer, for cost models and the simulated device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +11,22 @@ from shoal.protocol.tensors import basis_elements, expert_elements, num_elements
 BACKWARD_PER_FORWARD: Final = 2.0
 """A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
 ADAPTED_BACKWARD_PER_FORWARD: Final = 1.0
-"""Where only adapters train. What these take themselves is a few hundredths."""
+"""The ratio if only adapters train; their own products, a few hundredths, are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFlop:
-    """Floating-point operations of one microbatch's jobs at a stage, or of their parts where experts are elsewhere."""
+    """FLOP of one microbatch's jobs at a stage, or of their parts if the experts are on other peers."""
 
     forward: float
     backward: float
     loss: float
-    """The last stage's one job for a microbatch, which is forward, loss and backward. With `keep = "layers"` the
-    forward of each layer runs twice, that of the head once; otherwise no forward runs a second time."""
+    """The last stage's one job. With `keep = "layers"` it repeats the forward of each layer but the head."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Of a microbatch's jobs at a stage that has all of these layers. Beside a base that is not trained a backward is
-    one product: what the matrix reads has a gradient, and the matrix none."""
+    """Return the FLOP of a microbatch's jobs at a stage with the layers `keys`. With adapters a backward is one
+    product: only a matrix's input has a gradient."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(forward_flop(spec.model, key, tokens) for key in keys)
     backward = BACKWARD_PER_FORWARD if spec.adapter is None else ADAPTED_BACKWARD_PER_FORWARD
@@ -47,10 +46,11 @@ def job_flop(
     backward_per_forward: float = BACKWARD_PER_FORWARD,
     again_at_loss: float = 0.0,
 ) -> JobFlop:
-    """Args:
-    forward: FLOP of it.
-    recomputes: a backward runs the forward again before it.
-    again_at_loss: FLOP that the last stage's job runs again.
+    """Return the FLOP of the jobs of a stage, given those of its `forward`.
+
+    Args:
+        recomputes: a backward first repeats the forward.
+        again_at_loss: FLOP of the forwards that the last stage's job repeats.
     """
     backward = backward_per_forward * forward
     return JobFlop(
@@ -61,29 +61,29 @@ def job_flop(
 
 
 def expert_flop(model: ModelSpec, num_tokens: int) -> float:
-    """Matmul FLOP of one expert's forward on `num_tokens` tokens that were sent to it."""
+    """Return the matmul FLOP of one expert's forward on the `num_tokens` tokens sent to it."""
     return 2.0 * num_tokens * expert_elements(model)
 
 
 def part_flop(keys: Sequence[str], flop: float) -> float:
-    """FLOP of one of the parts into which a stage's `flop` are cut where its experts are elsewhere: each decoder layer
-    of `keys` is one cut."""
+    """Return the FLOP of one part of a stage's forward of `flop`, cut at each decoder layer of `keys` by its
+    experts."""
     return flop / (1 + sum(key not in (EMBED, HEAD) for key in keys))
 
 
 def trunk_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
-    """As `forward_flop`, without what the experts of the layer do."""
+    """Return `forward_flop` without the layer's experts."""
     if not model.num_experts or key in (EMBED, HEAD):
         return forward_flop(model, key, num_tokens)
     return forward_flop(model, key, num_tokens) - expert_flop(model, num_tokens * model.experts_per_token)
 
 
 def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
-    """Matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of `context`.
+    """Return the matmul FLOP (a multiply-add is 2) of one layer's forward on `num_tokens` tokens in samples of
+    `context`.
 
-    Attention is counted causal: a token looks at (context + 1) / 2 others on average, and at fewer through a window.
-    The embedding is a gather, 0. Of experts those count that a token is sent to, and the router. In a subspace model
-    the products with its basis count as well.
+    Attention is causal: a token attends to (context + 1) / 2 others on average, fewer with a window. The embedding is a
+    gather, 0. Counted are also the router, the K experts of each token, and the products with a subspace's basis.
     """
     if key == EMBED:
         return 2.0 * num_tokens * model.dim * model.subspace
@@ -96,5 +96,5 @@ def forward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
 
 
 def backward_flop(model: ModelSpec, key: str, num_tokens: int) -> float:
-    """Matmul FLOP of one layer's backward, without recomputing the forward."""
+    """Return the matmul FLOP of one layer's backward, without a repeated forward."""
     return BACKWARD_PER_FORWARD * forward_flop(model, key, num_tokens)

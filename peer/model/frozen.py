@@ -1,7 +1,7 @@
-"""Weights that are not trained: a layer of the base, as it is stored, and with adapters beside it.
+"""Weights that are not trained: a layer of the base as it is stored, and the same with adapters.
 
-A matrix stays as its bytes say and is made dense for each product: the product keeps the bytes for its backward, not
-what it made of them, and never has a gradient of the matrix.
+A quantised matrix is decoded for each product. Autograd keeps the stored bytes for the backward, not the dense matrix,
+and the matrix never has a gradient.
 
 B samples   T tokens   D width   N elements of a layer   Y bytes of a layer   R rows and C columns of a matrix   K rank
 P rows of tokens, sorted by expert   E experts
@@ -27,20 +27,20 @@ from shoal.protocol.tensors import adapter_names, magnitude_name
 _PLAIN: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _INT8: Final = codec.FORMATS["int8"]
 _CHUNK: Final = 1 << 22
-"""Numbers of an int8 matrix that are made float32 at a time, on their way to what is multiplied in: whole tiles."""
+"""Numbers of an int8 matrix decoded to float32 at a time; a whole number of tiles."""
 _LEAST_SQUARE: Final = 1e-24
-"""Of the norm of a row that is all zeros, squared."""
+"""The least squared norm of a row, so that a row of zeros divides by no zero."""
 
 
 def adapter_of(spec: RunSpec) -> AdapterSpec:
-    """The run's; whoever asks knows that it has one."""
+    """Return the run's adapter settings; the run must have some."""
     assert spec.adapter is not None, "the run trains all weights"
     return spec.adapter
 
 
 def stored_base(spec: RunSpec, key: str, flat_N: Tensor) -> Tensor:
-    """A layer's parameters, float32 [N] in the model's layout, as the run's base has them: the same bytes on every
-    machine. They travel as state does, so they come as float32 [Y / 4], whose values mean nothing."""
+    """Encode a layer's parameters, float32 [N], in the formats of the run's base: the same bytes on every machine. They
+    travel as state does, so they are returned as float32 [Y / 4]; as numbers they mean nothing."""
     model, base = spec.model, adapter_of(spec).base
     views = layer_layout(model, key).views(flat_N)
     stored_Y = torch.zeros(base_bytes(model, base, key), dtype=torch.uint8)
@@ -50,17 +50,16 @@ def stored_base(spec: RunSpec, key: str, flat_N: Tensor) -> Tensor:
 
 
 def seed_base(spec: RunSpec, key: str) -> Tensor:
-    """As `stored_base`, of the weights that the run's seed makes."""
+    """Return `stored_base` of the weights made from the run's seed."""
     return stored_base(spec, key, init_layer(spec.model, key, spec.seed))
 
 
 def base_numel(spec: RunSpec, key: str) -> int:
-    """The elements that `stored_base` has."""
+    """Return the number of elements of `stored_base`."""
     return base_bytes(spec.model, adapter_of(spec).base, key) // torch.float32.itemsize
 
 
 def _encoded(x: Tensor, form: BaseFormat) -> Tensor:
-    """uint8, the bytes of a tensor in its format."""
     x = x.detach().to("cpu", torch.float32).contiguous()
     if form == "nf4":
         return nf4.encode(x)
@@ -70,10 +69,7 @@ def _encoded(x: Tensor, form: BaseFormat) -> Tensor:
 
 
 class FrozenMatrix:
-    """One matrix of the base.
-
-    Args: stored_Y: its bytes, uint8.
-    """
+    """One matrix of the base, from its bytes, uint8."""
 
     __slots__ = ("_form", "_norms_R", "_stored_Y", "shape")
 
@@ -84,7 +80,7 @@ class FrozenMatrix:
         self.shape = shape
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[rows, columns]; without a copy if it is stored so."""
+        """Return the matrix [rows, columns], without a copy if it is stored in `dtype`."""
         if self._form in _PLAIN:
             return self._stored_Y.view(_PLAIN[self._form]).view(self.shape).to(dtype)
         numel = math.prod(self.shape)
@@ -98,26 +94,26 @@ class FrozenMatrix:
         return dense_N.view(self.shape)
 
     def row_norms(self) -> Tensor:
-        """float32 [rows], each row's Euclidean norm. It is taken once."""
+        """Return each row's Euclidean norm, float32 [rows]; computed once."""
         if self._norms_R is None:
             self._norms_R = self.dense(torch.float32).norm(dim=1)
         return self._norms_R
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows with these numbers, [..., columns]."""
+        """Return the rows with these indices, [..., columns]."""
         if self._form in _PLAIN:
             return functional.embedding(index, self._stored_Y.view(_PLAIN[self._form]).view(self.shape)).to(dtype)
         columns = self.shape[1]
         if self._form != "int8" or columns % codec.TILE:
             return functional.embedding(index, self.dense(dtype))
-        # Tiles of these rows alone: an embedding is often the largest matrix there is.
+        # Decode only the tiles of these rows: an embedding is often the largest matrix.
         of_row = columns // codec.TILE
         tiles = (index.reshape(-1, 1) * of_row + torch.arange(of_row, device=index.device)).flatten()
         found = codec.decode_tiles(self._stored_Y, math.prod(self.shape), _INT8, tiles)
         return found.view(*index.shape, columns).to(dtype)
 
     def times(self, x: Tensor) -> Tensor:
-        """x W^T: [..., columns] -> [..., rows]."""
+        """Return x W^T: [..., columns] -> [..., rows]."""
         if self._form in _PLAIN and _PLAIN[self._form] == x.dtype:
             return functional.linear(x, self.dense(x.dtype))
         product: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
@@ -125,7 +121,7 @@ class FrozenMatrix:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T of a matrix that is made dense anew for the backward: kept, it would be as large as if it were trained."""
+    """x W^T. The backward decodes the matrix again: a dense copy would take as much memory as a trained one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: FrozenMatrix) -> Tensor:
@@ -140,7 +136,7 @@ class _Product(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """As `_Product`, of the matrices of several experts, each with its own rows: [P, columns] -> [P, rows]."""
+    """`_Product` with the matrices of several experts, each for its own rows: [P, columns] -> [P, rows]."""
 
     @staticmethod
     def forward(ctx: Any, x_PC: Tensor, offset_E: Tensor, matrices: Sequence[FrozenMatrix]) -> Tensor:
@@ -162,11 +158,11 @@ class FrozenLayer:
     vectors: Mapping[str, Tensor]
     """Norms and biases, in `dtype`."""
     dtype: torch.dtype
-    """What is multiplied in."""
+    """The dtype of jobs."""
 
     @classmethod
     def of(cls, spec: RunSpec, key: str, stored: Tensor, *, device: torch.device, dtype: torch.dtype) -> "FrozenLayer":
-        """Args: stored: as `stored_base` has it."""
+        """Load a layer. Args: stored: the result of `stored_base`."""
         stored_Y = stored.to(device).view(torch.uint8)
         matrices: dict[str, FrozenMatrix] = {}
         vectors: dict[str, Tensor] = {}
@@ -179,12 +175,10 @@ class FrozenLayer:
 
 
 def adapted_row_norms(norm_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor, *, scale: float) -> Tensor:
-    """The norms of the rows of W + scale B A, float32 [rows]: |w|^2 + 2 scale w A^T b + scale^2 b A A^T b of each row
-    w of W and b of B, so that the sum itself is not made.
+    """Return the norms of the rows of W + scale B A, float32 [rows], without making that sum.
 
-    Args:
-        norm_R: |w|.
-        wa_RK: W A^T.
+    For rows w of W and b of B the squared norm is |w|^2 + 2 scale w A^T b + scale^2 b A A^T b; `norm_R` is |w|, `wa_RK`
+    W A^T.
     """
     wa_RK, a_KC, b_RK = wa_RK.float(), a_KC.float(), b_RK.float()
     between_R, beyond_R = (wa_RK * b_RK).sum(1), (b_RK @ (a_KC @ a_KC.T) * b_RK).sum(1)
@@ -192,12 +186,12 @@ def adapted_row_norms(norm_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor,
 
 
 class AdaptedLayer(dict[str, Tensor]):
-    """What the model's functions see of a layer with adapters: their leaves, and norms and biases of the base, by name.
-    Its matrices are only used through the methods.
+    """A layer with adapters as the model's functions see it: a dict of the adapters' leaves and of the base's norms and
+    biases. The base's matrices are available only through the methods.
 
     Args:
-        adapters: A and B, and m of "dora", by name: leaves of autograd, or none.
-        scale: what B A is multiplied with.
+        adapters: A and B by name, and m for "dora": autograd leaves; may be empty.
+        scale: the factor of B A.
     """
 
     def __init__(self, frozen: FrozenLayer, adapters: Mapping[str, Tensor], *, scale: float) -> None:
@@ -207,7 +201,7 @@ class AdaptedLayer(dict[str, Tensor]):
         self._scale = scale
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """The projection `name` with its adapter and its bias, if there are: [..., columns] -> [..., rows]."""
+        """Apply the projection `name` with its adapter and its bias, if any: [..., columns] -> [..., rows]."""
         matrix, (a, b), magnitude = self._frozen.matrices[name + ".weight"], adapter_names(name), magnitude_name(name)
         if magnitude in self:
             y = self._with_magnitudes(matrix, x, self[a], self[b], self[magnitude])
@@ -221,32 +215,30 @@ class AdaptedLayer(dict[str, Tensor]):
         return y
 
     def _with_magnitudes(self, matrix: FrozenMatrix, x: Tensor, a_KC: Tensor, b_RK: Tensor, m_R: Tensor) -> Tensor:
-        """W' x, W' = W + scale B A with each row scaled to the norm |w| + m: [..., columns] -> [..., rows]."""
-        # W A^T, which the norms need, comes with the same product as if A were K more tokens.
+        """Return W' x, W' being W + scale B A with rows scaled to the norms |w| + m: [..., columns] -> [..., rows]."""
+        # The norms need W A^T: append A to x as K more tokens, and one product gives both.
         rows = math.prod(x.shape[:-1])
         both = matrix.times(torch.cat([x.reshape(rows, -1), a_KC.detach()]))
         y = both[:rows].view(*x.shape[:-1], -1) + functional.linear(functional.linear(x, a_KC), b_RK) * self._scale
         times_R = (matrix.row_norms() + m_R) / adapted_row_norms(
             matrix.row_norms(), both[rows:].detach().T, a_KC.detach(), b_RK.detach(), scale=self._scale
         )
-        # In bfloat16 1.001 is 1.
+        # Multiply by 1 + (t - 1): bfloat16 would round t = 1.001 to 1.
         return y + y * (times_R - 1).to(y.dtype)
 
     def grouped(self, names: Sequence[str], x_PC: Tensor, offset_E: Tensor) -> Tensor:
         """Multiply each expert's rows by its frozen matrix: [P, columns] -> [P, rows], differentiable in `x_PC`.
 
-        Args:
-            names: one matrix of each of the E experts, in their order.
-            offset_E: int64 [E + 1], as `kernels.dispatch.grouped_matmul` takes it.
+        Args: names: one matrix for each of the E experts; offset_E: int64 [E + 1], as in
+        `kernels.dispatch.grouped_matmul`.
         """
         matrices = [self._frozen.matrices[name] for name in names]
         product: Tensor = _GroupedProduct.apply(x_PC, offset_E, matrices)  # type: ignore[no-untyped-call]
         return product
 
     def rows(self, name: str, index: Tensor) -> Tensor:
-        """Rows of the matrix `name`."""
         return self._frozen.matrices[name].rows(index, self._frozen.dtype)
 
     def matrix(self, name: str) -> Tensor:
-        """The matrix `name`, which wants no gradient."""
+        """Return the matrix `name`, which has no gradient."""
         return self._frozen.matrices[name].dense(self._frozen.dtype)

@@ -1,8 +1,7 @@
-"""Sample from the model, token by token.
+"""Sampling from the model, token by token.
 
-The first forward takes the whole prompt and remembers each layer's keys and values; from then on a token is a forward
-of one token. Positions are absolute, so once the context is full every further token moves all others by one place
-and nothing remembered holds: from there on each is a forward of the last `context` tokens.
+The first forward caches the prompt's keys and values; then each token is a forward of one token. Positions are
+absolute: beyond the context each new token shifts all positions, so each is a forward of the last `context` tokens.
 
 B samples (always 1)   T tokens   G key and value heads   K head size   V vocabulary
 """
@@ -23,8 +22,8 @@ class Sampler:
 
     Args:
         temperature: 0 takes the likeliest token.
-        top_p: in (0, 1]; only the likeliest tokens that together have this probability are drawn from.
-        seed: the same one gives the same tokens on the same machine.
+        top_p: in (0, 1]; draw only from the likeliest tokens that together have this probability.
+        seed: the same seed gives the same tokens on the same machine.
     Raises: ValueError: temperature or top_p is out of range.
     """
 
@@ -38,7 +37,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def choose(self, logits_V: Tensor) -> int:
-        """float32 [V] on the CPU -> a token."""
+        """Choose a token, given float32 [V] on the CPU."""
         if self._temperature == 0:
             return int(logits_V.argmax())
         weights_V = torch.softmax(logits_V / self._temperature, dim=-1)
@@ -47,14 +46,14 @@ class Sampler:
         return int(torch.multinomial(weights_V, 1, generator=self._generator))
 
     def _nucleus(self, weights_V: Tensor) -> Tensor:
-        """Zero but for the fewest likeliest tokens that have `top_p` between them; the likeliest always stays."""
+        """Keep the fewest likeliest tokens that together have `top_p`, at least one; set others to zero."""
         ordered_V, index_V = weights_V.sort(descending=True, stable=True)
         before_V = ordered_V.cumsum(-1) - ordered_V
         return torch.zeros_like(weights_V).scatter(-1, index_V, ordered_V.where(before_V < self._top_p, 0.0))
 
 
 class KeysValues:
-    """Keys and values of one layer, [B, G, T, K] each; room for the whole context is taken once."""
+    """The keys and values of one layer, [B, G, T, K] each; memory for the whole context is allocated once."""
 
     def __init__(self, context: int) -> None:
         self._context = context
@@ -74,10 +73,7 @@ class KeysValues:
 def stream(
     model: ModelSpec, params_by_key: Mapping[str, Params], prompt: Sequence[int], sampler: Sampler
 ) -> Iterator[int]:
-    """Continue `prompt` without end: one token at a time, on the device of the parameters.
-
-    Raises: ValueError: the prompt is empty.
-    """
+    """Continue `prompt` without end, on the device of the parameters. Raises: ValueError: it is empty."""
     if not prompt:
         raise ValueError("the prompt must have at least one token")
     return _stream(model, params_by_key, list(prompt), sampler)
@@ -91,10 +87,8 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> bytes:
-    """Continue `prompt` by `num_tokens` bytes and return only the continuation.
-
-    Raises: ValueError: the prompt is empty, or the vocabulary is larger than bytes.
-    """
+    """Continue `prompt` by `num_tokens` bytes and return only the continuation. Raises: ValueError: the prompt is
+    empty, or the vocabulary is larger than bytes."""
     if not prompt:
         raise ValueError("the prompt must have at least one byte")
     if model.vocab_size > 256:
@@ -110,9 +104,9 @@ def _stream(
     device = params_by_key[keys[-1]]["model.norm.weight"].device
     cos_TK, turned_TK = rotary_tables(model, device)
     remember = {key: KeysValues(model.context) for key in keys}
-    known = 0  # tokens whose keys and values are remembered
+    known = 0  # tokens in the cache
     while True:
-        # Not a decorator: a generator would leave the mode on for whoever reads it.
+        # Not a decorator: a generator would leave the mode on in its caller.
         with torch.inference_mode():
             if len(tokens) <= model.context:
                 new_BT = torch.tensor([tokens[known:]], device=device)

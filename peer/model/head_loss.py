@@ -1,12 +1,11 @@
-"""The loss at the end of the model without its logits in memory: projection, cross entropy and both gradients, some
-rows at a time.
+"""The loss of the head without all logits in memory: projection, cross entropy and both gradients, some rows at a time.
 
     logit = x W^T      loss = mean(log sum exp(logit) - logit[target])      dlogit = (softmax(logit) - onehot) / N
 
-4,096 tokens of a vocabulary of 128,256 have 2.1 GB of logits in float32, and as much again of their gradients.
+The logits of 4,096 tokens with a vocabulary of 128,256 take 2.1 GB in float32, and their gradients as much again.
 
-Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009, section 4: logits
-are made again where they are needed. Here the gradient is made at once, as every loss has its backward.
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv 2411.09009, section 4: there
+the backward makes the logits again. Here the forward makes the gradient at once, since every loss has its backward.
 
 N tokens   D width   V vocabulary   C rows at a time
 """
@@ -18,20 +17,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES: Final = 1 << 28
-"""Of logits in float32, at a time."""
+"""The most bytes of float32 logits at a time."""
 
 
 def head_loss(
     x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, cap: float = 0.0, counted: int | None = None
 ) -> Tensor:
-    """Mean cross entropy of `x_ND @ weight_VD.T` in nats a token, a float32 scalar.
+    """Return the mean cross entropy of `x_ND @ weight_VD.T` in nats a token, a float32 scalar.
 
     Args:
-        x_ND: in what the products are to be computed in.
-        weight_VD: of the same dtype. Its gradient is added up in it, chunk by chunk, if it wants one.
-        target_N: int64, from 0 to V - 1; with `counted` negative where a row has none.
-        cap: c, where a logit becomes c tanh(logit / c); 0: it does not.
-        counted: rows that have a target, over which the mean is; the loss is 0 if there are none. None: all.
+        x_ND: in the dtype of the products.
+        weight_VD: in the same dtype, in which its gradient is summed, too.
+        target_N: int64 in [0, V); with `counted` also negative: the row has no target.
+        cap: c, if a logit becomes c tanh(logit / c); 0: no cap.
+        counted: the number of rows with a target, over which the mean is taken (0: the loss is 0); None: all rows.
     """
     wants = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     loss: Tensor = _HeadLoss.apply(x_ND, weight_VD, target_N, cap, counted, wants)  # type: ignore[no-untyped-call]

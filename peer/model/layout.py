@@ -1,13 +1,12 @@
-"""Where each tensor of a layer lies in the layer's one flat buffer.
+"""The place of each tensor in a layer's one flat buffer.
 
-State is kept by layer (`protocol.layers` has their names). All tensors of a layer share one flat fp32 buffer, so that
-reducing, stepping, hashing, sending and predicting a layer is one operation on one tensor. Matrices come first:
-elements [0, num_decayed) get weight decay, the norms and biases after them do not.
-Which tensors there are, and their names, says `protocol.tensors`.
+All tensors of a layer (`protocol.tensors` defines them) share one flat fp32 buffer, so that reducing, stepping,
+hashing, sending and predicting a layer is one operation on one tensor. Matrices come first: elements [0, num_decayed)
+get weight decay, the norms and biases after them do not.
 
-A layer with experts has units, which can be placed, clipped and stepped one without the other: "layers.3.experts.0",
-"layers.3.experts.1" … one behind the other from element 0 on, and behind them the rest, "layers.3.trunk". Each has a
-layout of its own, so that whatever is done to a layer can be done to a unit by its key.
+A layer with experts has units, which can be placed, clipped and stepped independently: "layers.3.experts.0",
+"layers.3.experts.1" … from element 0 on, and after them the rest, "layers.3.trunk". Functions of a layer take a unit's
+key as well.
 """
 
 import math
@@ -35,22 +34,19 @@ from shoal.protocol.tensors import HEAD_MATRIX, Shapes, adapter_tensors, layer_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLayout:
-    """The tensors of one layer, or of a unit of one. All tuples are in buffer order."""
+    """The tensors of one layer or unit. All tuples are in buffer order."""
 
     key: str
     names: tuple[str, ...]
-    """Hugging Face names."""
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
-    """First element of each tensor in the flat buffer."""
+    """The first element of each tensor in the flat buffer."""
     numel: int
-    """Elements of the flat buffer."""
     num_decayed: int
     """Elements [0, num_decayed) are matrices."""
 
     matrices: tuple[tuple[int, int, int], ...] = field(init=False, compare=False)
-    """(first element, rows, columns) of the hidden matrices. Those of embedding and head do not count: their rows are
-    not one map from vectors to vectors but a vector a token each."""
+    """(first element, rows, columns) of the hidden matrices. Rows of embedding and head are independent vectors."""
     _ranges: tuple[tuple[str, tuple[int, ...], int, int], ...] = field(init=False, repr=False, compare=False)
     """(name, shape, first element, end) of each tensor."""
 
@@ -62,16 +58,16 @@ class LayerLayout:
         object.__setattr__(self, "_ranges", tuple(zip(self.names, self.shapes, self.offsets, ends, strict=True)))
 
     def views(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """Name -> view of `flat_N` [numel]; no copies, and writes go through."""
+        """Return name -> view of `flat_N` [numel]; no copies, and writes go through."""
         if flat_N.shape != (self.numel,):
             raise ValueError(f"layer {self.key} has {self.numel} elements, not shape {tuple(flat_N.shape)}")
         return {name: flat_N[start:end].view(shape) for name, shape, start, end in self._ranges}
 
     def leaves(self, flat_N: Tensor, gradient_N: Tensor | None = None) -> dict[str, Tensor]:
-        """Name -> autograd leaf that shares memory with `flat_N` [numel].
+        """Return name -> autograd leaf that shares memory with `flat_N` [numel].
 
-        With `gradient_N` [numel] each leaf's `.grad` is a view of it, and `backward` adds into it in place. (Making the
-        flat tensor itself the leaf would cost a zero-filled buffer of the whole layer for every tensor in it.)
+        With `gradient_N` [numel] each leaf's `.grad` is a view of it, and `backward` adds into it in place. (If the
+        flat tensor itself were the leaf, each of its tensors would cost a zero-filled buffer of the whole layer.)
         """
         leaves = {name: view.detach().requires_grad_() for name, view in self.views(flat_N).items()}
         if gradient_N is not None:
@@ -80,10 +76,7 @@ class LayerLayout:
         return leaves
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The inverse of `views`, copying.
-
-        Raises: ValueError: a tensor is missing, or there is one too many, or a shape differs.
-        """
+        """Copy tensors into a flat buffer, the inverse of `views`. Raises: ValueError: a name or a shape is wrong."""
         if set(tensors) != set(self.names):
             raise ValueError(f"layer {self.key} wants {sorted(self.names)}, not {sorted(tensors)}")
         for name, shape in zip(self.names, self.shapes, strict=True):
@@ -92,13 +85,13 @@ class LayerLayout:
         return torch.cat([torch.empty(0), *(tensors[name].reshape(-1).to(torch.float32) for name in self.names)])
 
     def collect(self, leaves: Mapping[str, Tensor], gradient_N: Tensor) -> None:
-        """Let the next `backward` add the gradients of `leaves` into `gradient_N` [numel], in place."""
+        """Make the next `backward` add the gradients of `leaves` into `gradient_N` [numel], in place."""
         for name, gradient in self.views(gradient_N).items():
             leaves[name].grad = gradient
 
 
 def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
-    """The units of a layer in buffer order; a layer without experts is one unit, itself, and so is a unit."""
+    """Return the units of a layer in buffer order. A layer without experts is its own only unit, and so is a unit."""
     if not model.num_experts or key.count(".") != 1:
         return (key,)
     return (*(expert_key(key, expert) for expert in range(model.num_experts)), f"{key}.{TRUNK}")
@@ -106,33 +99,33 @@ def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def unit_slices(model: ModelSpec, key: str) -> Mapping[str, slice]:
-    """Unit -> its part of the layer's flat buffer; together they are all of it."""
+    """Return unit -> its slice of the layer's flat buffer; the slices cover the buffer."""
     units = unit_keys(model, key)
     ends = list(accumulate((layer_layout(model, unit).numel for unit in units), initial=0))
     return {unit: slice(first, last) for unit, (first, last) in zip(units, pairwise(ends), strict=True)}
 
 
 def expert_slices(model: ModelSpec, key: str) -> tuple[slice, ...]:
-    """Each expert's part of the flat buffer of the decoder layer `key`; none if it has no experts."""
+    """Return each expert's slice of the flat buffer of the decoder layer `key`; none if it has no experts."""
     parts = unit_slices(model, key)
     return tuple(parts[expert_key(key, expert)] for expert in range(len(parts) - 1))
 
 
 @lru_cache(maxsize=16384)
 def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
-    """Of a layer, or of a unit of one. Raises: ValueError: the model has no such layer."""
+    """Return the layout of a layer or unit. Raises: ValueError: the model has no such layer."""
     return _layout_of(key, *layer_tensors(model, key))
 
 
 def state_layout(spec: RunSpec, key: str) -> LayerLayout:
-    """Of what is trained of a layer, or of a unit of one: all of it, or its adapters. Of these embedding and head have
-    none: their layouts are empty."""
+    """Return the layout of a layer's or unit's trained parameters: all, or its adapters (none in embedding and
+    head)."""
     return layer_layout(spec.model, key) if spec.adapter is None else _adapter_layout(spec.model, spec.adapter, key)
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """As `unit_slices`, of what is trained. Of a tied head the matrix is a unit of its own, as it is at the other end
-    of the model."""
+    """Return `unit_slices` of the trained parameters. In the head a tied matrix is a unit, clipped as in the
+    embedding."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
@@ -141,8 +134,7 @@ def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
 
 @lru_cache(maxsize=64)
 def tied_spans(spec: RunSpec, keys: tuple[str, ...]) -> Mapping[str, slice]:
-    """Where the matrix of a tied model that trains lies among the parameters of `keys`, as embedding and as head; empty
-    if none of these is there."""
+    """Return the slices of a trained tied matrix, as embedding and as head, among the parameters of `keys`."""
     spans: dict[str, slice] = {}
     if spec.trains_tied:
         starts = accumulate((state_layout(spec, key).numel for key in keys), initial=0)
@@ -170,28 +162,27 @@ def _layout_of(key: str, matrices: Shapes, vectors: Shapes) -> LayerLayout:
 
 
 def num_parameters(model: ModelSpec) -> int:
-    """The parameters of a model as it is exported: a head that is the embedding counts once. Each end of the pipeline
-    holds that matrix while it trains."""
+    """Count the parameters of the exported model: a tied matrix once, though both ends of the pipeline hold it."""
     held = sum(layer_layout(model, key).numel for key in all_layer_keys(model))
     return held - (layer_layout(model, EMBED).numel if model.tied else 0)
 
 
 def num_trained(spec: RunSpec) -> int:
-    """The parameters that a run trains, each once."""
+    """Return the number of parameters that a run trains, each counted once."""
     held = sum(state_layout(spec, key).numel for key in all_layer_keys(spec.model))
     return held - (state_layout(spec, EMBED).numel if spec.trains_tied else 0)
 
 
 def initial_parameters(spec: RunSpec, key: str) -> Tensor:
-    """What is trained of a layer, or of a unit of one, at version 0 of a run that begins from its seed."""
+    """Return the trained parameters of a layer or unit at version 0 of a run that begins from its seed."""
     if spec.adapter is None:
         return init_layer(spec.model, key, spec.seed)
     return _initial_adapters(spec, key)
 
 
 def _initial_adapters(spec: RunSpec, key: str) -> Tensor:
-    """A is uniform in 1 / sqrt(columns) around zero, as PEFT has it, and all else zero: at first the model is its base.
-    A pure function of the run's spec, as `init_layer`."""
+    """Return A uniform within 1 / sqrt(columns) of zero, as in PEFT, and all else zero: the model begins as its
+    base."""
     layout = state_layout(spec, key)
     generator = _generator(f"{spec.seed} {key} adapter")
     flat_N = torch.zeros(layout.numel)
@@ -207,11 +198,11 @@ def _generator(name: str) -> torch.Generator:
 
 
 def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
-    """Initial parameters of one layer, or of a unit of one: float32 [numel].
+    """Return the initial parameters of one layer or unit, float32 [numel].
 
-    A pure function of (model, key, seed): no other layer or unit is needed, and every peer gets the same bits. Norms
-    multiply by 1, biases are 0, the elements of matrices sums of four uniform numbers, so almost normal and at most 3.5
-    deviations (`_deviation`) long; torch's normal numbers differ in their last bits between CPUs.
+    A pure function of (model, key, seed): no other layer or unit is needed. Norms multiply by 1, biases are 0. An
+    element of a matrix is a sum of four uniform numbers: almost normal, at most 3.5 deviations (`_deviation`) from
+    zero, and the same bits on every CPU, unlike torch's normal numbers.
     """
     units = unit_keys(model, key)
     if len(units) > 1:
@@ -231,15 +222,12 @@ def init_layer(model: ModelSpec, key: str, seed: int) -> Tensor:
 
 
 def _deviation(model: ModelSpec, name: str, matrix_RC: Tensor) -> float:
-    """Initial standard deviation of a matrix: embedding 1 once it is scaled, all others and a tied embedding 1/sqrt(C),
-    those that write into the residual stream 1/sqrt(2 L C), the router 0.02, so that experts begin with nearly equal
-    shares.
+    """Return the initial standard deviation of a matrix: an embedding 1 after scaling; those that write into the
+    residual stream 1/sqrt(2 L C); the router 0.02, for nearly equal shares; others, and a tied embedding, 1/sqrt(C).
 
-    So a layer changes little of the stream that it reads, whatever its width: "small sub-layers, large shortcut"
-    (Takase et al., 2023, arXiv 2312.16903). 0.02 throughout, the usual choice, is that for matrices 2,500 wide; an
-    embedding that small is enlarged by every norm behind it, and its gradient with it, and a usual step is a fifth of
-    it. Narrow models learn much less with it (`peer/model/MEASURED.md`), and from stale gradients least of all
-    (`tests/bench/staleness/MEASURED.md`).
+    So a layer changes little of the stream that it reads, at any width: "small sub-layers, large shortcut" (Takase et
+    al., 2023, arXiv 2312.16903). The usual 0.02 fits matrices 2,500 wide; narrow models learn much less with it
+    (`peer/model/MEASURED.md`), least of all from stale gradients (`tests/bench/staleness/MEASURED.md`).
     """
     if name.endswith("embed_tokens.weight"):
         return 1 / math.sqrt(model.dim) if model.decoder.scale_embedding or model.tied else 1.0

@@ -1,9 +1,9 @@
-"""The decoder as pure functions on dicts of tensors, in Hugging Face's conventions: Llama's but for what the model's
-`decoder` says (`protocol/decoder.py`).
+"""The decoder as pure functions on dicts of tensors, in Hugging Face's conventions: Llama, varied by
+`protocol/decoder.py`.
 
-No modules: a layer's tensors are whatever version of them the caller hands in, stale, predicted or fresh.
+No modules: the caller passes the version of a layer's tensors that it wants, current, stale or predicted.
 
-B samples   T tokens   S tokens that are looked at, T and those before   D width   H query heads   G key and value heads
+B samples   T tokens   S keys: the T tokens and those before   D width   H query heads   G key and value heads
 K head size   F hidden width   V vocabulary   W numbers that a layer adds to a token: D, or those of a subspace
 """
 
@@ -25,25 +25,24 @@ from shoal.peer.model.subspace import BASIS, fixed_vectors
 from shoal.protocol.spec import ModelSpec
 
 Params = Mapping[str, Tensor]
-"""Hugging Face tensor name -> tensor, of one layer; in a subspace model also what is fixed of it (`subspace.py`)."""
+"""Hugging Face tensor name -> tensor, of one layer; in a subspace model also the layer's constants (`subspace.py`)."""
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Takes the keys and values of new tokens, [B, G, T, K] each; returns those of all tokens so far, the new ones last.
-
-With it a forward of one more token looks at those before it without their forward; `rotary` begins at the new ones."""
+"""A cache: takes keys and values of new tokens, [B, G, T, K] each, and returns those of all tokens, the new ones last.
+The `rotary` tables passed with it begin at the new tokens."""
 
 
 GROUPED_WITH_MASK = ("cpu",)
-"""Devices on which a fused attention of torch takes a mask and grouped heads together. Elsewhere its documentation says
-that there is none, and all scores would lie in memory; keys and values that are repeated take less."""
+"""Devices on which torch documents a fused attention with a mask and grouped heads. Elsewhere keys and values are
+repeated, which takes less memory than all scores."""
 
 
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
-    """int64 [B, T] -> [B, T, D]."""
+    """Embed tokens: int64 [B, T] -> [B, T, D]."""
     if isinstance(params, AdaptedLayer):
         return _scaled_embedding(model, params.rows("model.embed_tokens.weight", tokens_BT))
     weight_VW = params["model.embed_tokens.weight"]
     if weight_VW.is_cpu and weight_VW.dtype == torch.bfloat16:
-        # On a CPU torch would add up a token's gradients in bfloat16, which loses all but the first few hundred.
+        # On a CPU torch sums a token's gradients in bfloat16, which loses all but the first few hundred.
         x_BTW = functional.embedding(tokens_BT, weight_VW.float()).to(weight_VW.dtype)
     else:
         x_BTW = functional.embedding(tokens_BT, weight_VW)
@@ -54,7 +53,7 @@ def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:
 
 def _scaled_embedding(model: ModelSpec, x_BTD: Tensor) -> Tensor:
     if model.decoder.scale_embedding:
-        # Rounded to the dtype, as Gemma was trained.
+        # Gemma was trained with the rounded factor.
         x_BTD = x_BTD * torch.tensor(math.sqrt(model.dim), dtype=x_BTD.dtype)
     return x_BTD
 
@@ -70,8 +69,10 @@ def decoder_layer(
     mixture: Mixture = LOCAL,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Attention and feed-forward, or a mixture of them, with residuals: [B, T, D] -> [B, T, D]. T is at most the
-    context, and with what is remembered 1 after the first call."""
+    """Run attention and feed-forward (or experts) with residuals: [B, T, D] -> [B, T, D].
+
+    T is at most the context; with `remember` it is 1 after the first call.
+    """
     x_BTD, normed_BTD = attend(model, index, params, x_BTD, rotary, remember, documents=documents)
     if model.num_experts:
         y_NW = mixture_layer(model, index, params, normed_BTD.flatten(0, 1), mixture)
@@ -93,7 +94,7 @@ def attend(
     *,
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The first half of a layer. Returns: ([B, T, D] with the residual, that normalised for the second half)."""
+    """Run the first half of a layer. Returns: ([B, T, D] with the residual, the second half's normalised input)."""
     at, norms = f"model.layers.{index}.", model.decoder.norms
     normed_BTD = x_BTD if norms == "post" else _norm(model, params, at + "input_layernorm", x_BTD)
     out_BTW = _attention(model, index, params, normed_BTD, rotary, remember, documents)
@@ -105,7 +106,7 @@ def attend(
 
 
 def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
-    """Final norm and output projection: [B, T, D] -> logits [B, T, V]."""
+    """Apply the final norm and the output projection: [B, T, D] -> logits [B, T, V]."""
     x_BTD = _norm(model, params, "model.norm", x_BTD)
     logits_BTV = functional.linear(x_BTD, _head_matrix(params))
     cap = model.decoder.logit_softcap
@@ -115,9 +116,10 @@ def head(model: ModelSpec, params: Params, x_BTD: Tensor) -> Tensor:
 def loss_of_head(
     model: ModelSpec, params: Params, x_BTD: Tensor, targets_BT: Tensor, counted: int | None = None
 ) -> Tensor:
-    """Apply the final norm and the output projection and take the mean cross entropy: [B, T, D] and int64 targets
-    [B, T] -> float32 scalar, nats a token. The same as `loss(head(...), targets_BT)`, but never holds all logits
-    (`head_loss.py`). `counted`: targets that are not negative; None: all."""
+    """Return `loss(head(...), targets_BT)` without ever holding all logits (`head_loss.py`).
+
+    Args: counted: the number of targets that are not negative; None: all.
+    """
     x_BTD = _norm(model, params, "model.norm", x_BTD)
     weight_VD, cap = _head_matrix(params), model.decoder.logit_softcap
     return head_loss(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), cap, counted)
@@ -129,7 +131,7 @@ def _head_matrix(params: Params) -> Tensor:
 
 
 def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy in nats a token, float32 scalar. Targets of -100 are left out; NaN if all are."""
+    """Return the mean cross entropy in nats a token, float32 scalar. Targets of -100 do not count."""
     return functional.cross_entropy(logits_BTV.flatten(0, -2).float(), targets_BT.flatten())
 
 
@@ -144,11 +146,13 @@ def run_layers(
     mixture: Mixture = LOCAL,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Chain the layers `keys`: a stage's forward. `remember`: by layer, for sampling. `documents`: where tokens look at
-    their own document only; `rotary` is then what `documents` makes of it.
+    """Run the layers `keys` in order: the forward of a stage, or of a whole model.
 
-    `x` is int64 tokens [B, T] if keys[0] is "embed", otherwise [B, T, D]; the result is logits [B, T, V] if keys[-1]
-    is "head", otherwise [B, T, D].
+    Args:
+        x: int64 tokens [B, T] if keys[0] is "embed", otherwise [B, T, D].
+        remember: caches by layer, for sampling.
+        documents: restricts attention to a token's own document; then `rotary` must be `documents.positioned(...)`.
+    Returns: logits [B, T, V] if keys[-1] is "head", otherwise [B, T, D].
     """
     for key in keys:
         params = params_by_key[key]
@@ -165,7 +169,7 @@ def run_layers(
 
 
 def _norm(model: ModelSpec, params: Params, name: str, x: Tensor) -> Tensor:
-    """RMSNorm of the last dimension, with the weights `name`."""
+    """Apply RMSNorm to the last dimension with the weights `name`."""
     weight = params[name + ".weight"]
     if not model.decoder.norm_plus_one:
         return functional.rms_norm(x, weight.shape, weight, model.norm_eps)
@@ -175,15 +179,14 @@ def _norm(model: ModelSpec, params: Params, name: str, x: Tensor) -> Tensor:
 
 
 def _linear(params: Params, name: str, x: Tensor) -> Tensor:
-    """The projection `name`, with its bias if there is one, and its adapter."""
+    """Apply the projection `name` with its bias and adapter, if any."""
     if isinstance(params, AdaptedLayer):
         return params.linear(name, x)
     return functional.linear(x, params[name + ".weight"], params.get(name + ".bias"))
 
 
 def _spread(model: ModelSpec, params: Params, y: Tensor) -> Tensor:
-    """What is added to the residual stream: `y` itself, or in a subspace model the vector that has `y` as its
-    coordinates, [..., W] -> [..., D]."""
+    """Widen a layer's output to the residual stream, [..., W] -> [..., D]; a no-op without a subspace."""
     return functional.linear(y, params[BASIS]) if model.subspace else y
 
 
@@ -231,8 +234,7 @@ def _attention(
 def _attend(
     model: ModelSpec, query_BHTK: Tensor, key_BGSK: Tensor, value_BGSK: Tensor, window: int, mask_B1TS: Tensor | None
 ) -> Tensor:
-    """Each query looks at the keys before it, its own among them, and at no more than `window` of them; 0: at all.
-    `mask_B1TS`: says all of this itself, 0 or -inf."""
+    """Attend to at most `window` keys up to each query's own (0: all). `mask_B1TS`, 0 or -inf, replaces this rule."""
     T, S = query_BHTK.shape[2], key_BGSK.shape[2]
     decoder = model.decoder
     scale = None if decoder.score_dim is None else decoder.score_dim**-0.5
@@ -267,7 +269,7 @@ def _attend(
 
 
 def _mask(T: int, S: int, window: int, device: torch.device) -> Tensor:
-    """bool [T, S]: which of the keys the last T of S tokens look at."""
+    """Return bool [T, S]: the keys seen by each of the last T of S tokens."""
     back_TS = torch.arange(S - T, S, device=device)[:, None] - torch.arange(S, device=device)
     mask_TS = back_TS >= 0
     return mask_TS & (back_TS < window) if window else mask_TS

@@ -1,6 +1,6 @@
-"""Rotary positions: the angles of every position, and the turn by them.
+"""Rotary positions: tables of the angles, and the rotation by them.
 
-T tokens   K head size   W kinds of layers, those that look at everything and those with a window, where they differ
+T tokens   K head size   W kinds of layers (full attention, window), if their angles differ
 """
 
 import math
@@ -12,14 +12,12 @@ from shoal.protocol.decoder import RopeScaling
 from shoal.protocol.spec import ModelSpec
 
 Rotary = tuple[Tensor, Tensor]
-"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK): see `rotary_tables`. Where samples differ in their positions, both
-begin with B and 1 (`at_positions`)."""
+"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK); from `at_positions`, with B and 1 before."""
 
 
 def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:
-    """(cos, sin) of every position's angles, each [context, K]. The second half of K repeats the first, in which the
-    sines have the other sign. Where layers with a window have another base, each [context, 2, K]: theirs behind the
-    others'."""
+    """Return (cos, sin) of every position's angles, each [context, K]; [context, 2, K] if window layers (index 1)
+    differ. The second half of K repeats the first; the sines of the first half are negated."""
     decoder = model.decoder
     tables = [_tables(model, model.rope_theta, decoder.rope)]
     if decoder.window_rope_theta is None:
@@ -31,17 +29,14 @@ def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: t
 
 
 def at_positions(rotary: Rotary, position_BT: Tensor) -> Rotary:
-    """The tables at the positions of each sample's tokens, int64 [B, T]: [B, 1, T, K], or [B, 1, T, 2, K]."""
+    """Return the tables at each sample's positions, int64 [B, T]: [B, 1, T, K], or [B, 1, T, 2, K]."""
     cos, turned = (table[position_BT].unsqueeze(1) for table in rotary)
     return cos, turned
 
 
 def rotate(x_BHTK: Tensor, rotary: Rotary, *, windowed: bool = False) -> Tensor:
-    """Turn each pair (k, k + K/2) by its position's angle: Hugging Face's `rotate_half`, the same bits. The sign of the
-    half that comes to the front is in the table: one operation for the exchange of the halves, where it was three.
-
-    Args: windowed: of a layer with a window.
-    """
+    """Rotate each pair (k, k + K/2) by its position's angle: the bits of Hugging Face's `rotate_half`, with the sign in
+    the table. `windowed`: use the angles of window layers."""
     T, K = x_BHTK.shape[2:]
     cos, turned = (_of_kind(table, T, int(windowed)) for table in rotary)
     return (x_BHTK * cos + x_BHTK.roll(K // 2, dims=-1) * turned).to(x_BHTK.dtype)
@@ -60,7 +55,7 @@ def _of_kind(table: Tensor, num_tokens: int, kind: int) -> Tensor:
 
 
 def _tables(model: ModelSpec, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
-    """`rotary_tables` of one kind of layers: two of float64 [context, K]."""
+    """Return the tables of one kind of layers, two of float64 [context, K]."""
     half = torch.arange(0, model.head_dim, 2, dtype=torch.float64)
     frequency = theta ** -(half / model.head_dim)
     factor = 1.0
@@ -96,5 +91,5 @@ def _scaled(frequency: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 
 def _pair_of(turns: float, scaling: RopeScaling, theta: float, pairs: int) -> float:
-    """Which pair, as a fraction, turns so often within the original context (2309.00071, section 3.2)."""
+    """Return the fractional index of the pair with `turns` turns in the original context (2309.00071, section 3.2)."""
     return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)

@@ -1,8 +1,8 @@
-"""The learning rate of a step, in a run that may have been continued.
+"""The learning rate of each step, in a run that may have been continued.
 
-Theory of operation. A run that was never continued has one leg, from step 0 to its last step; each time that it is
-continued another leg begins. In each leg the rate climbs to its top, if it is below that, and then follows the
-schedule to the leg's last step:
+Theory of operation. A run that was never continued has one leg, from step 0 to its last step; each continuation begins
+another leg. In each leg the rate climbs to its top, unless it is there already, and then follows the schedule to the
+leg's last step:
 
 | schedule   | after the climb                                     | a leg that begins where a run had ended |
 |------------|-----------------------------------------------------|-----------------------------------------|
@@ -11,17 +11,16 @@ schedule to the leg's last step:
 | `wsd`      | stays, then falls over the last `decay_steps`,      | climbs to the peak, stays and falls     |
 |            | as 1 - sqrt(progress)                               | again                                   |
 
-The climb is as steep as the warm-up of the run. So where the rate has not yet begun to fall, a run that is continued
-has just the rates that it would have had if it had been meant to be so long. A run with `cosine` has not: its rates
-depend on its length from the first step of the fall on. It warms up again and decays again, which costs some loss at
-first and gives it back ("re-warming and re-decaying", Ibrahim et al., 2024, arXiv 2403.08763, section 6; how steeply
-matters little there). A cosine that is stretched to the new length instead would jump from the final rate to about
-half of the peak at once. Who ends a run sooner than planned gets no climb: the rate falls from where it is.
+The climb is as steep as the run's warm-up. A run that is continued before its rate has begun to fall has the same rates
+as one planned with the new length. With `cosine`, where the fall begins early, the run warms up and decays again, which
+first costs some loss and then regains it ("re-warming and re-decaying", Ibrahim et al., 2024, arXiv 2403.08763, section
+6). Stretching the cosine instead would jump from the final rate to about half of the peak. A run that is shortened gets
+no climb: the rate falls from its present value.
 
 Sources: cosine, Loshchilov & Hutter, 2017, arXiv 1608.03983, equation 5 without restarts; `wsd`, Hu et al., 2024, arXiv
-2404.06395, section 4, with the shape and the length of the decay of Hägele et al., 2024, arXiv 2405.18392, section 3:
-the square root beats a line, and a decay over 10 to 20 % of the steps reaches the loss of the cosine. We end at
-`final_learning_rate_fraction` of the peak, where they end at 0, so that all schedules have one end.
+2404.06395, section 4, with the decay of Hägele et al., 2024, arXiv 2405.18392, section 3: the square root beats a line,
+and a decay over 10 to 20 % of the steps reaches the loss of the cosine. We end at `final_learning_rate_fraction` of the
+peak, they at 0, so that all schedules end at the same rate.
 """
 
 import math
@@ -32,9 +31,9 @@ from functools import lru_cache
 from shoal.protocol.spec import ContinuedSpec, OptimizerSpec, RunSpec
 
 _DECAY_SHARE = 0.2
-"""Of a run's steps, where `decay_steps` does not say how many."""
+"""The decay's share of a run's steps if `decay_steps` is not set."""
 _ROUNDING = 1e-9
-"""Of a step, in when a climb that was interrupted reaches its top."""
+"""A tolerance in steps for the end of a climb."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +49,11 @@ class Leg:
     top: float
     """The highest rate of the leg, as a share of the peak."""
     top_at: int
-    """The first step that has it."""
+    """The first step at the highest rate."""
 
     @property
     def falls_at(self) -> int:
-        """The last step before the rate falls; `ends` if it never does."""
+        """Return the last step before the rate falls; `ends` if it never does."""
         if self.schedule == "constant":
             return self.ends
         if self.schedule == "cosine":
@@ -74,11 +73,7 @@ class Leg:
 
 
 def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[ContinuedSpec] = ()) -> list[Leg]:
-    """A run's legs, the first one first.
-
-    Args:
-        total_steps: of the whole run, from step 0.
-    """
+    """Return a run's legs in order; it has `total_steps` steps from step 0."""
     said = [(part.steps, part.schedule, part.decay_steps) for part in continued]
     said.append((total_steps, optimizer.schedule, optimizer.decay_steps))
     found: list[Leg] = []
@@ -105,9 +100,9 @@ def legs(optimizer: OptimizerSpec, total_steps: int, continued: Sequence[Continu
 def learning_rate(
     optimizer: OptimizerSpec, step: int, total_steps: int, continued: Sequence[ContinuedSpec] = ()
 ) -> float:
-    """Rate of step `step` (from 0) in a run of `total_steps`.
+    """Return the rate of `step` (from 0) in a run of `total_steps`.
 
-    The first warm-up starts from 0 before step 0 and reaches the peak at step `warmup_steps`; a rate that falls reaches
+    The first warm-up starts from 0 before step 0 and reaches the peak at step `warmup_steps`; a falling rate reaches
     `final_learning_rate_fraction` of the peak at the last step and stays there.
     """
     leg = next(leg for leg in reversed(legs(optimizer, total_steps, continued)) if leg.begins <= step)
@@ -116,5 +111,5 @@ def learning_rate(
 
 @lru_cache(maxsize=256)
 def rate_of(spec: RunSpec, step: int) -> float:
-    """`learning_rate` of a run's step. Each layer's step and each prediction asks, of the same few steps."""
+    """Return `learning_rate` of a run's step; cached, because each layer's step and each prediction asks for it."""
     return learning_rate(spec.optimizer, step, spec.training.steps, spec.continued)

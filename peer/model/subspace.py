@@ -1,23 +1,19 @@
-"""A residual stream that layers write into in one subspace only, so that few numbers a token say all of it.
+"""A residual stream in which layers write into one subspace only, so that k numbers a token describe it.
 
     x = fixed[v] + U c        D numbers of a token v in the residual stream, c its k coordinates
     c = (k / D) U^T (x - fixed[v])
 
-U [D, k] is the same in all layers, and so is fixed [V, D]: both are functions of the run's seed, which nobody trains,
-sends or stores. Whatever is added to x is U times k numbers: the embedding e[v], and what the output projection of an
-attention (k rows in place of D) and the down projection of a feed-forward (likewise) give. So x is known exactly, but
-for rounding, by whoever knows v and c; and of its gradient the stages before need no more than U^T dL/dx. A stage makes
-fixed[v] for the tokens that it has: there is no table of the vocabulary.
+U [D, k], the same in all layers, and fixed [V, D] are functions of the run's seed: they are not trained, sent or
+stored. Every addend of x is U times k numbers: the embedding e[v], and the output and down projections, which have k
+rows instead of D. So v and c determine x up to rounding, and the stages before need only U^T dL/dx of its gradient.
 
 Source: Ramasinghe et al., "Protocol Models: Scaling Decentralized Training with Communication-Efficient Model
-Parallelism", 2025, arXiv 2506.01260: writing projections within one subspace, and token embeddings with a part that is
-fixed and known to all stages. There the matrices have their full size and are projected after each step, and the
-subspace turns slowly; here, as in its authors' later runs, the k rows are what is trained, so that nothing has to be
-projected, and U stays.
+Parallelism", 2025, arXiv 2506.01260. There full matrices are projected after each step, and the subspace turns slowly.
+Here, as in its authors' later runs, the k rows themselves are trained, and U is constant.
 
-We differ from an orthonormal U by its scale: U^T U = (D / k) I, so that a row of U has the norm 1 (in the mean, where m
-below does not divide k). A matrix with k rows then begins with numbers as large as in a dense model, takes steps as
-large, and writes as much into a channel of x; with the orthonormal U it learns less (`MEASURED.md`).
+We scale an orthonormal U: U^T U = (D / k) I, so that a row of U has the norm 1 (in the mean, if m below does not divide
+k). A matrix with k rows then has initial values as large as in a dense model, takes steps as large, and writes as much
+into a channel of x; with an orthonormal U it learns less (`MEASURED.md`).
 
 **The same bits on every machine.** With D = P m, P the largest power of two in D:
 
@@ -25,7 +21,7 @@ large, and writes as much into a channel of x; with the orthonormal U it learns 
 
 H is Sylvester's Hadamard matrix [P, P], R = I - 2/m [m, m] a reflection: their Kronecker product is sqrt(P) times an
 orthogonal matrix. So U has two magnitudes, made in float64 from one square root and rounded once. `sign` and the order
-of the columns come from the seed. fixed[v] is D signs of a hash of v, in whole numbers: exact in bfloat16, too.
+of the columns come from the seed. fixed[v] is D signs of a hash of v: exact in bfloat16, too.
 
 B samples   T tokens   D width   k numbers of a subspace   W words of 32 bits
 """
@@ -49,9 +45,9 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import EMBEDDING_MATRIX
 
 BASIS: Final = "subspace.basis"
-"""Name of U [D, k] among a layer's tensors."""
+"""The name of U [D, k] among a layer's tensors."""
 KEY: Final = "subspace.key"
-"""Name of the two words, int32 [2], by which fixed[v] is hashed, among the embedding's tensors."""
+"""The name of the hash key of fixed[v], int32 [2], among the embedding's tensors."""
 _WORD: Final = 32
 
 
@@ -66,31 +62,30 @@ class Subspace:
 
     @classmethod
     def of(cls, spec: RunSpec, device: torch.device) -> "Subspace":
-        """Of a run whose model has a subspace. It is made once for each device of a process."""
+        """Return the subspace of a run that has one; cached by device."""
         return _made(spec.seed, spec.model.dim, spec.model.subspace, device)
 
     def constants(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What `llama.py` wants of it among the tensors of the layer `key`, by name."""
+        """Return the constants that `llama.py` expects among the tensors of the layer `key`, by name."""
         if key == HEAD:
             return {}
         basis = {BASIS: _narrowed(self, dtype)}
         return basis | {KEY: self.key_2} if key == EMBED else basis
 
     def coordinates(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
-        """c: float32 [B, T, k]."""
+        """Return c, float32 [B, T, k]."""
         return self._scaled((x_BTD.float() - self._fixed(tokens_BT)) @ self.basis_DK)
 
     def restored(self, c_BTK: Tensor, tokens_BT: Tensor) -> Tensor:
-        """x of the float32 coordinates [B, T, k]: float32 [B, T, D]."""
+        """Return x, float32 [B, T, D], of the coordinates c, float32 [B, T, k]."""
         return self._fixed(tokens_BT) + functional.linear(c_BTK, self.basis_DK)
 
     def gradient_of_coordinates(self, grad_BTD: Tensor) -> Tensor:
-        """dL/dx -> dL/dc: float32 [B, T, k]."""
+        """Convert dL/dx to dL/dc, float32 [B, T, k]."""
         return grad_BTD.float() @ self.basis_DK
 
     def gradient_restored(self, grad_BTK: Tensor) -> Tensor:
-        """dL/dc -> dL/dx through `coordinates`: float32 [B, T, D]. What of dL/dx is outside the subspace trains
-        nothing, and is not in it."""
+        """Convert dL/dc to dL/dx through `coordinates`, float32 [B, T, D], without its part outside the subspace."""
         return self._scaled(functional.linear(grad_BTK, self.basis_DK))
 
     def _fixed(self, tokens_BT: Tensor) -> Tensor:
@@ -102,18 +97,18 @@ class Subspace:
 
 
 def constants_of(spec: RunSpec, key: str, *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of the layer `key` that are the seed's and not trained, by name: none without a subspace."""
+    """Return the constants of the layer `key` by name; none without a subspace."""
     return Subspace.of(spec, device).constants(key, dtype) if spec.model.subspace else {}
 
 
 def fixed_vectors(params: Mapping[str, Tensor], tokens_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """fixed[v] of each token, [B, T, D], with the embedding's constants among its tensors."""
+    """Return fixed[v] of each token, [B, T, D], given the tensors of the embedding."""
     return _signs(tokens_BT, params[KEY], len(params[BASIS]), dtype)
 
 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor) -> Tensor:
-    """The same layer of `spec.model.whole`: embedding and projections multiplied out, which any program for the model's
-    family computes with. float32, of what is trained of the layer, float32 on the CPU."""
+    """Convert a layer to that of `spec.model.whole`: embedding and projections multiplied out, as other programs for
+    the model's family expect them. float32 on the CPU, in and out."""
     plain, tensors = layer_layout(spec.model.whole, key), layer_layout(spec.model, key).views(param_N)
     if not spec.model.subspace or key == HEAD:
         return param_N
@@ -136,12 +131,11 @@ def _made(seed: int, dim: int, k: int, device: torch.device) -> Subspace:
 
 @lru_cache(maxsize=8)
 def _narrowed(subspace: Subspace, dtype: torch.dtype) -> Tensor:
-    """U in what is multiplied in: each job of a microbatch asks for it, for each of its layers."""
+    """Return U in the dtype of jobs, cached because each job asks for it in each layer."""
     return subspace.basis_DK.to(dtype)
 
 
 def _basis(seed: int, dim: int, k: int) -> Tensor:
-    """U, float32 [D, k]."""
     power = dim & -dim
     m = dim // power
     drawn_P = np.frombuffer(blake3(f"{seed} subspace columns".encode()).digest(length=8 * power), np.dtype("<u8"))
@@ -158,28 +152,28 @@ def _basis(seed: int, dim: int, k: int) -> Tensor:
 
 
 def _signs(tokens_BT: Tensor, key_2: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Ones and minus ones that look drawn by chance, [B, T, dim]: bit e of word w of a token decides on sign 32 w + e.
-    Any number is a token here, so nothing that a neighbour sends can be out of range.
+    """Return pseudo-random signs [B, T, dim]: bit e of word w of a token's hash decides sign 32 w + e. Every integer is
+    a valid token here, so a neighbour cannot send one out of range.
 
-    Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32. Token and half of the key are added
-    before its first round, the word's number and the other half before its second.
+    Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32. Token and one half of the key are
+    added before its first round, the word's number and the other half before its second.
     """
     first, second = key_2
     word_W = torch.arange(-(-dim // _WORD), dtype=torch.int32, device=tokens_BT.device)
     h_BT1 = (tokens_BT.to(torch.int32) + first).unsqueeze(-1)
     h_BT1 = (h_BT1 ^ shifted(h_BT1, 17)) * signed(0xED5AD4BB)
-    h_BTW = h_BT1 + (word_W * signed(0x9E3779B9) + second)  # an odd number of turns: words are far apart
+    h_BTW = h_BT1 + (word_W * signed(0x9E3779B9) + second)  # odd multiplier: words far apart
     h_BTW = (h_BTW ^ shifted(h_BTW, 11)) * signed(0xAC4C1B51)
     h_BTW = (h_BTW ^ shifted(h_BTW, 15)) * signed(0x31848BAB)
     h_BTW = h_BTW ^ shifted(h_BTW, 14)
     byte_4 = torch.arange(0, _WORD, 8, dtype=torch.int32, device=tokens_BT.device)
     byte_BTW4 = (h_BTW.unsqueeze(-1) >> byte_4) & 255
-    # Eight signs at a time: a hash for each would be the most of what an embedding does.
+    # Eight signs at a time: one hash a sign would dominate the cost of an embedding.
     return functional.embedding(byte_BTW4, _signs_of_bytes(tokens_BT.device, dtype)).flatten(-3)[..., :dim]
 
 
 @lru_cache(maxsize=8)
 def _signs_of_bytes(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[256, 8]: minus one where a bit of a byte is 1."""
+    """Return [256, 8]: -1 where a bit of a byte is 1, else 1."""
     bit_8 = torch.arange(8)
     return (1 - 2 * ((torch.arange(256)[:, None] >> bit_8) & 1)).to(device, dtype)

@@ -1,4 +1,4 @@
-"""Both ends of a stage: what a microbatch comes in as, and what it leaves as, forth and back.
+"""Both ends of a stage: how a microbatch's activation and gradient enter and leave it.
 
 B samples   T tokens   D width   V vocabulary
 """
@@ -23,12 +23,7 @@ from shoal.protocol.wire_format import WireFormat
 
 
 class Boundary:
-    """The ends of one stage.
-
-    Args:
-        first_layer: the stage's.
-        corpus: the run's text, at stage 0 only.
-    """
+    """The ends of the stage that begins at `first_layer`. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(self, spec: RunSpec, *, first_layer: int, corpus: Corpus | None, device: torch.device) -> None:
         self._spec = spec
@@ -38,12 +33,11 @@ class Boundary:
         self._wire = ActivationWire(spec)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """As `ActivationWire.travel_as`."""
         self._wire.travel_as(leaving, coming)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
-        """Returns: (the activation [B, T, D], or the tokens [B, T] where `payload` is None: stage 0 reads the data;
-        what the tokens are to predict)."""
+        """Return a microbatch's labels, and as input the activation [B, T, D], or at stage 0 (None) the tokens [B,
+        T]."""
         if payload is not None:
             x_BTD, labels = self._wire.decode_activation(payload, self._device)
             return x_BTD.requires_grad_(not microbatch.validates), labels
@@ -57,12 +51,14 @@ class Boundary:
         return tokens_BT.to(self._device), labels.to(self._device)
 
     def send(self, y_BTD: Tensor, labels: Labels) -> bytearray:
-        """The activation, as the next stage gets it."""
         return self._wire.encode_activation(y_BTD.detach(), labels)
 
     def loss(self, params: llama.Params, x_BTD: Tensor, labels: Labels) -> Tensor:
-        """Of the head `params`, in nats a token, times the microbatch's weight. NaN if a target is no token, or the
-        weight none: a neighbour sent nonsense, and torch would raise, or lose its GPU's context."""
+        """Return the loss of the head `params`, in nats a token, times the microbatch's weight.
+
+        NaN if the previous stage sent a target outside the vocabulary or a weight out of range: torch would raise or
+        lose its GPU context.
+        """
         last, targets_BT, training = self._spec.model.vocab_size - 1, labels.targets_BT, self._spec.training
         tokens_BT = targets_BT.clamp(0, last)
         if labels.counted is None:
@@ -75,12 +71,12 @@ class Boundary:
         return weight * torch.where((tokens_BT == targets_BT).all(), loss, math.nan)
 
     def receive_gradient(self, payload: Payload) -> Tensor:
-        """The gradient of our output, float32 [B, T, D]."""
+        """Decode the gradient of our output, float32 [B, T, D]."""
         return self._wire.decode_gradient(payload, self._device)
 
     def send_gradient(self, x: Tensor, microbatch: Microbatch, fine: Tensor) -> bytearray | None:
-        """The gradient of our input `x`, as the stage before gets it: zero if nothing came back to it, or what did
-        was not `fine`, bool []. None: `x` are tokens, which have none."""
+        """Encode the gradient of our input `x`: zero if none reached it or `fine`, bool [], is False. None: `x` are
+        tokens."""
         if not x.is_floating_point():
             return None
         gradient = torch.zeros_like(x) if x.grad is None else x.grad

@@ -1,4 +1,4 @@
-"""What a replica keeps of the microbatches that are here, and what of it a job takes and gives."""
+"""The payloads that a replica keeps for its microbatches, and the jobs that use them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,29 +14,28 @@ from shoal.protocol.ports import Payload
 
 @dataclass(slots=True)
 class Cargo:
-    """One microbatch's."""
+    """The payloads of one microbatch."""
 
     input: Payload | None = None
-    """The activation, from its arrival until the forward. One that comes again is not kept."""
+    """The activation, from its arrival until the forward. A repeated one is not kept."""
     output: Payload | None = None
-    """What we send next for it; kept until it is answered."""
+    """The next payload to send; kept until it is answered."""
     gradient: Payload | None = None
-    """From its arrival until the backward."""
     waited_s: float = 0.0
-    """How long its activation stood in line to leave."""
+    """How long the activation waited for its link."""
     passage: Passage | None = None
-    """Of this run through the experts, where those are placed: the same for the forward and the backward."""
+    """The current run through experts on other peers: the same for forward and backward."""
     is_wanted: bool = True
-    """False: it is computed for the other stages only. Our group has its gradient."""
+    """False: the gradient is computed only for the other stages; our group has it already."""
 
 
 class Hold:
     """The cargo of one replica.
 
     Args:
-        lacks: (step, index) -> whether our group lacks the gradient of that microbatch.
-        is_last: whether the replica is of the last stage, where a validation ends in a loss.
-        experts: who computes the experts, if they are placed.
+        lacks: (step, index) -> True if our group lacks the gradient of that microbatch.
+        is_last: the replica is in the last stage, where a validation ends in a loss.
+        experts: dispatches tokens to other peers; None: the stage holds its experts.
     """
 
     def __init__(
@@ -54,19 +53,16 @@ class Hold:
         self._cargo: dict[Microbatch, Cargo] = {}
 
     def of(self, microbatch: Microbatch) -> Cargo:
-        """The cargo of `microbatch`, an empty one if it is new here."""
         cargo = self._cargo.get(microbatch)
         if cargo is None:
             cargo = self._cargo[microbatch] = Cargo()
         return cargo
 
     def get(self, microbatch: Microbatch) -> Cargo | None:
-        """The cargo of `microbatch`, if there is any."""
         return self._cargo.get(microbatch)
 
     def job(self, job: Job, microbatch: Microbatch) -> tuple[Callable[[], Any], float]:
-        """The job of a microbatch as a function for the device's thread, and its arithmetic in FLOP. What it takes is
-        kept no longer."""
+        """Return a microbatch's job for the device's thread and its FLOP. The job's input leaves the cargo."""
         runtime, cargo = self._runtime, self.of(microbatch)
         if job.kind == "backward":
             gradient, cargo.gradient = cargo.gradient, None
@@ -82,7 +78,7 @@ class Hold:
         return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.flop.forward
 
     def keep(self, job: Job, microbatch: Microbatch, value: Any) -> float | None:
-        """What a job has computed is sent next. Returns: the loss, of a job that computes one."""
+        """Keep the result of a job as the next payload to send. Returns: the loss, if the job computes one."""
         loss = None
         if job.kind == "loss":
             loss, value = value
@@ -92,22 +88,21 @@ class Hold:
         return loss
 
     def settle(self, microbatch: Microbatch, *, again: bool) -> bool:
-        """The backward of `microbatch` is done. Returns: whether its gradient is wanted here."""
+        """End the backward of `microbatch`. Returns: True if our group wants its gradient."""
         cargo = self.of(microbatch)
         passage, cargo.passage = cargo.passage, None
         if passage is not None and self._experts is not None:
-            self._experts.settle(passage, again=again)  # its experts' holders may count it
+            self._experts.settle(passage, again=again)  # the holders of its experts may count it
         return cargo.is_wanted
 
     def forget(self, microbatch: Microbatch) -> None:
-        """Nobody will ask for `microbatch` any more."""
         cargo = self._cargo.pop(microbatch, None)
         if cargo is not None:
             self._abandon(cargo)
         self._runtime.forget(microbatch)
 
     def passage(self, experts: ExpertDispatch, job: Job, microbatch: Microbatch) -> Passage:
-        """This run of the microbatch through the experts: the same for its forward and its backward."""
+        """Return the microbatch's run through the experts: a new one for a forward, the same for its backward."""
         cargo = self.of(microbatch)
         if job.kind != "backward":
             self._abandon(cargo)

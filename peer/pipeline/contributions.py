@@ -1,19 +1,18 @@
-"""The gradients that a replica has made of each step, until the step is committed.
+"""The sums of gradients of each step until it is committed, and their *places*: the weights at which stale gradients
+were taken.
 
-What its sum of a step holds is exactly what the others have been told: a gradient waits aside until then, and one that
-may have to be left out stays apart from the sum.
+A sum holds exactly the gradients that the group has been told of. A gradient waits aside until it is announced; one
+that may have to be omitted is held out.
 
-**Two threads.** The event loop says in which order gradients are told of and sums are asked for; it touches no tensor.
-Each such word is put into a queue, and whoever works with tensors next (the device's thread at the beginning of a job,
-or the thread that was asked for a sum) does what waits there, in that order, one thread at a time. So a sum holds what
-had been told of when it was asked for, whenever it is made.
+**Two threads.** The event loop announces gradients and requests sums, and touches no tensor. It puts each such order
+into a queue; the next thread that works with tensors (a job, or a thread that makes a sum) runs the queue in order. So
+a sum holds what had been announced when it was requested, whenever it is made.
 
-**One tensor a step.** A sum that is given out is not copied, which would be as large as the stage: what comes after
-that is added into a new tensor, and the one that was given out stays as it is. What a strategy looks at (`seen`) is
-copied only if something comes while it looks.
+**One tensor a step.** A sum is as large as the stage and is returned without a copy. A later gradient is added into a
+new tensor. A sum that a strategy reads (`seen`) is copied only if a gradient comes meanwhile.
 
-**A step that begins closes its sum.** What it is made of is the reduced gradient; the sum and the places are as large
-as the stage, and go before the new state comes. Whoever asks for the sum after that gets none, and not zeros.
+**The optimizer step closes the sum.** It needs only the reduced gradient, so sum and places are freed before the new
+state is made. A later request gets None, not zeros.
 """
 
 import logging
@@ -36,32 +35,28 @@ from shoal.peer.vectors import Vectors
 logger = logging.getLogger(__name__)
 
 APART_MAX = 16
-"""Gradients of one step that are kept apart from its sum: each is as large as the stage."""
+"""The most gradients of one step held out of its sum; each is as large as the stage."""
 
 
 _Gradient = tuple[Tensor, WeightSet | None]
-"""And the weights that it was taken at."""
+"""A gradient, and the weights at which it was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
-    """What a replica brings to the reduction of one step."""
+    """A replica's part in the reduction of one step."""
 
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """Where its gradients were taken, if that was asked for; None: all at the step's own weights."""
+    """The weights at which its gradients were taken; None: all at the step's own, or not needed."""
     num: int
-    """How many they are."""
 
 
 class Contributions:
-    """Of one stage with `size` = N parameters. Gradients are [N] in what jobs multiply in, on any device; their sums
-    are float32.
+    """The contributions of one stage with `size` = N parameters: gradients [N] in the dtype of jobs, sums in float32.
 
-    Args:
-        corrects: a sum is asked for with the places of its gradients.
-        offload: what is kept in the machine's memory; None: nothing.
+    Args: corrects: sums are returned together with the places of their gradients.
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:
@@ -69,39 +64,37 @@ class Contributions:
         self._vectors = vectors
         self._corrects = corrects
         self._offload = offload or Offload(vectors.host)
-        self._sums: dict[int, Tensor] = {}  # by step
-        self._given: set[int] = set()  # the steps of whose sum somebody else has the very tensor
-        self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: who looks at its sum and places now
-        self._nums: dict[int, int] = {}  # by step: how many gradients its sum is of
-        self._told: deque[Callable[[], None]] = deque()  # what the loop has said and no thread has done yet, in order
-        self._working = Lock()  # held by the thread that does it, or looks at what came of it
-        self._first_open = 0  # the step from which on sums are kept
-        self._places: dict[int, Places] = {}  # by step, as far as anybody wants to know
-        self._summed: set[Microbatch] = set()  # what the sums hold
-        self._apart: dict[int, dict[int, _Gradient]] = {}  # step -> index -> what may be left out
-        self._finished: dict[Microbatch, _Gradient] = {}  # of a backward that nobody has been told of yet
+        self._sums: dict[int, Tensor] = {}
+        self._given: set[int] = set()  # steps with a sum that was returned without a copy
+        self._looks: dict[int, WeakSet[OpenSum]] = {}  # by step: the reads of its sum and places that are alive
+        self._nums: dict[int, int] = {}  # by step: the number of gradients in its sum
+        self._told: deque[Callable[[], None]] = deque()  # orders of the loop that no thread has run yet
+        self._working = Lock()  # held while running `_told` or reading its results
+        self._first_open = 0  # sums of earlier steps are closed
+        self._places: dict[int, Places] = {}  # by step, if the compensation uses them
+        self._summed: set[Microbatch] = set()  # announced, and in a sum or in `_told`
+        self._apart: dict[int, dict[int, _Gradient]] = {}  # step -> index -> the gradient held out
+        self._finished: dict[Microbatch, _Gradient] = {}  # backwards that are not announced yet
 
     @property
     def steps(self) -> list[int]:
-        """Of which there is a sum."""
         return sorted(self._sums)
 
     def has(self, microbatch: Microbatch) -> bool:
-        """It came again, because somebody before us died. The group counts it once."""
+        """True if the gradient is here already: after the loss of a peer a microbatch may run again. It counts once."""
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
 
     def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
-        """Its backward writes into `gradient_N`. `weights` are those that it is taken at, if they will be asked for."""
+        """Register the tensor that the backward writes to and, if needed, the weights at which it is taken."""
         self._finished[microbatch] = (gradient_N, weights)
 
     def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
-        """Its backward is done: no number in it that is not finite may enter the sum.
+        """Set the gradient of a finished backward to zero unless all its numbers are finite.
 
-        Their sum is finite only if all are, and one pass without a copy. (Where finite numbers have one that is not,
-        their norm is not either: no optimizer would take them.)
-
-        Args: fine: bool [], whether what it was made of was finite; None: it was.
-        Returns: bool [], on its device: whether it counts as what it is, and not as zero.
+        Their sum is tested, in one pass without a copy. (If it overflows with finite numbers, so does the norm, and no
+        optimizer would take the gradient.)
+        Args: fine: bool [], the backward's input was finite; None: it was.
+        Returns: bool [] on the gradient's device, True if the gradient is unchanged.
         """
         finished = self._finished.get(microbatch)
         if finished is None:
@@ -115,10 +108,8 @@ class Contributions:
         self._finished.pop(microbatch, None)
 
     def contribute(self, microbatch: Microbatch, *, version: int, apart: bool) -> bool | None:
-        """The others are about to be told: add it to the step's sum, or keep it `apart` if there is room.
-
-        Returns: whether it is kept apart; None: it comes too late for its step, and is in no sum.
-        """
+        """Add the gradient to its step's sum, or hold it out if `apart` and there is room. Call it just before
+        announcing it. Returns: True if it is held out; None if its step is over and it is in no sum."""
         finished = self._finished.pop(microbatch, None)
         if microbatch.step < version:
             return None
@@ -134,13 +125,11 @@ class Contributions:
         return False
 
     def total(self, step: int, indices: Indices | None = None) -> Callable[[], Summed | None]:
-        """Ask for the sum of our contributions to `step`; of those kept apart `indices`, if given.
+        """Request the sum of our contributions to `step`; of those held out only `indices`, or all if None.
 
-        A microbatch that comes late does not change what others have seen of it. It is added to the sum all the same,
-        for another attempt at the step.
-
-        Returns: what makes it, on any thread but the loop's. Nobody may write into it. It makes None if the step has
-            begun that ends this one: the sum is gone.
+        Gradients announced later are not in it, but in the sum for another attempt at the step.
+        Returns: a function for any thread but the loop's. Its sum is read-only; None if the step's optimizer step has
+        begun.
         """
         made: list[Summed | None] = []
         kept = self._asked_for(step, indices)
@@ -153,17 +142,17 @@ class Contributions:
         return make
 
     def settle(self) -> None:
-        """Do what the loop has said by now: not on the loop's thread, since it takes as long as large tensors do."""
+        """Run the orders of the loop. Not on the loop's thread: large tensors take time."""
         with self._working:
             while self._told:
                 self._told.popleft()()
 
     def num(self, step: int) -> int:
-        """Gradients in the sum of `step`, without those kept apart."""
+        """Return the number of gradients in the sum of `step`, without those held out."""
         return self._nums.get(step, 0)
 
     def seen(self, step: int) -> OpenSum | None:
-        """What the sum of `step` holds by now, without those kept apart; None if that is nothing."""
+        """Return the sum of `step` as it is now, without the gradients held out; None if there is none."""
         with self._working:
             sum_N, places = self._sums.get(step), self._places.get(step)
             if sum_N is None:
@@ -185,15 +174,15 @@ class Contributions:
             self._summed.discard(microbatch)
 
     def move_out(self) -> None:
-        """What is kept in the machine's memory from now on goes there. Within a job."""
+        """Move the places to host memory. Call it within a job."""
         with self._working:
             for step, places in list(self._places.items()):
                 self._places[step] = Places(self._offload.put(places.sum_N), places.num)
 
     def _add(self, step: int, gradient_N: Tensor, weights: WeightSet | None) -> None:
-        """To the step's sum, taken at these weights. While `_working` is held."""
+        """Add a gradient, taken at `weights`, to the sum of its step. Call it with `_working` held."""
         if step < self._first_open:
-            return  # it was committed meanwhile
+            return  # the step was committed meanwhile
         is_looked_at = bool(self._looks.pop(step, ()))
         if step in self._given or is_looked_at:
             self._given.discard(step)
@@ -212,7 +201,7 @@ class Contributions:
             self._places[step].add(weights)
 
     def _give(self, step: int, kept: list[_Gradient]) -> Summed | None:
-        """The step's sum, with `kept` beside it; None if the step is over. While `_working` is held."""
+        """Return the sum of the step plus `kept`; None if the step is over. Call it with `_working` held."""
         if step < self._first_open:
             return None
         total_N, places = self._sums.get(step), self._places_with(step, kept)
@@ -221,7 +210,7 @@ class Contributions:
             return Summed(sum_N=total_N, places=None, num=self.num(step))
         sum_N = self._vectors.zeros(self._size) if total_N is None else self._vectors.copied(total_N)
         if self._offload.is_on and total_N is not None and not kept and places is None:
-            self._sums[step] = sum_N  # one of the two is enough
+            self._sums[step] = sum_N  # keep one of the two copies
             self._given.add(step)
         for gradient_N, _ in kept:
             sum_N += self._vectors.on_host(gradient_N)
@@ -231,8 +220,7 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Where the gradients of the step's sum and those of `kept` were taken. None: all at the step's own weights,
-        or nobody wants to know."""
+        """Return the places of the gradients in the sum and in `kept`; None: all at the step's own weights."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):
@@ -244,6 +232,5 @@ class Contributions:
         return there
 
     def _asked_for(self, step: int, indices: Indices | None) -> list[_Gradient]:
-        """Of those kept apart."""
         kept = self._apart.get(step, {})
         return [kept[index] for index in sorted(kept) if indices is None or has_index(indices, index)]

@@ -1,4 +1,4 @@
-"""One stage at one version: what it makes of tokens stays the same while the stage trains on.
+"""One stage at one fixed version: its output does not change while the stage trains on.
 
 B samples   T tokens   D width   V vocabulary   K candidates
 """
@@ -19,16 +19,13 @@ from shoal.peer.model.rotary import Rotary
 from shoal.protocol.spec import ModelSpec
 
 _LOGITS_BYTES_MAX: Final = 1 << 26
-"""Of logits in float32, at a time."""
+"""The most bytes of float32 logits at a time."""
 
 
 class FixedStage:
-    """Computes with the weights that it was given, which nobody changes; its version's memory is taken for as long as
-    it lives.
+    """A stage with constant weights. As long as it exists, it keeps the memory of its version.
 
-    Args:
-        params: of each of the stage's layers, in the dtype to compute in.
-        rotary: of the whole context.
+    Args: params: each layer's, in the dtype to compute in; rotary: tables for the whole context.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class FixedStage:
         return sum(key != EMBED for key in self._keys)
 
     def memory(self) -> dict[str, KeysValues]:
-        """Room for the keys and values of a session."""
+        """Return empty caches for the keys and values of a session."""
         return {key: KeysValues(self.model.context) for key in self._keys if key != EMBED}
 
     def run(
@@ -65,11 +62,10 @@ class FixedStage:
         begins_BT: Tensor | None = None,
         memory: Mapping[str, KeysValues] | None = None,
     ) -> Tensor:
-        """All layers but the head: tokens [B, T] or an activation [B, T, D] -> [B, T, D].
+        """Run all layers but the head: tokens [B, T] or an activation [B, T, D] -> [B, T, D].
 
-        Args:
-            position: of the first token. `memory` has those before it.
-            begins_BT: bool, whether a document begins; None: attention looks across documents.
+        Args: position: index of the first token, before which `memory` ends; begins_BT: bool, marks first tokens of
+        documents; None: attention crosses documents.
         """
         x = x.to(self.device)
         if x.is_floating_point():
@@ -84,10 +80,10 @@ class FixedStage:
         return llama.run_layers(self.model, self._keys, self._params, x, rotary, memory, documents=documents)
 
     def log_likelihoods(self, y_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The last stage's, of `run`'s output.
+        """Score the targets at the last stage, given the output of `run`.
 
-        Returns: (float32 [B, T] on the CPU, log of how likely each target is; bool [B, T], whether it is the
-            likeliest). 0 and True where the target is IGNORED.
+        Returns: (float32 [B, T], log-likelihoods; bool [B, T], True if the target is the likeliest token), on the CPU;
+        0 and True where the target is IGNORED.
         """
         wanted = (targets_BT != IGNORED).to(self.device)
         x_ND, target_N = y_BTD[wanted], targets_BT.to(self.device)[wanted]
@@ -106,10 +102,8 @@ class FixedStage:
         return value_BT, likeliest_BT
 
     def candidates(self, y_1TD: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """The last stage's, of what follows the last token of `run`'s output.
-
-        Returns: (int64 [K], the likeliest tokens, in the vocabulary's order; float32 [K], their logits), on the CPU.
-        """
+        """Return the likeliest tokens after the last one at the last stage, given the output of `run`. Returns: (int64
+        [K], the tokens in the order of the vocabulary; float32 [K], their logits), on the CPU."""
         logit_V = self._logits(y_1TD[0, -1:])[0].cpu()
         if len(logit_V) <= most:
             return torch.arange(len(logit_V)), logit_V

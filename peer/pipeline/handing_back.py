@@ -1,6 +1,4 @@
-"""What a replica does not make that pauses, or that is light and lags, goes back to whoever sent it, until that one has
-it.
-"""
+"""Returning microbatches: a paused replica or a lagging learner sends back those that it does not compute."""
 
 import asyncio
 import logging
@@ -23,17 +21,16 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
 _RETRIES: Final = 20
-"""Who sent a microbatch and cannot be told for so long finds out by itself that we are gone, or is gone."""
+"""Retries to one sender. A sender that cannot be reached for so long notices our absence itself, or is gone."""
 
 
 class HandingBack:
-    """Both sides of it, at one replica.
+    """Both sides of returning microbatches, at one replica.
 
     Args:
-        core: to be read.
-        post: hands the replica's core an event; raises `Refused` if it declines.
+        post: gives the replica's core an event; raises `Refused` if it declines.
         check: (source, microbatch); raises RemoteError if this run has no such microbatch.
-        on_unreachable: that peer does not answer.
+        on_unreachable: called with a peer that does not answer.
     """
 
     def __init__(
@@ -59,11 +56,11 @@ class HandingBack:
         self._endpoint.on(messages.HandBack, self._on_hand_back)
 
     def close(self) -> None:
-        """Take nothing back any more: whoever wants to give it then is told so, and does not take it for taken."""
+        """Accept no more microbatches: a peer that returns one gets an error instead of an acknowledgement."""
         self._endpoint.off(self._on_hand_back)
 
     def soon(self, command: HandBack) -> None:
-        """Tell whom it concerns, together with what else goes back to it in this turn."""
+        """Return a microbatch in one message with all others for the same peer in this turn of the loop."""
         if command.target not in self._gathered:
             self._gathered[command.target] = []
             self._tasks.spawn(self._tell(command.target), f"hand back to {command.target}")
@@ -80,32 +77,32 @@ class HandingBack:
             try:
                 await self._endpoint.ask(target, message, Done)
             except Unreachable as error:
-                logger.debug("cannot hand back yet: %s", error)
+                logger.debug("cannot return microbatches yet: %s", error)
                 self._on_unreachable(target)
             except (Refused, RemoteError) as error:
-                logger.debug("nothing to hand back: %s", error)  # it is elsewhere now, and waits for nothing of ours
+                logger.debug("the sender no longer needs the microbatches: %s", error)
                 return
             else:
                 return
             await asyncio.sleep(_RETRY_S)
 
     async def _tell_lead(self, message: messages.HandBack) -> None:
-        """However long that takes: these are granted to us, and nobody else makes them. A lead that is ourselves has
-        nobody to give them to until somebody else is open, or the pause is over."""
+        """Return granted microbatches to the leader, and retry without end: nobody else computes them. If we lead, wait
+        until the pause is over or another member leads."""
         while True:
             lead = self._core.group.lead
             if lead is not None and (lead != self._endpoint.peer_id or not self._core.is_paused):
                 try:
                     await self._endpoint.ask(lead, message, Done)
                 except (Unreachable, Refused, RemoteError) as error:
-                    logger.debug("the lead does not take back: %s", error)
+                    logger.debug("the leader takes no microbatches back: %s", error)
                 else:
                     return
             await asyncio.sleep(_RETRY_S)
 
     async def _on_hand_back(self, source: PeerID, message: messages.HandBack) -> Done:
         if len(message.items) > QUEUED_MICROBATCHES_MAX:
-            raise RemoteError(source, f"hands {len(message.items)} microbatches back at once")
+            raise RemoteError(source, f"returned {len(message.items)} microbatches in one message")
         microbatches = [(Microbatch(step, index), begun) for step, index, begun in message.items]
         for microbatch, _ in microbatches:
             self._check(source, microbatch)
@@ -115,5 +112,5 @@ class HandingBack:
             elif message.stage == self._stage == 0:
                 self._post(WorkReturned(source, microbatch, begun))
             else:
-                raise Refused(self._endpoint.peer_id, f"is of stage {self._stage}, and sent nothing to {message.stage}")
+                raise Refused(self._endpoint.peer_id, f"is in stage {self._stage} and sends nothing to {message.stage}")
         return Done()

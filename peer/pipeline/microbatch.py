@@ -4,14 +4,15 @@ from typing import NamedTuple
 
 
 class Microbatch(NamedTuple):
-    """`index` >= 0: training, wants weights `w_step`; below 0: validation microbatch `-1 - index` at version `step`.
+    """One microbatch. `index` >= 0: training, wants weights `w_step`; below 0: validation microbatch `-1 - index` at
+    version `step`.
 
-    The order (step, index) is the order in which work is done, so validation comes first in its step. A tuple, because
-    it is the key of most tables of a peer.
+    Work is done in the order (step, index), so validation comes first in its step. It is a tuple, since it is a key of
+    most tables.
     """
 
     step: int
-    index: int  # type: ignore[assignment]  # and no tuple's method of that name
+    index: int  # type: ignore[assignment]  # not the method of tuple
 
     @property
     def validates(self) -> bool:
@@ -19,24 +20,23 @@ class Microbatch(NamedTuple):
 
 
 Microbatch.__str__ = tuple.__repr__  # type: ignore[method-assign]
-# It is written "(3, 1)": every job and frame names its task so. In the class mypy would take this for a field.
+# Printed as "(3, 1)" in every job's and frame's name. Inside the class mypy would take the line for a field.
 
 Indices = int
-"""A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. It is a plain number
-because every event works with such sets: `|`, `& ~` and `bit_count()` do what a set's methods would. It travels as a
-bitmap (bit i of byte i // 8)."""
+"""A set of microbatch indices of one step, as the bits of a number: bit i stands for microbatch i. `|`, `& ~` and
+`bit_count()` serve as its methods. It travels as a bitmap (bit i of byte i // 8)."""
 
 
 def indices_from(bitmap: bytes, *, count: int) -> Indices:
-    """Read a bitmap. Bits at or above `count` are ignored: a peer cannot contribute what the step does not have."""
+    """Read a bitmap. Bits at or above `count` are ignored: a peer cannot contribute what the step lacks."""
     return int.from_bytes(bitmap, "little") & ((1 << count) - 1)
 
 
 def bitmap_of(indices: Indices) -> bytes:
-    """Write what `indices_from` reads."""
+    """Write the bitmap that `indices_from` reads."""
     return indices.to_bytes((indices.bit_length() + 7) // 8, "little")
 
 
 def has_index(indices: Indices, index: int) -> bool:
-    """Whether `index` is one of them. Other peers name indices, too: one below 0 is in no set."""
+    """True if `index` is in the set. An index below 0, which another peer may send, is in no set."""
     return index >= 0 and bool(indices >> index & 1)

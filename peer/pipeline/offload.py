@@ -1,13 +1,11 @@
-"""What a replica keeps in the machine's memory because its device is full.
+"""Tensors that a replica keeps in host memory because its device is full.
 
-Of what a run by default takes on a device with memory of its own (`coordinator/cost/memory.py`), jobs need the weights,
-the gradient of the one that runs and the sums of gradients. Moments are read when the optimizer steps and when weights
-for a step ahead are made; where gradients were taken is read then, too; and a sum that is being reduced is on its way
-through the machine's memory anyway. Once a job has found no room these lie there, and come back for the time of their
-use, layer by layer. The bits are the same; a step is slower by the copies.
+The optimizer step and predictions for a step ahead are the only readers of moments and `Places`, and a sum that is
+being reduced passes through host memory anyway (`coordinator/cost/memory.py` lists all uses). Once a job has run out of
+memory these stay on the host and return layer by layer for each use. The bits are the same; a step takes longer.
 
-Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the processor steps; here the device does,
-whose bits are those of all members (`../known_answers.py`).
+Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the CPU runs the optimizer; here the device
+does, because its bits equal those of all members (`../known_answers.py`).
 """
 
 import logging
@@ -22,14 +20,12 @@ from shoal.peer.pipeline.state import LayerState, StageState
 logger = logging.getLogger(__name__)
 
 _APART: Final = ("cuda", "xpu")
-"""Devices that have memory of their own."""
+"""Device types with memory of their own."""
 
 
 class Offload:
-    """Of one peer: what has begun for one of its replicas goes on for the next.
-
-    Args: device: what jobs run on.
-    """
+    """The offloading of one peer from the `device` of its jobs: once begun for one replica, it stays on for the
+    next."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,23 +33,22 @@ class Offload:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the device has memory of its own, so that moving tensors to the machine's memory frees some of it."""
+        """True if the device has memory of its own, so that moving tensors to the host frees some of it."""
         return self._device.type in _APART
 
     def begin(self) -> bool:
-        """Keep moments and places in the machine's memory from now on. Returns: whether this has changed anything;
-        False: they are kept there already, or the device has no memory of its own."""
+        """Keep moments and `Places` in host memory from now on. Returns: False if that changes nothing."""
         if self.is_on or not self.is_possible:
             return False
         logger.warning(
-            "%s is full: moments and what corrects staleness go to the machine's memory, which makes steps slower",
+            "%s is full: optimizer moments and staleness corrections move to host memory, which makes steps slower",
             self._device,
         )
         self.is_on = True
         return True
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy in the machine's memory, pinned for CUDA, once `begin` was called; the tensor itself before."""
+        """Return a copy in host memory, pinned for CUDA, once `begin` was called; the tensor itself before."""
         if not self.is_on or tensor.device.type == "cpu":
             return tensor
         there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")

@@ -1,4 +1,4 @@
-"""How long a message stood in line for a link, of the time that sending it took."""
+"""How much of a message's sending time was waiting for its link."""
 
 from collections import defaultdict
 
@@ -6,9 +6,10 @@ from shoal.protocol.identity import PeerID
 
 
 class LinkQueues:
-    """Messages of one size to several peers. The quickest one ever had the link to itself; whatever others took longer,
-    they waited. A link that has become slower for good counts as one with a queue: then it is the bottleneck, and a
-    window that leaves out the wait still has one message on the link and one behind it.
+    """The queueing times of messages of one size to several peers.
+
+    The quickest message ever had the link to itself; each other one waited for the rest of its time. A link that became
+    slower for good counts as one with a queue: as the bottleneck it still has one message on it and one behind it.
     """
 
     def __init__(self) -> None:
@@ -16,11 +17,11 @@ class LinkQueues:
         self._waited_s: defaultdict[PeerID, float] = defaultdict(float)
 
     def sent(self, target: PeerID, took_s: float) -> float:
-        """Returns: how much of it the message waited."""
+        """Record a message. Returns: how long it waited, in seconds."""
         quickest_s = self._quickest_s[target] = min(took_s, self._quickest_s.get(target, took_s))
         self._waited_s[target] = took_s - quickest_s
         return took_s - quickest_s
 
     def last_waited_s(self, target: PeerID) -> float:
-        """What the next one will about wait, as far as we know."""
+        """Return an estimate of the next message's wait."""
         return self._waited_s[target]

@@ -1,7 +1,6 @@
-"""What a replica holds of some layers: their state at the current version, what steps want of it, and gradients; where
-adapters are trained, the base that these stand beside, too.
+"""The layers of one replica: state, weights for each step, gradients, and with adapters the frozen base.
 
-N parameters that it trains in all its layers, their flat buffers one behind the other
+N trained parameters of all layers; the layers' flat buffers follow one another
 """
 
 import math
@@ -33,40 +32,35 @@ from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
 
 Leaves = dict[str, dict[str, Tensor]]
-"""Layer key -> tensor name -> autograd leaf; in a subspace model also what of the layer is not trained
-(`subspace.constants_of`)."""
+"""Layer key -> tensor name -> autograd leaf, or constant of a subspace (`subspace.constants_of`)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """One that is being made: the old state of a layer goes when the new one is there."""
+    """An optimizer step in progress. The old state of a layer is freed as soon as its new state exists."""
 
     version: int
-    """That it is made from."""
     old: dict[str, LayerState]
-    """The layers that have yet to step."""
     kept: WeightSet | None
     new: dict[str, LayerState] = field(default_factory=dict)
     skipped: int = 0
     square: float = 0.0
-    """Of the 2-norm of the gradient of the layers in `new`."""
+    """The squared 2-norm of the gradients of the layers in `new`."""
 
 
 class Shard:
-    """The layers `keys` of one replica; what is computed with them is its subclasses' business.
+    """The layers `keys` of one replica: state, weights and gradients. Subclasses do the forward and the backward.
 
-    Jobs run on the device's one thread; `contribute` and `gradient_sum` on the loop's, which touches no tensor.
+    Jobs run on the device's one thread, `contribute` and `gradient_sum` on the event loop's, without touching a tensor.
 
-    **A step takes the state apart.** Beside each other the old and the new state are what a peer takes most for. So
-    each layer's old state goes as soon as its new one is there, unless somebody else holds it: a newcomer's pin, a
-    snapshot that is being written, a signed version. While a step is made there is no `state`, and who wants one waits
-    for the new one. A step that finds no memory keeps the layers that have stepped, and goes on from there; jobs that
-    need the weights meanwhile find no memory either.
+    **A step takes the state apart.** Old and new state together would be a peer's largest use of memory. So each
+    layer's old state is freed as soon as its new one exists, unless something else holds it: a joining peer, a snapshot
+    being written, a signed version. During a step `state` is None. A step that runs out of memory keeps the layers that
+    have stepped and later continues with the rest; until then jobs that need the weights raise MemoryError, too.
 
     Args:
-        dtype: what jobs multiply in, float32 or bfloat16. State, steps and sums of gradients are float32.
-        steps_on: the device that makes the optimizer's steps; None: `device`.
-        offload: what is kept in the machine's memory; None: nothing is yet.
+        dtype: the dtype of jobs, float32 or bfloat16. State, steps and sums of gradients are float32.
+        steps_on: the device that runs the optimizer; None: `device`.
     """
 
     def __init__(
@@ -87,10 +81,9 @@ class Shard:
         self._offload = offload or Offload(device)
         self.vectors = Vectors(torch.device("cpu"), sums=spec.wire.sums)
         self.state: StageState | None = None
-        """None: none has come yet, or a step is being made."""
+        """None before the first state has arrived, and during a step."""
         self._version = -1
         self._light: WeightSet | None = None
-        """All that is here, of a light member."""
         self._step: _Step | None = None
         sizes = [state_layout(spec, key).numel for key in keys]
         self._spans = {key: slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i, key in enumerate(keys)}
@@ -100,35 +93,33 @@ class Shard:
         self._contributions = Contributions(self.num_parameters, self.vectors, corrects=corrects, offload=self._offload)
         self._weights = Weights(spec, self._spans, self._contributions)
         self._base: dict[str, FrozenLayer] = {}
-        """Of a run with adapters, before the first job."""
+        """Layer key -> frozen base. Filled before the first job of a run with adapters; else empty."""
 
     @property
     def version(self) -> int:
-        """While a step is made, that which it is made from."""
+        """The version of the state; during a step, the version before it."""
         assert self._version >= 0, "the stage has no state yet"
         return self._version
 
     @property
     def is_stepping(self) -> bool:
-        """There is no state because one is being made."""
         return self._step is not None
 
     @property
     def is_light(self) -> bool:
-        """There is no state, only weights to compute with."""
+        """True if this replica is a learner: it has weights but no state."""
         return self._light is not None
 
     @property
     def remembers(self) -> bool:
-        """Whether what others run again of the step before can be repaired here exactly (s_max = 0)."""
+        """True if a microbatch of the previous step can be repeated as exactly as needed: always if s_max > 0."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
-        """Version 0, from the run's seed."""
         return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
-        """Take over `state`, from the seed, a mate or a snapshot. Contributions already summed stay."""
+        """Use `state`, which comes from the seed, a group member or a snapshot. Keep the sums of gradients."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self._version, self._step, self._light = state.version, None, None
         self.state = self._offload.state(state)
@@ -136,7 +127,7 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_weights(self, weights: RoundedWeights) -> None:
-        """Compute with weights alone, until a state is loaded. Contributions already summed stay."""
+        """Use weights without moments until a state is loaded. Keep the sums of gradients."""
         assert tuple(weights.params) == self.keys, "the weights are another stage's"
         assert self.state is None, "weights alone in place of a state"
         params = {key: param_N.to(self.device) for key, param_N in weights.params.items()}
@@ -144,12 +135,11 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_base(self, stored: Mapping[str, Tensor]) -> None:
-        """Take over the base of our layers, as `stored_base` has it. It is the same for as long as the run lasts."""
+        """Use the frozen base of our layers, as returned by `stored_base`. It never changes during the run."""
         assert tuple(stored) == self.keys, "the base is another stage's"
         if self.spec.model.tied and EMBED in stored and HEAD in stored:
             begin = stored[HEAD][: stored[EMBED].numel()]
             if torch.equal(begin.view(torch.uint8), stored[EMBED].view(torch.uint8)):
-                # One matrix, which is in memory once.
                 head = stored[HEAD].to(self.device)
                 stored = {**stored, HEAD: head, EMBED: head[: begin.numel()]}
         self._base = {
@@ -158,23 +148,23 @@ class Shard:
         }
 
     def weight_copies(self) -> int:
-        """Copies of the stage's parameters alive: the current one, predictions, stashes. At most `s_max + 2`."""
+        """Count the live copies of the stage's parameters (current, predicted, stashed): `s_max + 2` at most."""
         return self._weights.copies(self.state)
 
     @torch.no_grad()
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
-        """Commit: the optimizer's step with the reduced gradient, float32 [N].
+        """Commit a step: run the optimizer with the reduced gradient, float32 [N].
 
-        Raises: MemoryError and its like: some layers may have stepped. The next call goes on behind them, with the same
-            gradient.
-        Returns: (the new state, its digest, layers left alone because their gradient was not finite).
+        Returns: (the new state, its digest, the number of layers left unchanged because their gradient is not finite).
+        Raises: MemoryError or the device's own: call again with the same gradient to continue with the remaining
+        layers.
         """
-        self._contributions.settle()  # a gradient that waits to be added is as large as what a step makes
+        self._contributions.settle()  # a gradient that waits to be added is as large as what a step allocates
         step = self._step or self._begun()
         for key in list(step.old):
             self._step_layer(step, key, mean_gradient_N[self._spans[key]])
         after = StageState(version=step.version + 1, layers=step.new, gradient_norm=math.sqrt(step.square))
-        if self._step is step:  # else another state was loaded meanwhile, because this one was not the group's
+        if self._step is step:  # else another state was loaded during the step, because ours differed from the group's
             self._version = after.version
             self.state = after
             self._step = None
@@ -182,7 +172,7 @@ class Shard:
         return after, after.digest(), step.skipped
 
     def _begun(self) -> _Step:
-        """Begin a step: take the state apart, and let everything go that is as large and is of no use any more."""
+        """Begin a step: take the state apart, and free every other tensor of that size that is no longer needed."""
         before = self.state
         assert before is not None, "a step before there is a state"
         self._contributions.forget_before(before.version + 1)
@@ -206,25 +196,25 @@ class Shard:
     # --- between jobs ---
 
     def contribute(self, microbatch: Microbatch, *, apart: bool = False) -> bool | None:
-        """Its backward is done and the others are about to be told: add its gradient to the step's sum, or keep it
-        `apart` from that if there is room, so that it can be left out.
+        """Add the microbatch's gradient to its step's sum, or, if `apart` and there is room, hold it out so that it can
+        be omitted. Call it just before announcing the gradient. The next job, or a sum made earlier, adds the tensor.
 
-        The tensor itself is added by the next job here, or before that by whoever makes a sum.
-        Returns: whether it is kept apart; None: we have stepped without it.
+        Returns: True if the gradient is held out; None if our step no longer accepts it.
         """
         return self._contributions.contribute(microbatch, version=self.version, apart=apart)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
-        """Ask for the sum over our contributions to `step` that have been told of by now; of those kept apart
-        `indices`, if given. Returns: what makes it, float32 [N] on the CPU, on a thread that is not the loop's; None if
-        our optimizer's step has begun by then.
+        """Request the sum of our contributions to `step` announced by now; of those held out only `indices`, or all if
+        None.
 
-        Corrected for the weights that they were taken at, if the run's compensation does so and `step` is the current
-        one. (A round may be called before our own step to it has ended; then what they should have been taken at is
-        not known, and the sum stays as it is.)
+        It is corrected for the weights at which the gradients were taken, if the compensation corrects and `step` is
+        the current version. (If a round begins before our own step to that version has ended, its weights are unknown
+        here.)
+        Returns: a function for any thread but the loop's: float32 [N] on the CPU, or None if our step has begun by
+        then.
         """
         total = self._contributions.total(step, indices)
-        state = self.state if self._weights.corrects else None  # who holds a state keeps its memory
+        state = self.state if self._weights.corrects else None  # a reference to the state keeps its memory alive
 
         def make() -> Tensor | None:
             summed = total()
@@ -237,7 +227,7 @@ class Shard:
         return make
 
     def make_room(self) -> None:
-        """Free what can be made again. Within a job."""
+        """Free everything that can be recomputed, and offload to host memory. Call it within a job."""
         self._contributions.settle()
         self._weights.forget_made()
         self.vectors.free()
@@ -247,7 +237,6 @@ class Shard:
             torch.accelerator.memory.empty_cache()
 
     def _move_out(self) -> None:
-        """What is kept in the machine's memory from now on goes there."""
         if self.state is not None:
             self.state = self._offload.state(self.state)
         if self._step is not None:
@@ -255,25 +244,24 @@ class Shard:
         self._contributions.move_out()
 
     def forget(self, microbatch: Microbatch) -> None:
-        """Nobody will ask for it any more."""
         self._contributions.forget(microbatch)
 
     # --- for subclasses, within a job ---
 
     def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
-        """What it wants of the current version, and that as leaves of its own: its gradient is nobody else's."""
-        self._contributions.settle()  # what has been told of is seen by strategies that see, and frees its memory
+        """Return the weights for the microbatch's step, and autograd leaves of them for its gradient alone."""
+        self._contributions.settle()  # adds announced gradients, which frees memory
         weights = self._wanted_by(microbatch)
         leaves = {key: self._leaves_of(key, weights.computed_in(self.dtype, key)) for key in self.keys}
         return weights, leaves
 
     def _wanted_by(self, microbatch: Microbatch) -> WeightSet:
-        """Raises: MemoryError: a step that has found no memory has to come first."""
+        """Raises: MemoryError: a step that ran out of memory has to finish first."""
         if (light := self._light) is not None:
-            return light  # no moments are here that could say where the steps between lead
+            return light  # without moments nothing can be predicted
         state = self.state
         if state is None and self.is_stepping:
-            raise MemoryError("a step of the optimizer waits for memory")
+            raise MemoryError("an optimizer step waits for memory")
         assert state is not None, "a job before there are weights"
         return self._weights.of(state, state.version if microbatch.validates else microbatch.step)
 
@@ -284,7 +272,7 @@ class Shard:
         return AdaptedLayer(self._base[key], leaves, scale=self.spec.adapter.scale)
 
     def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
-        """The backward that follows leaves its gradient in one flat tensor, if anybody wants it."""
+        """Make the coming backward write its gradient into one flat tensor, if the gradient is wanted."""
         self._contributions.settle()
         if not contributes or self._contributions.has(microbatch):
             return

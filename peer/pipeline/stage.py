@@ -1,18 +1,15 @@
-"""The arithmetic of one replica: forward and backward with the weights each step wants, and the optimizer step.
+"""The arithmetic of one replica: forward and backward with the weights for each step, and the optimizer step.
 
-Every method runs on the device's one thread, as a job. What a microbatch was forwarded with it is backwarded with:
-its context holds the very tensors. Unless memory is short (`keep = "recompute"`) or the run's compensation wants it
-otherwise: then it holds the input only, and the backward runs the forward again with the weights for its step that the
-version of that moment has.
+Every method runs on the device's one thread, as a job. A microbatch's context keeps the weights of its forward for its
+backward. With `keep = "recompute"`, or if the compensation asks for it, it keeps only the input, and the backward first
+repeats the forward with the weights that the current version gives for the microbatch's step. With `keep = "layers"` it
+keeps the weights and each layer's input, and the backward repeats the forward of one layer at a time, so that at most
+one layer's graph is in memory. Every run does the latter after a job has run out of memory.
 
-With `keep = "layers"` a context holds the weights, and what each layer read, and the backward runs one layer's forward
-at a time again: there is never the graph of more than one. So it is for all runs once a job has found no memory.
+No job reads a number from its device before its end, where it waits for the payload anyway (`../model/finite.py`).
+`trunk.py` replaces this module where the experts are on other peers.
 
-No job looks at a number of its device before its end, where it waits for what it sends anyway (`../model/finite.py`).
-
-Where the experts are elsewhere, `trunk.py` is in the place of this.
-
-B samples   T tokens   D width   N parameters of the stage, its layers' flat buffers one behind the other
+B samples   T tokens   D width   N parameters of the stage; the layers' flat buffers follow one another
 """
 
 import logging
@@ -49,24 +46,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """A microbatch between its forward and its backward."""
-
     x: Tensor
     labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, Tensor] | None
-    """The weights that the forward took, the same as autograd leaves, and the output [B, T, D] with its graph. None:
-    the backward runs the forward again."""
+    """The forward's weights, their leaves, and the output [B, T, D] with its graph. None: repeat the forward."""
     read: tuple[WeightSet, Leaves, list[Tensor]] | None = None
-    """Of a backward that runs layer by layer: the forward's weights, the same as leaves, and each layer's input."""
+    """If the backward runs layer by layer: the forward's weights, their leaves, and each layer's input."""
 
 
 class StageRuntime(Shard):
-    """One stage's layers at the current version, and what in-flight microbatches need of older ones.
-
-    Args:
-        corpus: stage 0 only.
-    """
+    """The layers of one stage, and the contexts of open microbatches. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(
         self,
@@ -86,19 +76,18 @@ class StageRuntime(Shard):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=device)
         self._rotary = llama.rotary_tables(spec.model, device)
         self.compiled = compiled_layers(spec, device, dtype)
-        """None: layers run as they are."""
+        """None: the layers run uncompiled."""
         self._contexts: dict[Microbatch, _Context] = {}
         self._by_layer = spec.recomputes_by_layer
         self.flop = stage_flop(spec, self.keys)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """As `ActivationWire.travel_as`."""
         self._boundary.travel_as(leaving, coming)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> bytearray:
-        """Not the last stage: input (None at stage 0, which reads the data) -> activation for the next stage.
+        """Run the forward of a stage that is not the last. Return the activation for the next stage.
 
-        `contributes`: its gradient is wanted; a mate's sum has it otherwise.
+        Args: payload: None at stage 0, which reads the data; contributes: False: another member's sum has the gradient.
         """
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
@@ -116,10 +105,10 @@ class StageRuntime(Shard):
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> tuple[float, bytearray | None]:
-        """The last stage: forward, loss and backward in one.
+        """Run forward, loss and backward of the last stage.
 
-        Returns: (loss in nats a token, gradient for the stage before; None if there is none). If the loss is not
-        finite, the gradient is zero and nothing is added: no non-finite number may reach an optimizer.
+        If the loss is not finite, the gradient is zero and nothing is added: no optimizer may see such a number.
+        Returns: (loss in nats a token, gradient for the previous stage; None if this is stage 0).
         """
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
@@ -145,8 +134,9 @@ class StageRuntime(Shard):
         return value, gradient
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> bytearray | None:
-        """Gradient of our output -> gradient of our input (None at stage 0); `contribute` takes that of the weights."""
-        context = self._contexts[microbatch]  # until all is done: a job that runs out of memory is tried again
+        """Convert the gradient of our output to that of our input (None at stage 0). See `contribute` for the
+        weights'."""
+        context = self._contexts[microbatch]  # kept until the end: a job that runs out of memory is retried
         grad_BTD = self._boundary.receive_gradient(payload)
         fine = finite(grad_BTD)
         if context.kept is not None:
@@ -162,7 +152,7 @@ class StageRuntime(Shard):
             self._collect(microbatch, weights, leaves, context.contributes)
             y_BTD = self._run_layers(leaves, context.x, context.labels, Mixture())
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
-        # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
+        # The gradient of an activation that was not finite is zero, but 0 x NaN is NaN in all weights before it.
         counts = self._contributions.zero_unless_finite(microbatch, fine)
         gradient = self._boundary.send_gradient(context.x, microbatch, fine)
         self._contexts.pop(microbatch, None)
@@ -174,7 +164,7 @@ class StageRuntime(Shard):
 
     @torch.no_grad()
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> bytearray | float:
-        """Forward at the committed version. Returns: the activation, or the loss at the last stage."""
+        """Run the forward at the committed version. Returns: the activation, or the loss at the last stage."""
         x, labels = self._boundary.receive(microbatch, payload)
         _, leaves = self._weights_of(microbatch)
         y = self._run_layers(leaves, x, labels, Mixture())
@@ -184,16 +174,13 @@ class StageRuntime(Shard):
 
     @torch.no_grad()
     def fixed(self) -> FixedStage:
-        """The stage at its committed version, for who computes with that for longer than it lasts. Within a job.
-
-        Raises: MemoryError: a step that has found no memory has to come first.
-        """
-        _, leaves = self._weights_of(Microbatch(self.version, -1))  # as a validation has them
+        """Return the stage at its committed version, for a reader that uses it after the stage has stepped. Call it
+        within a job. Raises: MemoryError: a step that ran out of memory has to finish first."""
+        _, leaves = self._weights_of(Microbatch(self.version, -1))
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
     def make_room(self) -> None:
-        """Let every microbatch that waits for its backward run its forward again, as with `keep = "recompute"`, and
-        from now on layer by layer."""
+        """Repeat the forward in the backward of every open microbatch, and from now on layer by layer."""
         self._by_layer = True
         for microbatch, context in list(self._contexts.items()):
             context.x.grad = None
@@ -202,12 +189,11 @@ class StageRuntime(Shard):
         super().make_room()
 
     def forget(self, microbatch: Microbatch) -> None:
-        """Nobody will ask for the microbatch any more."""
         self._contexts.pop(microbatch, None)
         super().forget(microbatch)
 
     def _run_layers(self, leaves: Leaves, x: Tensor, labels: Labels, mixture: Mixture) -> Tensor:
-        """All but the head, which ends in the loss."""
+        """Run all layers but the head, which is part of the loss."""
         if x.is_floating_point():
             x = x.to(self.dtype)
         for layer in self._layers(leaves, labels, mixture):
@@ -215,7 +201,6 @@ class StageRuntime(Shard):
         return x
 
     def _layers(self, leaves: Leaves, labels: Labels, mixture: Mixture) -> list[Callable[[Tensor], Tensor]]:
-        """The forward of each layer but the head."""
         rotary, documents = self._rotary, None
         if labels.begins_BT is not None:
             documents = Documents(labels.begins_BT)
@@ -238,7 +223,7 @@ class StageRuntime(Shard):
     def _read_by_layers(
         self, leaves: Leaves, x: Tensor, labels: Labels, mixture: Mixture
     ) -> tuple[Tensor, list[Tensor]]:
-        """As `_run_layers`, without a graph. Returns: (the output, what each layer read)."""
+        """Run `_run_layers` without a graph. Returns: (the output, the input of each layer)."""
         x = x.detach()
         if x.is_floating_point():
             x = x.to(self.dtype)
@@ -249,7 +234,7 @@ class StageRuntime(Shard):
         return x, read
 
     def _read_again(self, microbatch: Microbatch, context: _Context) -> tuple[WeightSet, Leaves, list[Tensor]]:
-        """With the weights for its step that the version of this moment has."""
+        """Repeat the forward with the weights that the current version gives for the microbatch's step."""
         weights, leaves = self._weights_of(microbatch)
         _, read = self._read_by_layers(leaves, context.x, context.labels, Mixture())
         return weights, leaves, read
@@ -257,21 +242,18 @@ class StageRuntime(Shard):
     def _backward_by_layers(
         self, leaves: Leaves, read: list[Tensor], grad_BTD: Tensor | None, x: Tensor, labels: Labels
     ) -> None:
-        """Backpropagate with the graph of one layer in memory at a time: from the last layer to the first, run its
-        forward again, then its backward.
+        """Backpropagate with the graph of one layer in memory at a time: repeat its forward, then run its backward.
 
-        The gradients of the weights are added to `.grad` of each leaf; `x.grad` becomes the gradient of the stage's
-        input, [B, T, D].
-
+        Add the gradients of the weights to `.grad` of each leaf; set `x.grad` to the gradient of the stage's input.
         Args:
             read: the input of each layer, as `_read_by_layers` returns them.
             grad_BTD: the gradient of the stage's output; None: there is none, and no gradient is computed.
-            x: the stage's input, activations or tokens; tokens get no gradient.
+            x: the stage's input; tokens get no gradient.
         """
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):
             if grad_BTD is None or (key == EMBED and self.spec.adapter is not None):
-                return  # nothing before this trains
+                return  # no trained parameters before this layer
             x_leaf = x_read.detach().requires_grad_(x_read.is_floating_point())
             y_BTD = layer(x_leaf)
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])

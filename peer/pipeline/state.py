@@ -1,8 +1,7 @@
-"""What a replica holds of its stage at one version: parameters and moments, by layer.
+"""The state of a replica's stage at one version: parameters and moments, by layer.
 
-Immutable by convention: an optimizer step makes new tensors. So a version that in-flight microbatches, a newcomer or
-a snapshot still uses lives as long as they hold it, and not a moment longer, and nobody counts references but Python.
-Nor does a step hold it: each layer's old tensors go as its new ones come (`shard.py`).
+Immutable by convention: an optimizer step makes new tensors and frees each layer's old ones as it goes (`shard.py`),
+unless a microbatch in flight, a joining peer or a snapshot still holds them.
 """
 
 import logging
@@ -26,8 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
-    """float32 [numel] each, in the layer's layout; `moment2_N` may be shorter or empty, see `moment2_numel`. Of weights
-    alone that are on their way to a light member `param_N` is bfloat16, and both moments are empty."""
+    """The parameters and moments of one layer, float32 [numel] each, in the layer's layout.
+
+    `moment2_N` may be shorter or empty, see `moment2_numel`. On the way to a learner `param_N` is bfloat16 and both
+    moments are empty.
+    """
 
     param_N: Tensor
     moment1_N: Tensor
@@ -38,17 +40,17 @@ class LayerState:
         return (self.param_N, self.moment1_N, self.moment2_N)
 
     def to(self, device: torch.device) -> "LayerState":
-        """On that device, all of it; itself if it is there."""
+        """Return the layer with all tensors on `device`; itself if they are there."""
         if all(tensor.device == device for tensor in self.tensors):
             return self
         param_N, moment1_N, moment2_N = (tensor.to(device) for tensor in self.tensors)
         return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 
     def digest(self) -> str:
-        """xxh3-128 of the three tensors' bytes: equal on two replicas exactly if their state is, bit for bit.
+        """Return the xxh3-128 of the three tensors' bytes: equal on two replicas if and only if their bits are.
 
-        Not a defence against a liar with a collision; BLAKE3 is (`proof`), and five times slower. It guards what leaves
-        a peer: what newcomers fetch, and snapshots.
+        It finds accidents. Against attackers BLAKE3 (`proof`), five times slower, covers states sent to joining peers
+        and snapshots.
         """
         hasher = xxh3_128()
         for tensor in self.tensors:
@@ -57,7 +59,7 @@ class LayerState:
         return hasher.hexdigest()
 
     def proof(self) -> str:
-        """BLAKE3 of the three tensors' bytes, 128 bits: nobody can make another state that has it."""
+        """Return the BLAKE3 of the three tensors' bytes, 128 bits. Nobody can construct another state with it."""
         hasher = blake3()
         for tensor in self.tensors:
             if tensor.numel():
@@ -72,10 +74,9 @@ class StageState:
     version: int
     layers: Mapping[str, LayerState]
     gradient_norm: float | None = None
-    """The 2-norm, before clipping, of the reduced gradient whose step made this version; None: no step here made it."""
+    """The 2-norm of the reduced gradient of the step to this version, before clipping; None: made elsewhere."""
 
     def proofs(self) -> tuple[tuple[str, str], ...]:
-        """(layer, its proof) of each, in the order of the layers."""
         return tuple((key, layer.proof()) for key, layer in self.layers.items())
 
     def digest(self) -> str:
@@ -87,7 +88,7 @@ class StageState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedWeights:
-    """What a light member computes with: the weights of a stage at one version, without moments."""
+    """A learner's weights: those of a stage at one version, without moments."""
 
     version: int
     params: Mapping[str, Tensor]
@@ -95,7 +96,7 @@ class RoundedWeights:
 
 
 def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) -> StageState:
-    """Version 0, a pure function of the run's seed: any peer makes the same bits without asking anyone."""
+    """Return version 0, a pure function of the run's seed: every peer makes the same bits without communication."""
     layers = {}
     for key in keys:
         param_N = initial_parameters(spec, key).to(device)
@@ -106,10 +107,10 @@ def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) ->
 
 
 def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, version: int) -> LayerState | None:
-    """One optimizer step from `version` with the reduced gradient, clipped by the norm of each unit of this layer.
+    """Make one optimizer step from `version` with the reduced gradient, clipped for each unit of the layer separately.
 
-    A unit whose gradient is not finite, which no optimizer may see, stays as it is. So a step of a layer is a step of
-    each of its units, whoever holds it: the same bits. `key` may be a unit's.
+    A unit stays unchanged if its gradient is not finite, since no optimizer may see such numbers. So the step of a
+    layer equals the steps of its units bit for bit, even if they are on different peers. `key` may name a unit.
     Returns: the layer at `version + 1`; None if no unit's gradient is finite.
     """
     return step_layer_clipped(spec, key, layer, clipped(spec, key, grad_N), version)
@@ -118,7 +119,7 @@ def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, versi
 def step_layer_clipped(
     spec: RunSpec, key: str, layer: LayerState, gradient: "Clipped", version: int
 ) -> LayerState | None:
-    """As `step_layer`, with a gradient that has been clipped already."""
+    """Do what `step_layer` does, with a gradient that is clipped already."""
     if gradient.gradient_N is None:
         return None
     param_N, moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].step(
@@ -126,26 +127,25 @@ def step_layer_clipped(
     )
     after = LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
     for unit in gradient.spoilt:
-        logger.warning("at version %d the gradient of %s was not finite: it stays as it is", version, unit)
+        logger.warning("at version %d the gradient of %s is not finite: the unit stays unchanged", version, unit)
         for old_N, new_N, span in zip(layer.tensors, after.tensors, unit_spans(spec, key, unit), strict=True):
             new_N[span] = old_N[span]
     return after
 
 
 class Clipped(NamedTuple):
-    """What clipping makes of the gradient of one layer."""
+    """The gradient of one layer after clipping."""
 
     gradient_N: Tensor | None
-    """float32 [N], as the layer's step wants it; None: no unit's gradient is finite, and the layer stays as it is."""
+    """float32 [N], ready for the optimizer; None: no unit's gradient is finite, and the layer stays unchanged."""
     spoilt: tuple[str, ...]
-    """The units whose gradient is not finite. It is zero in `gradient_N`."""
+    """The units with a gradient that is not finite; it is zero in `gradient_N`."""
     square: float
-    """The square of the gradient's 2-norm before clipping, without the spoilt units, and without the matrix of a tied
-    head, which counts as the embedding."""
+    """The squared 2-norm before clipping, without spoilt units and the matrix of a tied head."""
 
 
 def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
-    """Clip each unit by its own norm: an expert's step then needs nothing from whoever holds the rest of its layer."""
+    """Clip each unit by its own norm, so that an expert steps without the peers with the rest of its layer."""
     slices = state_slices(spec, key)
     parts, spoilt, square = [], [], 0.0
     for unit, span in slices.items():
@@ -162,22 +162,22 @@ def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
 
 
 def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]:
-    """Where a unit lies in each of the tensors of its layer's `LayerState`. An expert's part of the second moment is
-    empty with Muon, which has none for matrices."""
+    """Return the slices of a unit in the tensors of its layer's `LayerState`; with Muon an expert has no second
+    moment."""
     span = state_slices(spec, key)[unit]
-    missing = state_layout(spec, key).numel - moment2_numel(spec, key)  # the first so many elements have none
+    missing = state_layout(spec, key).numel - moment2_numel(spec, key)  # the layer's first elements have none
     return span, span, slice(max(0, span.start - missing), max(0, span.stop - missing))
 
 
 def joined(spec: RunSpec, key: str, units: Mapping[str, LayerState]) -> LayerState:
-    """A whole layer of its units."""
+    """Join the units of a layer."""
     tensors = zip(*(units[unit].tensors for unit in state_slices(spec, key)), strict=True)
     param_N, moment1_N, moment2_N = (torch.cat(parts) for parts in tensors)
     return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)
 
 
 def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
-    """The keyword arguments that every optimizer of `shoal.kernels.optimizer` takes at `version`."""
+    """Return the keyword arguments of every optimizer of `shoal.kernels.optimizer` at `version`."""
     return {
         "learning_rate": rate_of(spec, version),
         "beta1": spec.optimizer.beta1,
@@ -191,6 +191,6 @@ def hyperparameters(spec: RunSpec, key: str, version: int) -> dict[str, Any]:
 
 
 def moment2_numel(spec: RunSpec, key: str) -> int:
-    """Elements of a layer's `moment2_N`: as many as it has parameters, fewer with Muon, none with SGD."""
+    """Return the number of elements of a layer's `moment2_N`: one a parameter, fewer with Muon, none with SGD."""
     layout = state_layout(spec, key)
     return OPTIMIZERS[spec.optimizer.name].moment2_numel(layout.numel, layout.matrices)

@@ -1,12 +1,13 @@
-"""The arithmetic of a stage whose experts are elsewhere: attention, routers, norms and both ends of the model.
+"""The arithmetic of a stage with its experts on other peers: attention, routers, norms and both ends of the model.
 
-As `stage.py`, but that each job is a generator: it yields a call for the experts of each layer, and goes on with their
-answer. In front of a call are attention and router, whose results (the residual stream, the weights of the chosen
-experts, the tokens sorted by expert) are kept with their graph. What is behind it begins with leaves of its own: the
-residual stream, the weights, and what the experts made of the tokens. So the backward can go back part by part and
-nothing runs twice: the leaves' gradients, the experts' answer to theirs, and both through the part before.
+Each job is a generator: it yields one call to the experts of each layer and continues with their answer. The results
+before a call (residual stream, weights of the chosen experts, tokens sorted by expert) are kept with their graph. The
+part after the call begins with new autograd leaves: the residual stream, the weights, and the experts' output. So
+nothing runs twice: the backward takes the leaves' gradients, sends those of the output to the experts, and continues
+with their answer through the part before.
 
-Rows are rounded to the wire's dtype on the way to the experts, whose gradient is taken as 1: as everywhere on the wire.
+Rows are rounded to the wire's dtype on the way to the experts. The gradient of the rounding is taken as 1, as
+everywhere on the wire.
 
 B samples   T tokens   D width   K experts a token   P rows, sorted by expert
 """
@@ -47,49 +48,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Front:
-    """One layer up to its experts."""
+    """One layer up to its experts, with its graph."""
 
     layer: int
     routing: Routing
     groups: Groups
     h_BTD: Tensor
-    """The residual stream."""
     x_PD: Tensor
-    """The rows that go to the experts."""
     call: ExpertCall
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """One layer's, between its forward and its backward."""
+    """The two sides of one layer's call, between forward and backward."""
 
     front: _Front
     behind: tuple[Tensor, Tensor, Tensor]
-    """The residual stream [B, T, D], the weights [N, K] and the rows [P, D] that came back, as the part behind the
-    experts begins with them."""
+    """The leaves after the call: the residual stream [B, T, D], the weights [N, K] and the experts' output [P, D]."""
 
 
 _Graph = tuple[Tensor, list[_Cut]]
-"""The output of the last part, and the cuts before it, from the first layer on."""
+"""The output of the last part, and the cuts before it, first layer first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """A microbatch between its forward and its backward."""
-
     x: Tensor
     labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, _Graph] | None
-    """None: the backward runs the forward again."""
+    """None: the backward repeats the forward."""
 
 
 class StageTrunk(Shard):
-    """One stage's layers without their experts. What is said of a job's arithmetic is said of its first part.
-
-    Args:
-        corpus: stage 0 only.
-    """
+    """The layers of one stage without their experts. Jobs do what those of `StageRuntime` do; `flop` counts a job up to
+    its first call. `corpus` is the run's text, at stage 0 only."""
 
     def __init__(
         self,
@@ -116,13 +109,11 @@ class StageTrunk(Shard):
         self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """As `ActivationWire.travel_as`."""
         self._boundary.travel_as(leaving, coming)
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> Calling[bytearray]:
-        """As `StageRuntime.forward`."""
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
         recomputes = self.spec.training.recomputes
@@ -134,7 +125,6 @@ class StageTrunk(Shard):
     def loss(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
     ) -> Calling[tuple[float, bytearray | None]]:
-        """As `StageRuntime.loss`."""
         x, labels = self._boundary.receive(microbatch, payload)
         weights, leaves = self._weights_of(microbatch)
         y_BTD, cuts = yield from self._run_layers(leaves, x, labels, self.expert_loads, grad=True)
@@ -151,7 +141,6 @@ class StageTrunk(Shard):
         return value, self._boundary.send_gradient(x, microbatch, fine)
 
     def backward(self, microbatch: Microbatch, payload: Payload) -> Calling[bytearray | None]:
-        """As `StageRuntime.backward`."""
         context = self._contexts.pop(microbatch)
         grad_BTD = self._boundary.receive_gradient(payload)
         weights, leaves, graph = context.kept or (*self._weights_of(microbatch), None)
@@ -161,7 +150,7 @@ class StageTrunk(Shard):
             y_BTD, cuts = graph or (yield from self._run_layers(leaves, context.x, context.labels, None, grad=True))
             backward([y_BTD], [grad_BTD.to(y_BTD.dtype)])
             yield from self._back_through(cuts)
-            # Zero came back for an activation that was not finite, and 0 x NaN is NaN in all weights that it has met.
+            # The gradient of an activation that was not finite is zero, but 0 x NaN is NaN in all weights before it.
             if not bool(self._contributions.zero_unless_finite(microbatch)):
                 logger.warning("microbatch %s has a gradient that is not finite: it counts as zero", microbatch)
         else:
@@ -169,7 +158,6 @@ class StageTrunk(Shard):
         return self._boundary.send_gradient(context.x, microbatch, fine)
 
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Calling[bytearray | float]:
-        """As `StageRuntime.validate`."""
         x, labels = self._boundary.receive(microbatch, payload)
         _, leaves = self._weights_of(microbatch)
         y, _ = yield from self._run_layers(leaves, x, labels, None, grad=False)
@@ -179,7 +167,6 @@ class StageTrunk(Shard):
         return self._boundary.send(y, labels)
 
     def forget(self, microbatch: Microbatch) -> None:
-        """Nobody will ask for the microbatch any more."""
         self._contexts.pop(microbatch, None)
         super().forget(microbatch)
 
@@ -188,7 +175,7 @@ class StageTrunk(Shard):
     def _run_layers(
         self, leaves: Leaves, x: Tensor, labels: Labels, loads: ExpertLoads | None, *, grad: bool
     ) -> Calling[_Graph]:
-        """The forward, experts included, of all but the head. `loads` counts the run, if given."""
+        """Run the forward of all layers but the head, experts included. `loads` counts the tokens, if given."""
         model, cuts = self.spec.model, list[_Cut]()
         documents = None if labels.begins_BT is None else Documents(labels.begins_BT)
         rotary = self._rotary if documents is None else documents.positioned(self._rotary)
@@ -226,7 +213,6 @@ class StageTrunk(Shard):
         documents: Documents | None,
         loads: ExpertLoads | None,
     ) -> _Front:
-        """One layer up to its experts."""
         model, layer = self.spec.model, layer_index(key.rpartition(".")[0])
         h_BTD, normed_BTD = llama.attend(model, layer, params, x_BTD, rotary, documents=documents)
         x_ND = normed_BTD.flatten(0, 1)
@@ -240,7 +226,7 @@ class StageTrunk(Shard):
         return _Front(layer=layer, routing=routing, groups=groups, h_BTD=h_BTD, x_PD=x_PD, call=call)
 
     def _back_through(self, cuts: list[_Cut]) -> Calling[None]:
-        """The backward of all cuts, which are used up; what is behind the last one is done."""
+        """Run the backward of all cuts, last layer first, and empty the list."""
         while cuts:
             cut = cuts.pop()
             front, routing = cut.front, cut.front.routing
@@ -251,7 +237,7 @@ class StageTrunk(Shard):
             output = yield ExpertCall(layer=call.layer, counts=call.counts, tokens=call.tokens, gradients=gradients)
             assert output is not None
             grad_PD = self._wire.decode(output, self.device).to(self.dtype)
-            # The balance is a part of the loss, whose own gradient is 1.
+            # The balance is a term of the loss, so its own gradient is its weight in the loss.
             ones = torch.full_like(routing.balance, self.spec.model.router_aux_loss)
             ends = [front.h_BTD, routing.weight_NK, front.x_PD, routing.balance]
             backward(ends, [grad_BTD, grad_NK, grad_PD, ones])

@@ -1,6 +1,6 @@
-"""Weights of one stage that are alive, and what is remembered of those that gradients were taken at.
+"""Sets of weights of one stage, and the sums of the weights at which gradients were taken.
 
-N parameters of the stage, its layers one behind the other
+N parameters of the stage; its layers follow one another
 """
 
 from collections.abc import Mapping
@@ -12,19 +12,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class WeightSet:
-    """Parameters of a stage. Equal only to itself."""
+    """The parameters of a stage. Equal only to itself."""
 
     params: Mapping[str, Tensor]
-    """Layer key -> float32 [numel]; bfloat16 [numel] at a light member."""
+    """Layer key -> float32 [numel]; bfloat16 [numel] at a learner."""
     version: int
-    """That it was made at."""
+    """The version from which it was made."""
     num_seen: int = 0
-    """Gradients of open steps that it was made with."""
+    """The number of gradients of open steps that it was made with."""
     _narrow: dict[str, Tensor] = field(default_factory=dict)
 
     def computed_in(self, dtype: torch.dtype, key: str) -> Tensor:
-        """The parameters of one layer as jobs compute with them; those in another dtype than they are in are made
-        once."""
+        """Return the parameters of one layer in the dtype of jobs. A conversion is made once and kept."""
         if self.params[key].dtype == dtype:
             return self.params[key]
         if key not in self._narrow:
@@ -34,13 +33,10 @@ class WeightSet:
 
 @dataclass(slots=True)
 class Places:
-    """Where gradients of one step were taken, of those that were not taken at the step's own weights.
-
-    A sum, because what counts is the mean, and the weights themselves may go.
-    """
+    """The sum of the weights at which gradients of one step were taken, without those at the step's own weights."""
 
     sum_N: Tensor
-    """Of their weights, float32 [N]."""
+    """The sum of the weights, float32 [N], one summand a gradient."""
     num: int = 0
 
     def add(self, weights: WeightSet) -> None:
@@ -51,17 +47,20 @@ class Places:
         self.num += 1
 
     def displacement(self, span: slice, param_N: Tensor, total: int) -> Tensor:
-        """The way from there to `param_N`, where the step's own weights are, in the layer at `span`: its mean over
-        `total` gradients, of which the others were taken there. Float32, as `param_N`."""
+        """Return the mean, over `total` gradients, of `param_N` minus the weights at which each was taken; float32.
+
+        Args: span: the layer's slice of the sum; param_N: the step's own weights, at which all other gradients were
+        taken.
+        """
         return (param_N * self.num).sub_(self.sum_N[span].to(param_N.device)).div_(total)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class OpenSum:
-    """What a member has of an open step at one moment. Nothing changes in it for as long as somebody has it."""
+    """The gradients of an open step that a member has at one moment. It never changes while it is referenced."""
 
     sum_N: Tensor
-    """Of its gradients: float32 [N]."""
+    """The sum of the gradients, float32 [N]."""
     num: int
     places: Places | None
-    """None: all were taken at the step's own weights, or nobody wanted to know."""
+    """None: all were taken at the step's own weights, or the strategy does not need it."""

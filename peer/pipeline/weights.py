@@ -1,20 +1,18 @@
-"""The weights of one stage that are alive: which of them a step gets, and what makes up for their age.
+"""The weights of one stage that are alive, and which of them a step gets.
 
-Theory of operation. A set of weights is held by whoever still needs it: a microbatch between its forward and its
-backward, a gradient that will be corrected, the cache of what was made at the current version. It is gone with the last
-of them, and nobody counts but Python.
+Theory of operation. A set of weights is held by its users: a microbatch between forward and backward, a gradient that
+will be corrected, the cache of sets made at the current version. The last reference frees it.
 
-How many can there be? The current version is one. Every step ahead, t in (v, v + s_max], has at most one more: it is
-made when the step's first microbatch comes, and while somebody holds it, later microbatches of that step get the same
-one, even if a commit has made a fresher one possible. A commit turns a step ahead into the current one, whose new
-microbatches get w_t itself, but old ones may still hold what they got. So at most 1 + s_max + 1 are alive. (A fresher
-set at every version would be up to (s_max + 1)(s_max + 2) / 2: the same at s_max = 1, 6 and not 4 at s_max = 2.)
-Strategies that predict nothing need no such rule: their sets are the versions that were, at most s_max + 1.
+How many can there be? The current version is one. Each step ahead, t in (v, v + s_max], has at most one: it is made
+when the step's first microbatch comes, and as long as something holds it, later microbatches of that step share it,
+even if a newer version could give a better one. A commit turns a step ahead into the current one: new microbatches get
+w_t itself, but older ones may still hold their set. So at most 1 + s_max + 1 are alive. (A new set at every version
+would allow up to (s_max + 1)(s_max + 2) / 2: the same at s_max = 1, but 6 and not 4 at s_max = 2.) Strategies that
+predict nothing hold past versions, at most s_max + 1.
 
-A strategy that sees the open steps' gradients makes a fresher set for a step ahead when it has seen half as much again,
-as long as there is room. There is, where not many microbatches are in flight: those of the step before that were let in
-early have come back by then. Should the first set of a step find no room for once, its microbatches compute with the
-current weights until there is.
+A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen half as many again, if
+there is room, which is so if few microbatches are in flight. If there is no room for the first set of a step, its
+microbatches use the current weights until there is.
 """
 
 import logging
@@ -34,29 +32,24 @@ from shoal.protocol.staleness import staleness_bound
 logger = logging.getLogger(__name__)
 
 FRESHER: Final = 1.5
-"""A set is made anew for so many times the gradients that it was made with. Less would be a set for each microbatch."""
+"""A set is made again when this many times its gradients have been seen. A lower value would make one a microbatch."""
 
 
 class OpenGradients(Protocol):
-    """This member's own, of steps that are not committed yet."""
+    """This member's own gradients of steps that are not committed yet."""
 
-    def num(self, step: int) -> int:
-        """How many there are."""
-        ...
+    def num(self, step: int) -> int: ...
 
     def seen(self, step: int) -> OpenSum | None:
-        """What is known of all `num`; None if there are none."""
+        """Return the sum of all `num` gradients; None if there are none."""
         ...
 
 
 class Weights:
-    """Of one stage. States are handed in: another thread may load one at any time.
+    """The weights of one stage. The state is an argument of each call, because another thread may load a new one.
 
-    `keep = "recompute"` keeps nothing for steps ahead: their weights are made for each job anew.
-
-    Args:
-        spans: layer key -> where it lies in the stage's flat vector.
-        gradients: what a strategy that sees is shown.
+    With `keep = "recompute"` nothing is kept for steps ahead: each job predicts again.
+    Args: spans: layer key -> slice of the stage's flat vector; gradients: shown to a strategy that sees them.
     """
 
     def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: OpenGradients) -> None:
@@ -69,22 +62,20 @@ class Weights:
         strategy = COMPENSATIONS[name]
         self._predicts, self._sees, self.corrects = strategy.predicts, strategy.sees, strategy.corrects
         self.keeps_places = strategy.corrects or strategy.sees
-        """Whether it will be asked at which weights a gradient was taken."""
-        self._made: tuple[StageState | None, dict[int, WeightSet]] = (None, {})  # of which state, step -> weights
-        self._ahead: WeakValueDictionary[int, WeightSet] = WeakValueDictionary()  # step -> its newest that is alive
+        """True if the strategy needs the weights at which gradients were taken."""
+        self._made: tuple[StageState | None, dict[int, WeightSet]] = (None, {})  # state, step -> weights
+        self._ahead: WeakValueDictionary[int, WeightSet] = WeakValueDictionary()  # step -> its newest set alive
         self._alive: WeakSet[WeightSet] = WeakSet()
         self._before: WeightSet | None = None  # the version before the current one
 
     @property
     def remembers(self) -> bool:
-        """Whether the version before the current one is still here."""
+        """True if the weights of the previous version are kept."""
         return self._before is not None
 
     def of(self, state: StageState, step: int) -> WeightSet:
-        """ŵ_step: the current weights if they are that step's, else what makes up for their age.
-
-        A step that is committed here and not elsewhere wants weights of the past: the version before is kept for it.
-        """
+        """Return ŵ_step: the current weights if `step` is their version, else those that the strategy predicts; for a
+        past step (committed here, not on other peers) the weights of the previous version, if they are kept."""
         before = self._before
         if step < state.version and before is not None:
             if step < before.version:
@@ -100,7 +91,7 @@ class Weights:
             weights = self._ahead.get(step)
         if weights is None or self._outdated(weights, state, step):
             weights = None
-            sets.pop(step, None)  # now it is alive only if somebody computes with it
+            sets.pop(step, None)  # from here on only a job that uses the set keeps it alive
             if self._sees and not self._has_room(state):
                 return self._ahead.get(step) or self._current(state)
             weights = self._make(state, step - state.version)
@@ -110,39 +101,36 @@ class Weights:
         return weights
 
     def kept_of(self, state: StageState) -> WeightSet | None:
-        """What outlives the step from `state`, whose layers go one after the other; None: nothing."""
+        """Return the weights to keep after the step from `state`, which frees its layers; None: keep nothing."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
-            # With staleness admitted it is not worth a copy, `s_max + 2` are alive already.
+            # If staleness is admitted, `s_max + 2` copies are alive already; exact repair is not worth one more.
             return None
-        # Others may be a step behind us at most, and what they run again must give what it gave: exact repair.
+        # Other stages are at most one step behind; a microbatch that they repeat must give the same bits: exact repair.
         return WeightSet({key: layer.param_N for key, layer in state.layers.items()}, state.version)
 
     def layer_stepped(self, key: str, before: LayerState, after: LayerState, version: int) -> None:
-        """A layer has stepped from `version`."""
         self._compensations[key].committed(before, after, hyperparameters(self._spec, key, version))
 
     def stepped(self, kept: WeightSet | None) -> None:
-        """All layers have stepped. Args: kept: as `kept_of` gave it before."""
+        """End a step. Args: kept: the result of `kept_of` before it."""
         self._before = self._kept(kept) if kept is not None else None
 
     def loaded(self) -> None:
-        """The state is another one: what was made of the one before is nobody's but its holders'."""
+        """Drop the sets made from the previous state; their users still hold them."""
         self._made = (None, {})
         self._before = None
 
     def forget_made(self) -> None:
-        """Weights for steps ahead are made again when they are wanted; who computes with them still has them."""
+        """Drop the sets for steps ahead, which can be made again; their users still hold them."""
         self._made = (None, {})
 
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
-        """Correct the sum of our `total` gradients of step `state.version`, in place, for having been taken elsewhere.
+        """Correct the sum of our `total` gradients of step `state.version`, in place, for the weights at which they
+        were taken. If those were the step's own, no bit changes.
 
-        If all were taken at the current weights, the sum stays as it is, bit for bit.
-
-        Args:
-            sum_N: float32 [N] on the CPU.
+        Args: sum_N: float32 [N] on the CPU.
         """
         if places is None:
             return
@@ -155,7 +143,7 @@ class Weights:
             sum_N[self._spans[key]] = mean_N * total
 
     def copies(self, state: StageState | None) -> int:
-        """Distinct parameter buffers alive for the first layer that has any."""
+        """Count the distinct parameter buffers of the stage's first layer that has any parameters."""
         pointers = {weights.params[self._first].data_ptr() for weights in list(self._alive)}
         return len(pointers | ({state.layers[self._first].param_N.data_ptr()} if state else set()))
 
@@ -166,7 +154,7 @@ class Weights:
         return sets[state.version]
 
     def _outdated(self, weights: WeightSet, state: StageState, step: int) -> bool:
-        """Whether a strategy that sees has seen enough more, since these were made for `step`."""
+        """True if the strategy sees gradients and has seen enough more since it made `weights` for `step`."""
         if not self._sees:
             return False
         num_seen = self._num_seen(state, step)
@@ -181,7 +169,7 @@ class Weights:
     def _sets_of(self, state: StageState) -> dict[int, WeightSet]:
         made_for, sets = self._made
         if made_for is not state:
-            # A new dict: a job that still runs with the state before puts its sets where nobody will look for them.
+            # A new dict: a job that still uses the old state stores its sets where nobody will look.
             sets = {}
             self._made = (state, sets)
         return sets
@@ -189,7 +177,7 @@ class Weights:
     @torch.no_grad()
     def _make(self, state: StageState, staleness_steps: int) -> WeightSet:
         ahead = range(state.version, state.version + staleness_steps) if self._sees else ()
-        # Counted first: what the loop's thread adds meanwhile makes the set look older than it is, never fresher.
+        # Counted before the sums are read: gradients added meanwhile make the set look older than it is, never fresher.
         num_seen = self._num_seen(state, state.version + len(ahead))
         sums = [self._gradients.seen(step) for step in ahead]
         params = {}
@@ -201,10 +189,8 @@ class Weights:
         return self._kept(WeightSet(params, state.version, num_seen))
 
     def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> Seen | None:
-        """As the step will see it; None if that would leave the layer alone, because the gradient is not finite.
-
-        Args: known: the weights of this step are, and `layer` has them.
-        """
+        """Return the gradient as the step will see it; None if it is not finite. `known`: `layer` is at this step's
+        weights."""
         span = self._spans[key]
         gradient_N = clipped(self._spec, key, its.sum_N[span].to(layer.param_N.device) / its.num).gradient_N
         if gradient_N is None:

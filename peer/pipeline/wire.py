@@ -1,20 +1,20 @@
-"""Activations and their gradients as bytes. Their shape follows from the run spec, never from the sender, and so does
-the format, unless the run has several: then the plan says in which ones a sender writes, and the number of bytes which
-of them a payload is in (bf16 and int8 take the same for 66 numbers, and for no tensor of a real model). So a payload
-can be read whichever plan its sender has heard of, and goes again as it was.
+"""Activations and their gradients as bytes.
 
-In few bits (`kernels/codec`) activations are rounded to the nearest and their gradients by chance, so that they are
-right in the mean: by numbers of the microbatch and the layer, so that whoever computes them again gets the same bytes.
+The shape follows from the run spec, never from the sender. If the run has several formats, the plan chooses the
+sender's, and the receiver tells the format by the number of bytes (bf16 and int8 have equal sizes only for 66 numbers,
+which no real model has). So a payload can be read under any plan, and is resent unchanged.
 
-With an activation go its labels: of each token what it is to predict, and where the run says that documents are apart
-or that some targets are not learnt, in the same four bytes whether a document begins at it, and behind all of them the
-microbatch's weight.
+In formats of few bits (`kernels/codec`) activations are rounded to nearest, gradients stochastically, so that they are
+unbiased. The random numbers depend on the microbatch and the layer, so a repeated backward gives the same bytes.
 
-In a subspace model (`peer/model/subspace.py`) what travels of a token is its coordinates, and of a gradient theirs: k
-numbers in the place of D. What they stand for follows from them and from the token, so tokens go along, too. Where all
-targets are learnt each is the next token, and only the first token of each sample is sent; else all are.
+An activation is followed by its labels: the target of each token; if the run masks documents or does not learn all
+targets, also the microbatch's weight and, as a bit of each target, the beginnings of documents.
 
-B samples   T tokens   D width   W numbers a token that travel: D, or the k of a subspace
+In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers, likewise
+for gradients. The receiver needs the tokens to restore them. If all targets are learnt, each target is the next token,
+so only the first token of each sample is sent; otherwise all are.
+
+B samples   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
 
 import math
@@ -37,16 +37,13 @@ from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BEGINS: Final = 1 << 30
-"""The bit of a label that says that a document begins; the target is in the bits below."""
+"""The bit of a label that marks the beginning of a document; the bits below hold the target."""
 _NOTHING: Final = _BEGINS - 1
-"""In the place of a target that is not learnt. No vocabulary has so many tokens (`VOCABULARY_MAX`)."""
+"""The value of a target that is not learnt. No vocabulary is that large (`VOCABULARY_MAX`)."""
 
 
 class ActivationWire:
-    """Both directions of the traffic between two stages of one run.
-
-    It writes the widest of the run's formats until `travel_as` says another one.
-    """
+    """Both directions of the traffic between two stages, in the widest of the run's formats until `travel_as`."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -56,22 +53,21 @@ class ActivationWire:
         self._seed = spec.seed
         self._backward_of = spec.wire.backward_of
         self._activations = {tensor_bytes(form, self._numel): form for form in spec.wire.forward}
-        """By the bytes of a payload without its targets, as the next one."""
+        """Bytes of a payload without labels -> its format; `_gradients` likewise."""
         gradients = map(spec.wire.backward_of, spec.wire.forward)
         self._gradients = {tensor_bytes(form, self._numel): form for form in gradients}
         self.travel_as(spec.wire.forward[0], spec.wire.forward[0])
         self._leaves_out, self._masks = spec.data.leaves_out_targets, spec.data.masks_documents
         self.targets_bytes = spec.labels_bytes
-        """Of all labels of an activation: in a subspace model the tokens that are sent, too."""
+        """Bytes of the labels of an activation, including the tokens of a subspace model."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """From now on activations leave for the next stage in the format `leaving`, and gradients for the stage before
-        in what goes with `coming`, in which that stage's activations come: each is one of `WireSpec.forward`."""
+        """Choose the formats of what we send: activations travel as `leaving`, gradients as the counterpart of
+        `coming`, the previous stage's format. Both are of `WireSpec.forward`."""
         self._forward, self._backward = leaving, self._backward_of(coming)
 
     @property
     def activation_bytes(self) -> int:
-        """Of what leaves now, without the labels."""
         return tensor_bytes(self._forward, self._numel)
 
     @property
@@ -79,15 +75,15 @@ class ActivationWire:
         return tensor_bytes(self._backward, self._numel)
 
     def check_activation(self, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: `source` sent another number of bytes than this run's activations have."""
+        """Raises: RemoteError: the number of bytes from `source` fits none of this run's activations."""
         _check(len(payload), [each + self.targets_bytes for each in self._activations], source)
 
     def check_gradient(self, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError."""
+        """Raises: RemoteError: the number of bytes from `source` fits none of this run's gradients."""
         _check(len(payload), [*self._gradients], source)
 
     def encode_activation(self, x_BTD: Tensor, labels: Labels) -> bytearray:
-        form = self._forward  # a plan may change it while this job runs
+        form = self._forward  # a plan may change it during this job
         at = tensor_bytes(form, self._numel)
         payload = bytearray(at + self.targets_bytes)
         word_BT, weight_1, token_BN = self._words(payload, at)
@@ -95,7 +91,7 @@ class ActivationWire:
             assert labels.tokens_BT is not None, "an activation of a subspace model without its tokens"
             x_BTD = self._subspace(x_BTD.device).coordinates(x_BTD, labels.tokens_BT.to(x_BTD.device))
         self._write(x_BTD, payload, form)
-        if labels.tokens_BT is not None:  # behind the tensor: a copy waits for the device
+        if labels.tokens_BT is not None:  # after the tensor: this copy waits for the device
             token_BN.copy_(labels.tokens_BT[:, : token_BN.shape[1]])
         targets_BT = labels.targets_BT
         if not self._leaves_out:
@@ -108,13 +104,13 @@ class ActivationWire:
         return payload
 
     def decode_activation(self, payload: Payload, device: torch.device) -> tuple[Tensor, Labels]:
-        """Returns: (float32 [B, T, D] on `device`, nobody else's; its labels there)."""
+        """Returns: (a new float32 [B, T, D] on `device`, its labels there)."""
         at = len(payload) - self.targets_bytes
         x_BTD = self._read(payload, at, self._activations[at], device)
         word_BT, weight_1, token_BN = self._words(payload, at)
         tokens_BT = None
         if self._spec.model.subspace:
-            # Of the words of targets T - 1 are tokens, too; none of them where all tokens were sent.
+            # Of each sample's targets all but the last are its next tokens; none is used if all tokens were sent.
             followed_BT = word_BT[:, : word_BT.shape[1] - token_BN.shape[1]]
             tokens_BT = torch.cat([token_BN, followed_BT], dim=1).to(device, torch.int64)
             x_BTD = self._subspace(device).restored(x_BTD, tokens_BT)
@@ -132,10 +128,10 @@ class ActivationWire:
         return x_BTD, labels.to(device)
 
     def _words(self, payload: Payload, at: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The labels in a payload: (the words of the targets, int32 [B, T]; the weight behind them, float32 [1] or [0];
-        the tokens that are sent, of each sample the first N, int32 [B, N]: N is T, 1 or 0).
+        """Return the labels in a payload: (the words of the targets, int32 [B, T]; the weight, float32 [1] or [0]; the
+        first N tokens of each sample, int32 [B, N], N = T, 1 or 0).
 
-        Args: at: the bytes before them.
+        Args: at: the offset of the labels.
         """
         num, (B, T) = math.prod(self._shape_BT), self._shape_BT
         word_BT = torch.frombuffer(payload, dtype=torch.int32, offset=at, count=num).view(B, T)
@@ -147,11 +143,11 @@ class ActivationWire:
         return word_BT, weight_1, torch.frombuffer(payload, dtype=torch.int32, offset=at).view(B, -1)
 
     def _subspace(self, device: torch.device) -> Subspace:
-        """It is made when the first tensor needs it: a modelled peer has none."""
+        """Return the subspace; made at first use, because a modelled peer has no tensors."""
         return Subspace.of(self._spec, device)
 
     def encode_gradient(self, grad_BTD: Tensor, microbatch: Microbatch, layer: int) -> bytearray:
-        """Args: grad_BTD: of the input of decoder layer `layer`, float32 [B, T, D]."""
+        """Args: grad_BTD: the gradient of the input of decoder layer `layer`, float32 [B, T, D]."""
         form = self._backward
         payload = bytearray(tensor_bytes(form, self._numel))
         if self._spec.model.subspace:
@@ -160,12 +156,11 @@ class ActivationWire:
         return payload
 
     def decode_gradient(self, payload: Payload, device: torch.device) -> Tensor:
-        """Returns: float32 [B, T, D] on `device`, nobody else's."""
+        """Returns: a new float32 [B, T, D] on `device`."""
         grad_BTW = self._read(payload, len(payload), self._gradients[len(payload)], device)
         return self._subspace(device).gradient_restored(grad_BTW) if self._spec.model.subspace else grad_BTW
 
     def _write(self, x_BTW: Tensor, into: bytearray, form: WireFormat, *, key: tuple[int, int] | None = None) -> None:
-        """Write the tensor's bytes to the beginning of `into`."""
         if form in _DTYPES:
             torch.frombuffer(into, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTW).copy_(x_BTW)
         else:
@@ -188,4 +183,4 @@ class ActivationWire:
 def _check(num_bytes: int, wanted: Collection[int], source: PeerID) -> None:
     if num_bytes not in wanted:
         its = " or ".join(map(str, wanted))
-        raise RemoteError(source, f"sent a tensor of {num_bytes} bytes, this run's have {its}")
+        raise RemoteError(source, f"sent a tensor of {num_bytes} bytes; this run's have {its}")

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.certificates import ATTESTED_MAX, KEPT, Certificates, certified_flaw
+from shoal.coordinator.roll import Electorate
 from shoal.protocol.certificate import JURY, Attested, Certified, jury, layers_at
 from shoal.protocol.layers import all_layer_keys, group_keys
 from shoal.protocol.messages import Holding
@@ -18,6 +19,9 @@ MODEL = ModelSpec(num_layers=6)
 @pytest.fixture(autouse=True)
 def certified():
     """Nothing is taken at its word here."""
+
+
+majority = Electorate(1.0, lambda _: b"").are_enough
 
 
 def believe(signer, signature, body) -> bool:
@@ -36,7 +40,7 @@ def plan(make_plan):
 
 @pytest.fixture
 def certificates(plan):
-    made = Certificates(MODEL, placed=False)
+    made = Certificates(MODEL, placed=False, are_enough=majority)
     made.obey(plan)
     return made
 
@@ -49,6 +53,25 @@ def all_say(certificates, plan, version, *, but="") -> None:
 
 
 # --- what counts ---
+
+
+def test_the_members_of_one_invite_certify_nothing_alone_where_the_group_has_others(plan):
+    invites = {"a": b"theirs", "b": b"theirs", "c": b"", "d": b"theirs", "e": b"theirs"}
+    are_enough = Electorate(1.0, invites.get).are_enough
+    certificates = Certificates(MODEL, placed=False, are_enough=are_enough)
+    certificates.obey(plan)
+    forged = attested(plan, 0, 50)
+    for peer in "ab":
+        certificates.hear(peer, [forged], holds=believe)
+    assert certificates.layers((0, 50)) == frozenset()
+    entry = Certified(0, 50, forged.proofs, ((0, b"yes"), (1, b"yes")))
+    flaw = certified_flaw(successor(plan, certified=(entry,)), plan, MODEL, holds=believe, are_enough=are_enough)
+    assert flaw == "2 of 3 members have signed version 50 of embed, which is no majority, or of one invite alone"
+    certificates.hear("c", [forged], holds=believe)
+    for peer in "de":
+        certificates.hear(peer, [attested(plan, 1, 50)], holds=believe)
+    held = {key for group in (0, 1) for key in group_keys(MODEL, plan, group)}
+    assert certificates.layers((0, 50)) == held, "a group of one invite certifies what it holds"
 
 
 def test_a_majority_of_the_places_certifies_and_not_of_those_that_speak(certificates, plan):
@@ -90,7 +113,7 @@ def test_of_a_large_group_a_jury_signs(make_plan):
     plan = make_plan([names, ["d"], ["f"]], coordinator="m00").plan
     chosen = jury(names, plan.previous)
     assert len(chosen) == JURY
-    certificates = Certificates(MODEL, placed=False)
+    certificates = Certificates(MODEL, placed=False, are_enough=majority)
     certificates.obey(plan)
     for peer in sorted(set(names) - set(chosen)):
         certificates.hear(peer, [attested(plan, 0, 50)], holds=believe)
@@ -138,33 +161,47 @@ def test_a_voter_takes_no_certificate_without_signatures(plan):
         (((0, b"yes"), (7, b"yes")), "1 of 2"),
     ):
         made = successor(plan, certified=(Certified(0, 50, proofs, signatures),))
-        assert certified_flaw(made, plan, MODEL, holds=believe).startswith(why)
+        assert certified_flaw(made, plan, MODEL, holds=believe, are_enough=majority).startswith(why)
     sound = successor(plan, certified=(Certified(0, 50, proofs, ((0, b"yes"), (1, b"yes"))),))
-    assert certified_flaw(sound, plan, MODEL, holds=believe) == ""
+    assert certified_flaw(sound, plan, MODEL, holds=believe, are_enough=majority) == ""
     handed_on = successor(sound, certified=(sound.certified[0].bare,))
-    assert certified_flaw(handed_on, sound, MODEL, holds=believe) == ""
+    assert certified_flaw(handed_on, sound, MODEL, holds=believe, are_enough=majority) == ""
     others = successor(plan, certified=(Certified(0, 50, proofs[:1], ((0, b"yes"), (1, b"yes"))),))
-    assert "no group holds these layers" in certified_flaw(others, plan, MODEL, holds=believe)
+    assert "no group holds these layers" in certified_flaw(others, plan, MODEL, holds=believe, are_enough=majority)
 
 
 def test_a_voter_lets_no_plan_forget_the_newest_version_that_is_certified(plan):
     every = (Certified(0, 50, attested(plan, group, 50).proofs) for group in range(3))
     base = successor(plan, certified=tuple(every))
-    assert certified_flaw(successor(base, certified=base.certified), base, MODEL, holds=believe) == ""
+    assert (
+        certified_flaw(successor(base, certified=base.certified), base, MODEL, holds=believe, are_enough=majority) == ""
+    )
     for certified in ((), base.certified[1:]):
         forgets = successor(base, certified=certified)
-        flaw = certified_flaw(forgets, base, MODEL, holds=believe)
+        flaw = certified_flaw(forgets, base, MODEL, holds=believe, are_enough=majority)
         assert flaw == "version 50 of era 0 is no longer certified"
     part = successor(plan, certified=base.certified[:2])
-    assert certified_flaw(successor(part), part, MODEL, holds=believe) == "", "a part is no version to go back to"
+    assert certified_flaw(successor(part), part, MODEL, holds=believe, are_enough=majority) == "", (
+        "a part is no version to go back to"
+    )
 
 
 def test_a_voter_follows_no_plan_to_a_version_that_nobody_has_certified(plan):
     back = successor(plan, era=1, restore_era=0, restore_version=4800, fresh=True)
-    flaw = certified_flaw(back, plan, MODEL, holds=believe)
+    flaw = certified_flaw(back, plan, MODEL, holds=believe, are_enough=majority)
     assert flaw == "era 1 begins at version 4800 of era 0, which is not certified"
-    assert certified_flaw(msgspec.structs.replace(back, mandate=b"the owner's"), plan, MODEL, holds=believe) == ""
-    assert certified_flaw(msgspec.structs.replace(back, restore_version=0), plan, MODEL, holds=believe) == ""
+    assert (
+        certified_flaw(
+            msgspec.structs.replace(back, mandate=b"the owner's"), plan, MODEL, holds=believe, are_enough=majority
+        )
+        == ""
+    )
+    assert (
+        certified_flaw(
+            msgspec.structs.replace(back, restore_version=0), plan, MODEL, holds=believe, are_enough=majority
+        )
+        == ""
+    )
 
 
 # --- a swarm ---

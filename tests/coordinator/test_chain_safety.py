@@ -23,6 +23,7 @@ from shoal.coordinator.coordination_events import Answered, Ask
 from shoal.coordinator.experts.expert_groups import ExpertPlaces
 from shoal.coordinator.plan_layout import Layout
 from shoal.coordinator.proposer import Carried, Proposer
+from shoal.coordinator.roll import Electorate
 from shoal.protocol.messages import PlanLive, PlanOffer, PlanVote, TermGrant, TermRequest
 from shoal.protocol.plan import Member, SignedPlan, Stage, open_link
 from shoal.protocol.spec import ModelSpec
@@ -81,7 +82,9 @@ class Bag:
             holds=believe,
             is_fresh=lambda _: False,
             experts=ExpertPlaces(num_experts=0, slots=0),
-            certificates=Certificates(ModelSpec(dim=32, num_layers=2), placed=False),
+            certificates=Certificates(
+                ModelSpec(dim=32, num_layers=2), placed=False, are_enough=Electorate(1.0, lambda _: b"").are_enough
+            ),
             roll=self.draw_roll,
             heartbeat_s=1.0,
         )

@@ -7,6 +7,7 @@ import pytest
 
 from shoal.coordinator.certificates import Certificates
 from shoal.coordinator.judge import Judge
+from shoal.coordinator.roll import Electorate
 
 pytestmark = pytest.mark.sim
 
@@ -24,14 +25,25 @@ def insiders(monkeypatch):
     return importlib.import_module("insiders")
 
 
-def play(insiders, seed):
-    return insiders.InsiderGame(seed, duration_s=10.0).play()
+def play(insiders, seed, **how):
+    return insiders.InsiderGame(seed, duration_s=10.0, **how).play()
 
 
 def test_one_liar_costs_the_others_nothing(insiders):
     verdicts = [play(insiders, seed) for seed in range(SEEDS)]
     assert {verdict.seed: verdict.flaws for verdict in verdicts if verdict.flaws} == {}
     assert sum(verdict.num_plans for verdict in verdicts) > 3 * SEEDS, "else nothing was at stake"
+
+
+def test_a_third_of_the_members_that_lie_alike_cost_the_others_nothing(insiders):
+    flaws = {seed: flaws for seed in range(SEEDS) if (flaws := play(insiders, seed, third=True).flaws)}
+    assert flaws == {}
+
+
+def test_a_third_would_certify_what_it_likes_if_it_could_sign_alone(insiders, monkeypatch):
+    monkeypatch.setattr(Electorate, "are_enough", lambda self, signed, signers: 2 * len(signed) > len(signers))
+    flaws = [flaw for seed in range(SEEDS) for flaw in play(insiders, seed, third=True).flaws]
+    assert any("certifies a forged version" in flaw for flaw in flaws)
 
 
 def test_where_voters_look_at_nothing_a_liar_moves_the_run(insiders, monkeypatch):

@@ -1,4 +1,5 @@
-"""What can one member of bad will do? The swarms of `coordination.py`, in which the last peer lies.
+"""What can members of bad will do? The swarms of `coordination.py`, in which the last peer lies, or the last third of
+the peers, which came by one invite and tell the same lies.
 
 Each seed draws two of these lies, beside the crashes, cuts and pauses of the others, which train on and certify what
 they train:
@@ -19,6 +20,7 @@ Checked, beside what `coordination.py` checks of the honest members:
 - no honest member is excluded, and at the end one plan has all of them.
 
     tests/soak/insiders.py [--seeds 1000] [--first 0] [--jobs 2]
+    tests/soak/insiders.py --third                                          a third of the peers
     tests/soak/insiders.py --replay 4711
 """
 
@@ -27,6 +29,7 @@ import logging
 import multiprocessing
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -50,28 +53,30 @@ FORGED = 4800
 
 
 class InsiderGame(Game):
-    """One swarm with a liar in it."""
+    """One swarm with liars in it. Args: third: a third of the peers lie, not one."""
 
-    def __init__(self, seed: int, **how: Any) -> None:
-        super().__init__(seed, **how)
-        self._liar = self._names[-1]
+    def __init__(self, seed: int, *, third: bool = False, **how: Any) -> None:
+        super().__init__(seed, peers_max=9 if third else 7, **how)
+        training = msgspec.structs.replace(self._spec.training, steps=FORGED)
+        self._spec = msgspec.structs.replace(self._spec, training=training)
+        self._liars = self._names[-(len(self._names) // 3 if third else 1) :]
         self._lies = frozenset(self._rng.sample(LIES, 2))
         self._ahead = self._rng.choice((0, 0, 1))
         """How many eras what it forges is ahead of the live one."""
-        self._tell(f"{self._liar} {' and '.join(sorted(self._lies))}")
+        self._tell(f"{', '.join(self._liars)}: {' and '.join(sorted(self._lies))}")
 
     # --- what the members say ---
 
     def _beat(self, port: SimPeer, live: SignedPlan | None, advert: Advert) -> Heartbeat:
         beat = super()._beat(port, live, advert)
         if live is None or live.plan.stage_of(port.peer_id) is None:
-            return self._lied(beat, port, live) if port.name == self._liar else beat
+            return self._lied(beat, port, live) if port.name in self._liars else beat
         version = int(self._world.now_s() / STEP_S)
         saved = version - version % SAVED_EVERY
         held = (Holding(era=live.plan.era, version=saved, layers=all_layer_keys(self._spec.model)),) if saved else ()
         words = (self._word(port, live.plan, beat.stage or 0, saved, ""),) if saved else ()
         beat = msgspec.structs.replace(beat, version=version, holdings=held, attested=words)
-        return self._lied(beat, port, live) if port.name == self._liar else beat
+        return self._lied(beat, port, live) if port.name in self._liars else beat
 
     def _word(self, port: SimPeer, plan: Plan, group: int, version: int, salt: str) -> Attested:
         keys = group_keys(self._spec.model, plan, group)
@@ -95,10 +100,19 @@ class InsiderGame(Game):
             )
         return beat
 
+    def _invite_of(self, peer: PeerID) -> bytes:
+        """The owner needed no invite, the other honest members came by two, the liars by one."""
+        name = next(name for name in self._names if self._world.peers[name].peer_id == peer)
+        if name in self._liars:
+            return b"bad"
+        return b"" if name == self._names[0] else (b"even", b"odd")[int(name[1:]) % 2]
+
     def _tamper(self, name: str, coordination: Coordination) -> None:
-        if name != self._liar:
-            return
         core, identity = coordination._core, self._world.peers[name].identity
+        if len(self._liars) > 1:
+            core.view.electorate._invite_of = self._invite_of
+        if name not in self._liars:
+            return
         if "rules" in self._lies:
             proposer = core._proposer
             make = proposer.make
@@ -161,7 +175,7 @@ class InsiderGame(Game):
     # --- what is checked ---
 
     def _obeys(self, name: str, signed: SignedPlan) -> None:
-        if name == self._liar:
+        if name in self._liars:
             return
         super()._obeys(name, signed)
         plan = signed.plan
@@ -182,26 +196,26 @@ class InsiderGame(Game):
                 self.verdict.flaws.append(f"{name} obeys a plan that certifies a forged version {entry.version}")
 
     def _is_its_own(self, keys: tuple[str, ...], plan: Plan) -> bool:
-        """Whether the liar alone held these layers: then nobody knows better."""
+        """True if liars alone held these layers: then nobody knows better."""
         base = next((signed.plan for signed in self._plans.values() if signed.digest == plan.previous), None)
-        liar = self._world.peers[self._liar].peer_id
+        liars = {self._world.peers[name].peer_id for name in self._liars}
         groups = range(len(base.stages)) if base is not None else range(0)
         found = [g for g in groups if base is not None and group_keys(self._spec.model, base, g) == keys]
-        return all(base is None or base.stages[group].peers == (liar,) for group in found)
+        return all(base is None or liars >= {*base.stages[group].peers} for group in found)
 
     def _is_calm(self) -> bool:
-        honest = [peer for name, peer in self._peers.items() if name != self._liar]
+        honest = [peer for name, peer in self._peers.items() if name not in self._liars]
         lives = [peer.coordination.plan for peer in honest if peer.port.is_alive]
-        if len(lives) < len(self._names) - 1 or any(live is None for live in lives):
+        if len(lives) < len(honest) or any(live is None for live in lives):
             return False
         plans = {live.digest: live.plan for live in lives if live is not None}
         (first, *more) = plans.values()
         return not more and {peer.port.peer_id for peer in honest} <= set(first.members)
 
 
-def judge(seed: int) -> Verdict:
+def judge(seed: int, *, third: bool = False) -> Verdict:
     """One seed, whatever comes out of it."""
-    game = InsiderGame(seed)
+    game = InsiderGame(seed, third=third)
     try:
         return game.play()
     except Exception as error:  # what a driver lets out is a flaw, too
@@ -214,17 +228,20 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--third", action="store_true", help="a third of the peers lie, all by one invite")
     parser.add_argument("--replay", type=int, default=None)
     asked = parser.parse_args()
     if asked.replay is not None:
         logging.basicConfig(level=logging.INFO, format="         %(name)s: %(message)s", stream=sys.stdout)
-        verdict = InsiderGame(asked.replay, tell=lambda text: sys.stdout.write(f"{text}\n")).play()
+        verdict = InsiderGame(asked.replay, third=asked.third, tell=lambda text: sys.stdout.write(f"{text}\n")).play()
         sys.stdout.write(f"{verdict}\n")
         return int(bool(verdict.flaws))
     logging.disable(logging.CRITICAL)
     begun_s, flawed, num_plans = time.monotonic(), [], 0
     with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
-        for verdict in pool.imap(judge, range(asked.first, asked.first + asked.seeds), chunksize=4):
+        for verdict in pool.imap(
+            partial(judge, third=asked.third), range(asked.first, asked.first + asked.seeds), chunksize=4
+        ):
             num_plans += verdict.num_plans
             if verdict.flaws:
                 flawed.append(verdict.seed)

@@ -1,13 +1,12 @@
-"""How the staleness of weights is made up for: one interface (`Compensation`, in compensation.py), strategies by name.
+"""Strategies against stale weights: one interface (`Compensation`, in compensation.py), chosen by name.
 
     strategy = compensation("calibrated", "adamw")                  # one object a layer; it may learn
     w_N = strategy.weights(layer, settings, staleness_steps, seen)  # at the forward; at the backward too unless .stash
     g_N = strategy.corrected(g_N, displacement_N, layer, settings)  # if .corrects: at the commit, before the reduction
     strategy.committed(before, after, settings)                     # after every step
 
-`layer` is a `LayerState` at version v, `settings` what `shoal.kernels.optimizer` is told there
-(`state.hyperparameters`); nothing here knows of stages, microbatches or the run. The README of `peer/pipeline` compares
-the strategies.
+`layer` is a `LayerState` at version v, `settings` the optimizer's arguments there (`state.hyperparameters`). This
+package knows nothing of stages, microbatches or the run. Its README compares the strategies.
 """
 
 from collections.abc import Mapping
@@ -46,9 +45,9 @@ COMPENSATIONS: Final[Mapping[str, type[Compensation]]] = {
     "dc": DelayCompensation,
     "eager": Eager,
 }
-"""By the name that the run spec uses."""
+"""Name in the run spec -> strategy."""
 
 
 def compensation(name: str, optimizer: str) -> Compensation:
-    """The strategy `name` for one layer that `optimizer` (a name of `OPTIMIZERS`) trains. Raises: KeyError."""
+    """Make the strategy `name` for one layer trained by `optimizer` (a name of `OPTIMIZERS`). Raises: KeyError."""
     return COMPENSATIONS[name](optimizer)

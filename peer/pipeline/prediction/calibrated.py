@@ -1,4 +1,4 @@
-"""PipeOptim's direction, as far as the layer really goes in it."""
+"""PipeOptim's prediction, scaled by how far the layer really moves in that direction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from shoal.peer.pipeline.prediction.extrapolation import PipeOptim
 from shoal.peer.pipeline.state import LayerState
 
 MEMORY = 0.9
-"""Share of the sums that a measurement leaves: the gain is a mean of about the last ten."""
+"""The factor of the old sums at each measurement: the gain is a mean of about the last ten."""
 GAIN_MAX = 2.0
-"""The second step of SGD with momentum 0.9 is 1.9 times its first; what asks for more is noise."""
+"""The second step of SGD with momentum 0.9 is 1.9 times its first; a larger gain is noise."""
 
 
 @dataclass(slots=True)
 class _Gain:
-    """⟨actual, predicted⟩ / ‖predicted‖² over one staleness, both sums with a fading memory."""
+    """⟨actual, predicted⟩ / ‖predicted‖² over one staleness; both sums decay exponentially."""
 
     product: float = 0.0
     square: float = 0.0
@@ -34,7 +34,7 @@ class _Gain:
 
 @dataclass(slots=True)
 class _Trace:
-    """A predicted way that is being compared with the one taken since."""
+    """A predicted movement that is being compared with the actual one."""
 
     way_N: Tensor
     staleness_steps: int
@@ -44,18 +44,18 @@ class _Trace:
 
 
 class Calibrated(PipeOptim):
-    """ŵ = w + k_s (p_s - w): p_s is PipeOptim's prediction over s steps, k_s the gain that would have fitted of late.
+    """ŵ = w + k_s (p_s - w): p_s is PipeOptim's prediction over s steps, k_s the gain that fitted the latest steps.
 
-    k_s = ⟨w_{v+s} - w_v, p_s - w_v⟩ / ‖p_s - w_v‖², measured whenever s steps have been made, for each s that was asked
-    for; 1 before the first measurement. Steps that turn back on themselves give a small gain, a steady gradient 1.
+    k_s = ⟨w_{v+s} - w_v, p_s - w_v⟩ / ‖p_s - w_v‖², measured after every s steps, for each s that is used; 1 before the
+    first measurement. Steps that reverse each other give a small gain, a steady gradient 1.
 
-    For s = 1 the measurement keeps nothing; for s > 1 the predicted way [N] is kept over s - 1 commits. The way that
-    was taken is summed by its product with it, step by step, so w_v itself is not kept.
+    For s = 1 the measurement keeps nothing; for s > 1 it keeps the predicted movement [N] over s - 1 commits. The
+    products of the actual steps with it are summed, so w_v itself is not kept.
     """
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
-        self._gains: dict[int, _Gain] = {}  # by staleness, the one measured last at the end
+        self._gains: dict[int, _Gain] = {}  # by staleness, the latest measured last
         self._trace: _Trace | None = None
 
     def gain(self, staleness_steps: int) -> float:
@@ -88,7 +88,7 @@ class Calibrated(PipeOptim):
             self._gains[trace.staleness_steps] = gain
 
     def _begin(self, layer: LayerState, settings: Settings) -> _Trace | None:
-        """Of the staleness that was measured longest ago; None if nobody has asked for any."""
+        """Begin the measurement of the staleness measured longest ago; None if no prediction was ever used."""
         if not self._gains:
             return None
         staleness_steps = next(iter(self._gains))

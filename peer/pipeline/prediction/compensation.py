@@ -1,11 +1,9 @@
-"""The interface of all strategies against staleness.
+"""The interface of all strategies against stale weights.
 
-A microbatch of step t wants the weights w_t. Where the layer is at version v < t it is stale by s = t - v steps, and a
-strategy says what it computes with instead (ŵ), whether its backward uses the same weights again, and what becomes of
-its gradient once w_t is known.
-
-What a strategy learns stays on this peer, and so do its weights; members of a group may differ in both. What all must
-have bit for bit is the optimizer's step, which no strategy touches: `corrected` comes before the reduction.
+A microbatch of step t needs the weights w_t. If the layer is at version v < t, it is s = t - v steps stale. A strategy
+decides which weights it computes with instead (ŵ), whether its backward uses the same weights, and how its gradient is
+corrected once w_t is known. What it learns, and its weights, may differ between the members of a group; the optimizer's
+step may not, and no strategy touches it: `corrected` is applied before the reduction.
 
 N parameters of one layer
 """
@@ -26,30 +24,25 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a member has of one open step t by itself: means over the same microbatches. Not changed."""
+    """A member's own gradients of one open step t, as means over the same microbatches. Read-only."""
 
     gradient_N: Tensor
-    """Clipped as the step will clip it: float32 [N]."""
+    """The gradient, clipped as in the step: float32 [N]."""
     displacement_N: Tensor | None = None
-    """w_t - ŵ, float32 [N]; None: all were taken at w_t, or nobody knows w_t yet, or what they were taken at."""
+    """w_t - ŵ, float32 [N]; None: all were taken at w_t, or w_t or ŵ is unknown."""
 
 
 class Compensation(ABC):
-    """Of one layer. Subclasses say what is ahead (`_ahead`), and change the flags where these do not fit.
-
-    Args:
-        optimizer: a name of `shoal.kernels.optimizer.OPTIMIZERS`.
-    """
+    """A strategy for one layer trained by `optimizer` (a name of `OPTIMIZERS`). Subclasses implement `_ahead`, and set
+    those flags that differ."""
 
     stash: ClassVar[bool] = True
-    """The backward uses the forward's weights, kept until then. False: it runs the forward again, with `weights` of the
-    version that is there by then."""
+    """The backward uses the weights of the forward. False: it repeats the forward with the current `weights`."""
     predicts: ClassVar[bool] = True
-    """`weights` makes a new tensor. False: they are the layer's own."""
+    """`weights` makes a new tensor. False: it returns the layer's own."""
     sees: ClassVar[bool] = False
-    """`weights` makes use of what this member has of the open steps' gradients, and is worth asking again for more."""
+    """`weights` uses this member's gradients of the open steps; more of them give better weights."""
     corrects: ClassVar[bool] = False
-    """`corrected` does something."""
 
     def __init__(self, optimizer: str) -> None:
         self.optimizer = OPTIMIZERS[optimizer]
@@ -57,22 +50,20 @@ class Compensation(ABC):
     def weights(
         self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None] = ()
     ) -> Tensor:
-        """ŵ, what a microbatch of step `settings["step"] + staleness_steps` computes with: float32 [N].
+        """Return ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
 
-        At staleness 0 (or less: a repair) `layer.param_N` itself, whatever the strategy.
-
-        Args:
-            seen: of the steps from the layer's version on; None where there is nothing. Only for who `sees`.
+        At staleness 0 (or less: a repair) it is `layer.param_N` itself with every strategy.
+        Args: seen: the gradients of each step from the layer's version on, for a strategy that `sees`; None: there are
+        none.
         """
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 
     def corrected(self, gradient_N: Tensor, displacement_N: Tensor, layer: LayerState, settings: Settings) -> Tensor:
-        """What the gradient would have been at w_t, as far as the strategy can tell: float32 [N].
-
-        Called for a step t that is about to be committed, on one member's own mean gradient, before it is reduced.
+        """Estimate what the gradient would have been at w_t: float32 [N]. Called for a step t just before its
+        reduction.
 
         Args:
-            gradient_N: float32 [N], mean over the member's microbatches of the step; not changed.
+            gradient_N: float32 [N], mean over this member's microbatches of the step; not changed.
             displacement_N: float32 [N], w_t - ŵ, mean over the same microbatches (0 for those with s = 0).
             layer, settings: at version t.
         """
@@ -81,16 +72,16 @@ class Compensation(ABC):
     def committed(  # noqa: B027 - most have nothing to learn
         self, before: LayerState, after: LayerState, settings: Settings
     ) -> None:
-        """The layer has stepped. `settings` are those of `before`. Not called for a step that left the layer alone."""
+        """Learn from a step of the layer; `settings` are those of `before`. Not called if the layer did not change."""
 
     @abstractmethod
     def _ahead(
         self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Sequence[Seen | None]
     ) -> Tensor:
-        """As `weights`, for `staleness_steps` > 0. May not change `layer`."""
+        """Do what `weights` does for `staleness_steps` > 0. Must not change `layer`."""
 
     def _predicted(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
-        """Where the optimizer expects its own next steps to lead: float32 [N]; `layer.param_N` itself at version 0."""
+        """Return the optimizer's own prediction of its next steps: float32 [N]; `layer.param_N` itself at version 0."""
         return self.optimizer.predict(
             layer.param_N, layer.moment1_N, layer.moment2_N, staleness_steps=staleness_steps, **settings
         )

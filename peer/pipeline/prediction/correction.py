@@ -1,4 +1,4 @@
-"""Gradients of stale weights corrected to first order, once the weights that they were meant for are known."""
+"""Stale gradients, corrected to first order once the weights that they were meant for are known."""
 
 from typing import ClassVar
 
@@ -13,11 +13,11 @@ STRENGTH = 0.04
 
 
 class DelayCompensation(Stash):
-    """g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ), elementwise; ŵ are the weights that were there.
+    """g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ), elementwise; ŵ are the weights of the version at the forward.
 
-    g g stands in for the diagonal of the Hessian. Of a mean over B tokens whose noise outweighs it, B g g would be the
-    Fisher information, so λ belongs to a batch size. The correction is linear in ŵ: with several microbatches of one
-    step at different ŵ their mean gradient and mean displacement are enough, but for g being a mean as well.
+    g g stands in for the diagonal of the Hessian. For a mean over B tokens dominated by noise, B g g would be the
+    Fisher information, so λ depends on the batch size. The correction is linear in ŵ: for several microbatches of one
+    step at different ŵ, mean gradient and mean displacement suffice, apart from g itself being a mean.
     Source: DC-ASGD (Zheng et al., 2017, arXiv 1609.08326), equation 10.
     """
 

@@ -1,4 +1,4 @@
-"""The optimizer's own next steps, with as much of their gradients as this peer has."""
+"""The optimizer's own next steps, made with this peer's part of their gradients."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Final
@@ -9,31 +9,30 @@ from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Sett
 from shoal.peer.pipeline.state import LayerState
 
 KEPT: Final = 0.7
-"""Part of a displacement that stays in the next weights."""
+"""The part of a displacement that is kept in the next weights."""
 
 
 class Eager(Compensation):
-    """ŵ = w_v stepped with g_v, g_{v+1}, ...: for each step that is open, the mean over what this member has of it; and
-    γ^s times as far from there as that gradient was taken from w_v.
+    """ŵ = w_v stepped with g_v, g_{v+1}, ..., plus γ^s e, for s steps of staleness.
 
-    While microbatches of step t are let in at version t - 1, most of step t - 1 has been computed here already; what is
-    missing are the last microbatches and what the mates have. A sum over a part of a step is a noisy gradient, but
-    along the directions in which weights swing to and fro it is the right one, and those are what delay is paid for: an
-    extrapolation of past steps always has them wrong. A step of which nothing is here is PipeOptim's.
+    Each g is the mean of this member's gradients of an open step; e is the mean of ŵ - w_v over the weights at which
+    g_v was taken. A step without any gradient here is predicted as in PipeOptim.
 
-    A member that is alone and has all of a step's gradients computes with w_t, and nothing is stale at all.
+    When microbatches of step t are admitted at version t - 1, this peer has computed most of its share of step t - 1;
+    only the last microbatches and the other members' are missing. A partial sum is a noisy gradient, but it is right
+    along the directions in which the weights oscillate. Delay costs most along those, and an extrapolation of past
+    steps always has them wrong. A member that has all gradients of a step computes with w_t itself.
 
-    **What is kept of a displacement** (γ = KEPT). Members of a stage have seen different things, so their ŵ lie around
-    w_t. To first order the mean over them of what they compute is right; what they differ by, e = ŵ - w_t, feeds
-    itself: at a curvature h the gradient seen is off by h e, and the next ŵ by -k h e, where k is how far the optimizer
-    goes for a new gradient, 1 - β times its learning rate, with Nesterov 1 - β². For k h > 1 that grows, at curvatures
-    at which training itself is stable yet (β = 0.9: h lr < 38, Nesterov 13.6; k h < 1 is 10 and 5.3). With γ e kept it
-    is (γ - k h) e, which grows for k h > 1 + γ only: 17 and 8.9. Where the loss is flat e is the noise of what was not
-    seen, and 1 / (1 - γ²) = 2 times its variance is what this costs.
+    **Why e is kept in part** (γ = KEPT). Members of a stage have seen different gradients, so their ŵ lie around w_t.
+    To first order the mean of their results is right, but the deviation e feeds back: at curvature h the gradient is
+    off by h e, and the next ŵ by -k h e, where k is the optimizer's reaction to a new gradient, 1 - β times its
+    learning rate, with Nesterov 1 - β². For k h > 1 the deviation grows, at curvatures at which training itself is
+    still stable (β = 0.9: h lr < 38, Nesterov 13.6; k h < 1 means 10 and 5.3). With γ e kept it becomes (γ - k h) e,
+    which grows only for k h > 1 + γ: 17 and 8.9. The price: where the loss is flat, e is the noise of the missing
+    gradients, and its variance is 1 / (1 - γ²) = 2 times as large.
 
-    Ours. DiLoCo's eager updates (Kale et al., 2025, arXiv 2502.12996) put a worker's own part in the place of a sum
-    that is still under way, too; there into the step itself, here only into the weights that others' gradients wait
-    for.
+    Source: ours. DiLoCo's eager updates (Kale et al., 2025, arXiv 2502.12996) also replace a pending sum by a worker's
+    own part; there in the step itself, here only in the weights for the next microbatches.
     """
 
     sees: ClassVar[bool] = True

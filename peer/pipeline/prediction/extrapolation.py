@@ -1,4 +1,4 @@
-"""Weights predicted by going on the way that the optimizer is on."""
+"""Weights predicted by extrapolating the optimizer's movement."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -13,9 +13,8 @@ from shoal.peer.pipeline.state import LayerState
 class PipeOptim(Compensation):
     """ŵ = w - lr s Δw, where Δw is the direction of the run's own optimizer: m (SGD), m^ / (sqrt(v^) + eps) (Adam).
 
-    Source: PipeOptim (2023, arXiv 2312.00839). The rules are in `shoal.kernels.optimizer`, where weight decay and bias
-    correction are predicted too. We keep ŵ for the backward; the paper's backward takes the weights that are there by
-    then, which is what `keep = "recompute"` makes of it.
+    Source: PipeOptim (2023, arXiv 2312.00839); rules in `shoal.kernels.optimizer`, with weight decay and bias
+    correction. We keep ŵ for the backward; the paper uses the then current weights, as we do with `keep = "recompute"`.
     """
 
     def _ahead(
@@ -27,8 +26,8 @@ class PipeOptim(Compensation):
 class SpecTrain(Compensation):
     """ŵ = w - lr s m: along the momentum, over the steps still missing at the forward and again at the backward.
 
-    Source: SpecTrain (Chen et al., 2018, arXiv 1809.02839), equations 3 and 4. Made for SGD with momentum; Adam's first
-    moment is a mean of gradients, so there lr s m is far shorter than the way that the weights go.
+    Source: SpecTrain (Chen et al., 2018, arXiv 1809.02839), equations 3 and 4. It is made for SGD with momentum. Adam's
+    first moment is a mean of gradients, so lr s m is far shorter than Adam's movement.
     """
 
     stash: ClassVar[bool] = False
@@ -40,10 +39,10 @@ class SpecTrain(Compensation):
 
 
 class LookAhead(Compensation):
-    """ŵ = w + (β + β² + … + β^s) d: where momentum alone takes the weights, with every gradient to come left out.
+    """ŵ = w + (β + β² + … + β^s) d: the movement by momentum alone, without any new gradient.
 
     d is the optimizer's predicted next step, β its beta1. At s = 1 this is Nesterov's look-ahead w + β d, which arXiv
-    2505.01099 shows to correct delay (there with s = 1 whatever the delay, and with stashed weights as here).
+    2505.01099 shows to correct delay (there with s = 1 for every delay, and with stashed weights as here).
     """
 
     def _ahead(

@@ -1,4 +1,4 @@
-"""The weights as they are: what every other strategy is compared with."""
+"""The stale weights themselves: the baseline of all other strategies."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,8 +12,8 @@ from shoal.peer.pipeline.state import LayerState
 class Stash(Compensation):
     """PipeDream's weight stashing: ŵ = w_v, and the backward uses the weights of its forward.
 
-    Source: PipeDream (Narayanan et al., 2019, arXiv 1806.03377), section 3.3. With NAdam and beta1 = 0.99 as the
-    optimizer this is what arXiv 2505.01099 trains with: NAdam's weights are the look-ahead point already.
+    Source: PipeDream (Narayanan et al., 2019, arXiv 1806.03377), section 3.3. With NAdam and beta1 = 0.99 this is the
+    setup of arXiv 2505.01099: NAdam's weights are the look-ahead point already.
     """
 
     predicts: ClassVar[bool] = False
@@ -25,6 +25,6 @@ class Stash(Compensation):
 
 
 class NoCompensation(Stash):
-    """Forward with whatever weights are there, backward with whatever weights are there then."""
+    """Forward and backward each use the weights of their own moment."""
 
     stash: ClassVar[bool] = False

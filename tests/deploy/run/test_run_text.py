@@ -133,7 +133,7 @@ def test_names_of_files_that_are_not_utf_8_are_read_and_shown(tmp_path: Path) ->
             RunSpec(model=ModelSpec(context=16), data=DataSpec(source=str(folder), tokens_max=tokens_max))
         )
         assert said[1:3] == (
-            r"left out of data: 1 file: no text but binary data (caf\xe9.bin)",
+            r"left out of data: 1 file: binary data, not text (caf\xe9.bin)",
             r"left out of data: 1 line: not UTF-8 text (caf\xe9.txt line 91)",
         )
 

@@ -228,7 +228,7 @@ def test_a_text_beside_chats_is_learnt_whole_and_its_documents_do_not_see_each_o
         ("{{ messages.__class__.__mro__ }}", "cannot write this: access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "cannot write this: .*is not safely callable|unsafe"),
         ("{{ nothing.at.all }}", "cannot write this: 'nothing' is undefined"),
-        ("{% for m in messages|reverse %}{{ m.content }}{% endfor %}", "does not write an answer where it says"),
+        ("{% for m in messages|reverse %}{{ m.content }}{% endfor %}", "does not write an answer after its own prompt"),
     ],
 )
 def test_a_template_that_is_none_is_one_clear_line(source: str, sentence: str) -> None:

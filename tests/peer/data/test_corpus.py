@@ -93,8 +93,8 @@ def test_binary_hidden_and_linked_files_are_left_out(tmp_path: Path) -> None:
     corpus = load(folder)
     training, validation = parts(corpus)
     assert corpus.account.sentences("it") == (
-        "left out of it: 2 files: not UTF-8 (Latin-1 or Windows-1252, it seems) (late, latin)",
-        "left out of it: 1 file: no text but binary data (image)",
+        "left out of it: 2 files: not UTF-8 (perhaps Latin-1 or Windows-1252) (late, latin)",
+        "left out of it: 1 file: binary data, not text (image)",
     )
     assert training + validation == b"plain\n" * 9 + b"\n" + "größer\n".encode() * 9 + b"\n"
 

@@ -54,20 +54,20 @@ TEXT_CASES = [
     (
         "latin.txt",
         "größer\nkleiner\nschöner\n".encode("latin-1"),
-        "cannot train on IT: it is not UTF-8 (Latin-1 or Windows-1252, it seems); "
-        "iconv -f WINDOWS-1252 -t UTF-8 makes it so",
+        "cannot train on IT: it is not UTF-8 (perhaps Latin-1 or Windows-1252); "
+        "convert it with iconv -f WINDOWS-1252 -t UTF-8",
     ),
     ("packed.txt.gz", gzip.compress(prose()), "cannot train on IT: it is gzip; unpack it"),
     (
         "report.docx",
         b"PK\x03\x04" + bytes(90),
-        "cannot train on IT: it is zip (so are .docx, .xlsx and .epub); take the text out of it",
+        "cannot train on IT: it is zip (as are .docx, .xlsx and .epub); extract its text",
     ),
-    ("model.bin", bytes(range(9)) * 90, "cannot train on IT: it is no text but binary data"),
+    ("model.bin", bytes(range(9)) * 90, "cannot train on IT: it is binary data, not text"),
     (
         "rows.txt",
         lines(),
-        "cannot train on IT: it is JSON lines in a file that is not called so; give its name .jsonl as its end",
+        "cannot train on IT: it is JSON lines in a file without that suffix; rename it to end in .jsonl",
     ),
     ("empty.txt", b"", "IT has no text"),
 ]
@@ -94,7 +94,7 @@ JSON_CASES = [
             "left out of it: 1 row: no text: Expected `str | null`, got `int` - at `$.text` (line 31)",
             "left out of it: 1 row: no field `text` (line 34)",
             "left out of it: 1 row: no field `text`, but id (line 35)",
-            "left out of it: 1 row: no JSON object (line 36)",
+            "left out of it: 1 row: not a JSON object (line 36)",
         ],
     ),
     (
@@ -125,7 +125,7 @@ JSON_CASES = [
     (
         "cut.json",
         json.dumps([{"text": text} for text in TEXTS]).encode()[:-9],
-        "IT is cut off or damaged behind row 29: not JSON",
+        "IT is truncated or damaged after row 29: not JSON",
     ),
     (
         "cut.jsonl.gz",
@@ -148,7 +148,7 @@ TABLE_CASES = [
         "cells.csv",
         ("id,text\n" + "".join(f"{i},{t}\n" for i, t in enumerate(TEXTS)) + "1,a,b\n1,\n\n1,c\n").encode(),
         [
-            "left out of it: 1 row: 3 cells below a first line of 2 (line 32)",
+            "left out of it: 1 row: 3 cells, but the first line has 2 (line 32)",
             "left out of it: 1 row: an empty text (line 33)",
         ],
     ),
@@ -169,7 +169,7 @@ TABLE_CASES = [
     (
         "open.csv",
         ('id,text\n1,"' + "\n".join(TEXTS)).encode(),
-        "IT, line 2: a quote begins a cell and none ends it",
+        "IT, line 2: a quoted cell is never closed",
     ),
     (
         "other.parquet",
@@ -236,7 +236,7 @@ CHAT_CASES = [
     (
         "one.jsonl",
         chats(TALKS[0], [ASKED, CALL], good=False),
-        "IT has one conversation to learn: training and validation take one each; "
+        "IT has one conversation to learn: training and validation need one each; "
         "left out of it: 1 row: `tool_calls`, which are not read yet (line 2)",
     ),
     (
@@ -260,7 +260,7 @@ CHAT_CASES = [
     (
         "story.txt",
         prose(),
-        "cannot train on IT: it is text, and chats are rows of JSON, CSV, Parquet or a data set; "
+        "cannot train on IT: it is text, but a chat needs rows of JSON, CSV, Parquet or a data set; "
         'for text, remove format = "chat" below [data]',
     ),
 ]

@@ -95,8 +95,8 @@ def test_the_same_documents_are_the_same_tokens_wherever_they_come_from(
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ('{"text": "%s"}' % ("x" * 9000), "row 1: no JSON, or a value of more than 0 MB"),
-        ('[{"text": "a"}, {"text": "%s"}]' % ("x" * 9000), "behind row 1: no JSON, or a value of more than 0 MB"),
+        ('{"text": "%s"}' % ("x" * 9000), "row 1: not JSON, or a value of more than 0 MB"),
+        ('[{"text": "a"}, {"text": "%s"}]' % ("x" * 9000), "after row 1: not JSON, or a value of more than 0 MB"),
     ],
 )
 def test_a_row_that_is_too_large_to_hold_is_refused(

@@ -235,16 +235,16 @@ def test_training_loses_nothing_by_being_asked(make_swarm, tiny_spec):
         ({"tokens": b""}, "asks about 1 rows in 0 bytes"),
         ({"tokens": b"\0" * 7}, "asks about 1 rows in 7 bytes"),
         ({"tokens": bytes(4 * 33)}, "asks about tokens up to 33; the context is 32"),
-        ({"tokens": bytes(4), "position": 3}, "goes on behind tokens of no session"),
+        ({"tokens": bytes(4), "position": 3}, "continues tokens without a session"),
         ({"tokens": bytes(4), "position": -1}, "asks about tokens up to 0"),
-        ({"tokens": b"\0\1\0\0"}, "names a token that the model does not know: it has 256"),
-        ({"tokens": b"\xff\xff\xff\xff"}, "names a token that the model does not know"),
-        ({"tokens": bytes(4), "targets": b"\0\1\0\0"}, "names a token that the model does not know"),
-        ({"tokens": bytes(8), "targets": bytes(4)}, "asks with other numbers of tokens, targets and beginnings"),
+        ({"tokens": b"\0\1\0\0"}, "names a token outside the vocabulary of 256"),
+        ({"tokens": b"\xff\xff\xff\xff"}, "names a token outside the vocabulary"),
+        ({"tokens": bytes(4), "targets": b"\0\1\0\0"}, "names a token outside the vocabulary"),
+        ({"tokens": bytes(8), "targets": bytes(4)}, "asks with different numbers of tokens, targets and beginnings"),
         ({"tokens": bytes(8), "rows": 2}, "asks what follows 2 rows at once"),
         ({"tokens": bytes(8), "rows": 2, "session": 5}, "begins a session with 2 rows"),
         ({"tokens": bytes(4 * 5000), "rows": 5000}, "asks about 5000 rows"),
-        ({"tokens": bytes(4), "session": 5, "position": 3}, "nothing is remembered of the tokens before"),
+        ({"tokens": bytes(4), "session": 5, "position": 3}, "the cache of the tokens before is gone"),
     ],
 )
 def test_what_the_model_has_no_answer_to_is_refused_with_a_sentence(make_swarm, tiny_spec, wrong, said):
@@ -317,7 +317,7 @@ def test_a_peer_without_memory_for_a_question_refuses_it_and_trains_on(make_swar
         return refused, answer
 
     refused, answer = run(main())
-    assert refused == ["a peer of a stage has no memory for it"] * 2
+    assert refused == ["a peer of a stage has no memory for the request"] * 2
     assert answer.isfinite().all()
 
 

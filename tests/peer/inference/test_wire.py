@@ -67,5 +67,5 @@ def test_a_token_that_the_model_does_not_know_is_refused_at_a_later_stage_of_a_s
     payload = wire.encode(asked.x, asked)
     at = 4 * K * B * T
     payload[at : at + 4] = spec.model.vocab_size.to_bytes(4, "little")
-    with pytest.raises(RemoteError, match="names a token that the model does not know"):
+    with pytest.raises(RemoteError, match="names a token outside the vocabulary"):
         wire.check_input(header(stage=1), payload, SOURCE)

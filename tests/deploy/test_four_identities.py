@@ -1,0 +1,49 @@
+"""Real peers: four keys that came by one invite own nothing, though they vote against every plan, order all others out,
+halt the run every second, and then vanish together."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.deploy.control.control_socket import SOCKET_NAME, ask
+
+pytestmark = pytest.mark.process
+
+SOON_ON_THE_ROLL = """
+import shoal.coordinator.roll as roll
+roll.PROBATION_HEARTBEATS = 4.0
+"""
+LIES = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1] / 'lib')!r})\nimport insider\n"
+
+
+def steps(command: Any) -> int:
+    return sum(line.startswith('{"event":"Committed"') for line in command.output.splitlines())
+
+
+def test_four_members_of_one_invite_can_neither_stop_the_run_nor_put_others_out(world: Any) -> None:
+    """They were a majority after 2.4 s: the honest ones were excluded for good, or no plan was made any more."""
+    common = ("--listen", "127.0.0.1:0", "--threads", "1", "--json", "--limit", "compute_share=0.2", "--state-dir")
+    host = world.shoal("host", world.spec(100_000), *common, world.folder / "host", first=SOON_ON_THE_ROLL)
+    invite = json.loads(host.line('{"event":"Ready"'))["invite"]
+    stays = world.shoal("join", invite, *common, world.folder / "stays", first=SOON_ON_THE_ROLL)
+    world.until(lambda: steps(host) >= 3)
+    (control,) = (world.folder / "host").rglob(SOCKET_NAME)
+    theirs = ask(control.parent, "invite-new")["invite"]
+    liars = [
+        world.shoal("join", theirs, *common, world.folder / f"liar{n}", first=SOON_ON_THE_ROLL + LIES) for n in range(4)
+    ]
+    world.until(lambda: all('"event":"Obeys"' in liar.output for liar in liars))
+    world.until(lambda: any('"event":"Lied"' in liar.output for liar in liars))  # it holds a place, so it has a vote
+    for told in (steps(host) + 10, steps(host) + 20):
+        world.until(lambda told=told: steps(host) >= told)
+    for liar in liars:
+        liar.process.kill()
+    had = steps(host)
+    world.until(lambda: steps(host) >= had + 10)
+    for command in (host, stays):
+        assert "excluded" not in command.output
+        command.process.send_signal(signal.SIGINT)
+    assert (host.wait(60), stays.wait(60)) == (0, 0)
