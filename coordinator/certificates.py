@@ -1,7 +1,8 @@
 """Decides to which versions a run may roll back: a majority of each layer group must have signed them. Pure.
 
 A coordinator collects the attestations in its members' heartbeats, and its next plan contains what a majority of a
-group has signed. Voters check the signatures before they vote. `protocol/certificate.py` defines the signed bytes.
+group has signed, from at least two invites if its members joined by several. Voters check the signatures before they
+vote. `protocol/certificate.py` defines the signed bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set

@@ -97,7 +97,7 @@ class Electorate:
         return tuple(sorted(tuple(sorted(at[peer] for peer in group)) for group in found))
 
     def are_enough(self, signed: Set[PeerID], signers: Sequence[PeerID]) -> bool:
-        """True if a majority has signed, and not the members of one invite alone where the signers came by several."""
+        """True if a majority has signed, from at least two invites if the signers joined by several."""
 
         def invites(peers: Iterable[PeerID]) -> int:
             return len({self._invite_of(peer) or peer for peer in peers})
