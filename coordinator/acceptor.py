@@ -1,4 +1,4 @@
-"""Makes what this peer answers to a candidate, to a coordinator and to the run's owner. Pure."""
+"""Builds this peer's answers to a candidate, to a coordinator and to the run's owner. Pure."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from shoal.protocol.plan import SignedPlan, vote_body
 
 
 def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-    """Grant a term or refuse it. The chain's record must be durable before the answer is sent."""
+    """Grant a term or refuse it. Make the chain's record durable before sending the answer."""
     grant = chain.grant(source, request.term, base)
     if not grant.granted:
         return no_grant(chain, base, grant.reason)
@@ -29,7 +29,7 @@ def answer_request(chain: PlanChain, source: PeerID, request: TermRequest, base:
 
 
 def answer_pre_vote(chain: PlanChain, source: PeerID, request: TermRequest, base: SignedPlan) -> TermGrant:
-    """Say whether the request would be granted; nothing is promised."""
+    """Say whether the request would be granted, without a promise."""
     live = chain.live
     if live is None or live.digest != base.digest or not base.plan.has(source):
         return no_grant(chain, base, f"obeys plan {chain.order}")
@@ -41,7 +41,7 @@ def answer_pre_vote(chain: PlanChain, source: PeerID, request: TermRequest, base
 
 
 def no_grant(chain: PlanChain, base: SignedPlan, reason: str) -> TermGrant:
-    """Refuse a term, and give the candidate our live plan if it is behind it."""
+    """Refuse a term; attach our live plan if the candidate's is older."""
     return TermGrant(granted=False, reason=reason, term=chain.granted_term, live=_newer(chain, base))
 
 
@@ -54,10 +54,8 @@ def answer_offer(
     *,
     vouch: Callable[[bytes], bytes],
 ) -> PlanVote:
-    """Vote for a plan or refuse it. The chain's record must be durable before the answer is sent.
-
-    Args: vouch: signs the body of a vote in our name.
-    """
+    """Vote for a plan or refuse it. Make the chain's record durable before sending the answer.
+    Args: vouch: signs the body of a vote in our name."""
     vote = chain.vote(source, offer.term, plan, base)
     if vote.accepted:
         signature = vouch(vote_body(offer.term, plan.digest))
@@ -67,13 +65,13 @@ def answer_offer(
 
 
 def answer_standing(chain: PlanChain, own: Heartbeat | None, *, leaves: bool, revision: int) -> Standing:
-    """Say which plan this peer obeys, which state it holds, and whether it leaves: the owner asks before a recovery, a
+    """Say which plan this peer obeys, which state it holds, and whether it leaves. The owner asks before a recovery, a
     voter before it refuses a plan.
 
     Args:
         own: this peer's last heartbeat.
         leaves: this peer is about to leave the run.
-        revision: of the spec that this peer trains by.
+        revision: the revision of the spec that this peer trains by.
     """
     return Standing(
         live=chain.live.link if chain.live else b"",
@@ -90,5 +88,4 @@ def answer_standing(chain: PlanChain, own: Heartbeat | None, *, leaves: bool, re
 
 
 def _newer(chain: PlanChain, base: SignedPlan) -> bytes:
-    """Our live plan, if the asking peer is behind it."""
     return chain.live.link if chain.live and chain.live.plan.height > base.plan.height else b""

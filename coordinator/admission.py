@@ -1,4 +1,4 @@
-"""Which newcomers a coordinator lets in: what their invites allow, and in an open run a few at a time. Pure."""
+"""Decides which newcomers may join: invites limit them, and an open run admits a few at a time. Pure."""
 
 import ipaddress
 import re
@@ -13,13 +13,7 @@ _IP = re.compile(r"^/ip[46]/([^/]+)/")
 
 
 class Admission:
-    """Admits newcomers.
-
-    Args:
-        members: the certificates of the run's members.
-        now_s: the coordinator's clock.
-        is_open: the run's spec lets anyone come.
-    """
+    """Admits newcomers. Args: is_open: the run's spec lets any peer join."""
 
     def __init__(self, members: Members, now_s: Callable[[], float], *, is_open: bool) -> None:
         self._members, self._now_s, self._is_open = members, now_s, is_open
@@ -27,8 +21,8 @@ class Admission:
         """Newcomer on probation in an open run -> the time at which it was let in."""
 
     def why_not(self, newcomer: PeerID, advert: Advert, present: Mapping[PeerID, Advert | None]) -> str:
-        """Why `newcomer`, which has no place yet, may not come in beside the peers that are `present`; empty: it may,
-        from now on."""
+        """Say why `newcomer`, which has no place yet, may not join the peers that are `present`; empty: it may, and is
+        admitted by this call."""
         if newcomer in present:
             return ""
         if not self._is_open or newcomer == self._members.owner:
@@ -40,17 +34,17 @@ class Admission:
             if now_s - since_s < OPEN_PROBATION_S and peer in present
         }
         if len(self._let_in_s) >= max(OPEN_NEWCOMERS_MIN, len(present) // 2):
-            return f"{len(self._let_in_s)} others have just come into this open run: it takes you in a minute"
+            return f"{len(self._let_in_s)} others have just joined this open run: it admits you in a minute"
         network = network_of(advert)
         beside = sum(1 for other in present.values() if other is not None and network_of(other) == network)
         if beside >= OPEN_PER_NETWORK_MAX:
-            return f"{beside} peers of your network are in this open run already, which is as many as it takes from one"
+            return f"{beside} peers of your network are in this open run already, which is the limit"
         self._let_in_s[newcomer] = now_s
         return ""
 
 
 def network_of(advert: Advert) -> str:
-    """The /24 (IPv6: /48) of the first public address that a peer tells; empty: it tells none, as behind a router."""
+    """The /24 (IPv6: /48) of the peer's first public address; empty: it has none, for instance behind a NAT."""
     for address in advert.addresses:
         match = _IP.match(address)
         if match is None:

@@ -1,4 +1,4 @@
-"""One attempt to extend the chain: it asks for the term if that is not ours yet, and then for votes. Pure."""
+"""One attempt to extend the chain: it requests the term if we do not hold it yet, then the votes. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from shoal.protocol.quorum import is_quorum
 
 @dataclass(slots=True, kw_only=True)
 class Ballot:
-    """One ballot on one base. `plan` is None while the term is being asked for."""
+    """One ballot on one base plan. `plan` is None while the term is being requested."""
 
     base: SignedPlan
     term: int
@@ -24,16 +24,16 @@ class Ballot:
     handed_over: bool = False
     plan: SignedPlan | None = None
     agreed: dict[PeerID, bytes] = field(default_factory=dict)
-    """The members that have agreed, and once there is a plan the signature under each one's vote."""
+    """Members that have agreed -> the signature of their vote; no signatures while the term is being requested."""
     waiting: set[PeerID] = field(default_factory=set)
     promised: set[PeerID] = field(default_factory=set)
-    """The members that have granted this very term to another candidate."""
+    """Members that have granted this term to another candidate."""
     refused: set[PeerID] = field(default_factory=set)
-    """The members that know something to be wrong with our plan."""
+    """Members that know something to be wrong with our plan."""
     voted: dict[PeerID, str] = field(default_factory=dict)
-    """Map each member that has granted the term to the digest of the plan that it has voted for; empty: none."""
+    """Member that has granted the term -> digest of the plan that it has voted for; empty: none."""
     learned: list[tuple[int, SignedPlan]] = field(default_factory=list)
-    """(term of the vote, plan) of the plans that members have voted for."""
+    """(term of the vote, plan) of each plan that a member has voted for."""
 
     def message(self) -> TermRequest | PlanOffer:
         base = self.base.link
@@ -44,7 +44,7 @@ class Ballot:
         return PlanOffer(term=self.term, plan=plan, predecessor=base if fits else b"")
 
     def is_about(self, asked: msgspec.Struct) -> bool:
-        """Whether an answer to `asked` is an answer to what is being asked now."""
+        """True if `asked` is the question that this ballot is asking now."""
         match asked:
             case TermRequest():
                 return self.plan is None and asked.term == self.term and asked.live == self.base.link
@@ -54,28 +54,23 @@ class Ballot:
                 return False
 
     def audience(self) -> tuple[PeerID, ...]:
-        """The peers to ask, or to ask again: the electors, and with an offer also the newcomers, which so learn early
-        what comes."""
+        """Return the peers to ask now: the electors and, with an offer, the newcomers, so that they learn it early."""
         base = self.base.plan
         newcomers = (peer for peer in self.plan.plan.members if not base.has(peer)) if self.plan else ()
         everyone = dict.fromkeys((*base.electors, *newcomers))
         return tuple(p for p in everyone if p not in self.agreed and p not in self.waiting and p not in self.refused)
 
     def learn(self, term: int, plan: SignedPlan) -> None:
-        """A member says that it has voted for `plan` in `term`.
-
-        A plan that could never be live, since nobody would vote for it, is a lie and is ignored.
-        """
+        """Record that a member has voted for `plan` in `term`. Ignore a plan that can never be live: no honest member
+        votes for it, so the member lies."""
         if plan.plan.term <= term <= self.term and not link_flaw(plan, self.base):
             self.learned.append((term, plan))
 
     @property
     def found(self) -> SignedPlan | None:
-        """The latest plan that members have voted for and that may be live. Only the latest can be.
-
-        A plan is not live if the members that grant us the term without having voted for it leave no majority that can
-        have done so, and none can any more. So one liar forces no plan on us that the others have refused.
-        """
+        """The latest plan that has votes and may be live; only the latest can be. A plan cannot be live if the members
+        that granted us the term without a vote for it leave no majority of other members. This check keeps one liar
+        from forcing a plan on us that the others refused."""
         plan = self.base.plan
         for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
             others = {peer for peer, digest in self.voted.items() if digest != voted.digest}
@@ -84,7 +79,7 @@ class Ballot:
         return None
 
     def offer(self, plan: SignedPlan, expires_at_s: float) -> None:
-        """Go on to the votes for `plan`."""
+        """Continue with the votes for `plan`."""
         self.plan, self.expires_at_s = plan, expires_at_s
         self.agreed.clear()
         self.waiting.clear()
@@ -92,7 +87,7 @@ class Ballot:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the members that have neither promised the term to another nor refused our plan are no majority."""
+        """True if no majority is left: too many members promised the term to another candidate or refused our plan."""
         plan = self.base.plan
         return not is_quorum(set(plan.electors) - self.promised - self.refused, plan, self.owner)
 
@@ -101,7 +96,7 @@ class Ballot:
         return is_quorum(self.agreed, self.base.plan, self.owner)
 
     def proven(self) -> SignedPlan:
-        """The plan with the votes that a majority has cast for it."""
+        """Return the plan with the votes of its majority."""
         assert self.plan is not None
         votes = tuple((at, self.agreed[peer]) for at, peer in enumerate(self.base.plan.electors) if peer in self.agreed)
         return msgspec.structs.replace(self.plan, proof=PlanProof(self.term, votes))

@@ -1,37 +1,35 @@
-"""Compares how fast the live layout should be with how fast it is, and learns the difference. Pure.
+"""Compares the predicted throughput of the live layout with the measured one, and learns the difference. Pure.
 
-Theory of operation. A plan says how many tokens a second its coordinator foresaw (`Plan.foreseen`). What comes is taken
-from the run's curve of tokens over time (`token_rate`), from `WARM_UP_STEPS` after all members had their state on: the
-median over the last marks, so that one standstill is no slowness, unless it lasts.
+Theory of operation. A plan contains the throughput that its coordinator predicted (`Plan.foreseen`). The measured
+throughput comes from the run's curve of tokens over time (`token_rate`): the median over the last marks, from
+`WARM_UP_STEPS` after all members have their state. With the median, a single standstill does not count as slowness.
 
-With the figures of today the coordinator foresees the same layout anew, every now and then. Two differences are told
-apart that way:
+Every few heartbeats the coordinator predicts the same layout again from current figures. This separates two
+differences:
 
-- From the plan's figure to today's: something was measured since, as that a device is slower now.
-- From today's figure to what is seen: that is what the objective does not know of this swarm. It is learned for each
-  number of stages, smoothed over `LEARN_STEPS`, and says something of the other numbers (`cost/forecast_bias.py`).
-  Later plans foresee with it, and searches compare by it.
+- Plan's prediction to current prediction: a measurement has changed, for instance a device has become slower.
+- Current prediction to measurement: the error of the objective in this swarm. It is learned for each number of stages,
+  smoothed over `LEARN_STEPS`, and corrects other numbers of stages in part (`cost/forecast_bias.py`). Later plans and
+  searches use the correction.
 
-The first steps of a run are synchronous (`RunSpec.synchronous_steps`), and plans are made for the time after them. The
-objective foresees the live layout both ways, and what is seen of a synchronous step is divided by the ratio of the two
-before it is compared. (Lost: comparing it as it is. A pipeline with many stages loses most where nothing runs ahead,
-and searches in the first minute divided it into fewer.)
+The first steps of a run are synchronous (`RunSpec.synchronous_steps`), while plans are made for the steps after them.
+The objective predicts the live layout both ways, and the measured rate of a synchronous step is divided by the ratio of
+the two predictions. (Lost: no division. Deep pipelines lose most in synchronous steps, so searches in the first minute
+chose too few stages.)
 
-By how much promises have erred, from one layout to the next (`forecast_error`), says what a gain is worth that a search
-promises. A gain that a search has promised and nobody has seen yet is taken for one that will not come: otherwise each
-search would believe the figures that deceived the last one, and where steps are slow the run would change its layout
-again and again before any of them has been seen.
+`forecast_error` is the error of past predictions from one layout to the next; it discounts the gain that a search
+predicts. A predicted gain that has not been measured yet counts as an error. Otherwise each search would believe the
+figures that misled the last one, and a run with slow steps would change its layout repeatedly before any layout had
+been measured.
 
-Both differences are reasons for a search, and so is what nobody has measured: `is_off` says so when seen over foreseen
-falls below `SLOW`, or has changed by `CHANGED` since the last search. It says so once: a search that finds nothing
-better makes the ratio the usual one.
+`is_off` asks for a search when measured over predicted throughput falls below `SLOW`, or has changed by `CHANGED` since
+the last search. It asks once: when the search finds nothing better, the ratio becomes the usual one.
 
-The median sees a change late: after two steps, and where a slow device makes steps of minutes that is after minutes. So
-where today's figure is far below what is seen, and the last step or the one under way is as late as that
-(`TokenRate.newest`), two witnesses agree: what is seen is of before the change, and today's figure counts.
+The median sees a change two steps late, which is minutes where a slow device makes long steps. If both the current
+prediction and the newest step (`TokenRate.newest`) are far below the median, the current prediction replaces the
+median.
 
-Successors get what was learned and the rest in a hand-over. A successor of a coordinator that died begins to compare
-anew.
+A leadership transfer includes what was learned. After a coordinator's crash the successor starts the comparison anew.
 """
 
 import math
@@ -51,72 +49,68 @@ WARM_UP_STEPS = 4
 """The first steps of a layout are not compared: its pipeline fills, and new members compile their kernels."""
 LEARN_STEPS = 64
 FACTOR_MAX = 8.0
-"""The objective is no further off, whatever happens: then something is broken, and it is told as slowness."""
+"""Bound of the learned factor. A larger error means that something is broken, and is reported as slowness."""
 OFF_STEPS = 4
-"""Fewer steps are no reason for a search."""
+"""Measured steps that the pace needs before it can be a reason for a search."""
 SLOW = 0.75
 CHANGED = 1.25
 UNSEEN_ERROR = 0.3
-"""The least `forecast_error` from the moment when a search's layout goes live until its pace has been seen. Figures of
-devices and links are a few seconds old at that time. With this error a further change has to promise 63 % more."""
+"""The minimum of `forecast_error` from a new layout's start until its throughput is measured. The figures behind that
+layout are only seconds old. With this error a further change has to promise 63 % more."""
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
-"""What was seen is remembered of so many numbers of stages, those that the run had last."""
+"""Measurements are kept for the latest `NUMBERS_KEPT` numbers of stages."""
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",
     "paths": "the paths beside stage {0} bound it",
     "reduction": "stage {0} bounds it (its members reduce gradients)",
-    "round trip": "the way of a microbatch from stage {0} to the end and back bounds it",
+    "round trip": "the round trip of a microbatch from stage {0} to the end bounds it",
     "commit": "stage {0} bounds it (its commit takes long)",
 }
 
 
 class Calibration:
-    """The comparison of the live layout, and what was learned from all that this peer knows of.
-
-    Args: synchronous_steps: how many of the run's first steps are synchronous; 0 where all are, or none is.
-    """
+    """The comparison for the live layout, and the corrections learned so far.
+    Args: synchronous_steps: how many of the run's first steps are synchronous; 0 if all are, or none."""
 
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
         self._synchronous_share = 1.0
-        """The tokens/s of synchronous steps over those of others, by the objective and of the live layout."""
+        """Predicted tokens/s of the live layout with synchronous steps, over those without."""
         self._layout: tuple[int, Places] | None = None
-        """(era, places) of the live plan."""
         self._foreseen: Foreseen | None = None
         self._today: Foreseen | None = None
-        """Today's figure as the objective says it, without the factor."""
+        """Current prediction of the objective, without the learned factor."""
         self._steady_from: int | None = None
         self._seen = 0.0, 0
-        """What `TokenRate.seen` says: (tokens/s, over how many steps)."""
+        """(tokens/s, number of steps) from `TokenRate.seen`, corrected for synchronous steps."""
         self._shown_tokens_per_s = 0.0
-        """What people are told: the tokens/s that were committed, in synchronous steps too."""
+        """Committed tokens/s for display; synchronous steps count as they are."""
         self._newest = 0.0
-        """What `TokenRate.newest` says. In synchronous steps this and `_seen` are divided by `_synchronous_share`."""
+        """Tokens/s of `TokenRate.newest`, corrected for synchronous steps."""
         self._noted = 0.0
-        """Seen over foreseen when the last search began, or when it could first be told; 0: neither has been."""
+        """Measured over predicted rate when the last search began, or when it was first known; 0: not known yet."""
         self._learned: dict[int, tuple[float, int]] = {}
-        """Number of stages -> (log(seen / today's figure), the steps behind it), the latest last."""
+        """Number of stages -> (log(measured / current prediction), steps behind it), the latest last."""
         self._factor_then = 1.0
-        """The factor with which the live plan foresees."""
+        """The learned factor that is part of the live plan's prediction."""
         self._learned_to = 0
         """The version up to which steps have been learned from."""
         self._promised_tokens_per_s = 0.0
-        """How fast the live layout was foreseen to be when it began; 0: nobody said, or there was none before it."""
+        """Predicted throughput of the live layout when it began; 0: unknown, or it is the run's first layout."""
         self._promised_gain = 0.0
-        """log(that / what the plan before foresaw of its own layout), where the peers are the same; 0 if it is less."""
+        """log(that / the previous plan's prediction of its own layout) if the peers are the same; 0 if negative."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
-        """log(seen tokens/s / tokens/s that its first plan promised), of each layout before the live one."""
+        """log(measured / first predicted tokens/s) of each layout before the live one."""
 
     @property
     def bias(self) -> ForecastBias:
-        """The ratio of seen to foreseen throughput in this run, estimated for each number of stages."""
         return ForecastBias(tuple((num_stages, *learned) for num_stages, learned in self._learned.items()))
 
     @property
     def factor(self) -> float:
-        """What is seen over what the objective says, for layouts with as many stages as the live one."""
+        """Measured over predicted throughput for layouts with as many stages as the live one."""
         return self.bias.factor(self._num_stages)
 
     @property
@@ -125,33 +119,33 @@ class Calibration:
 
     @property
     def ratio(self) -> float:
-        """The tokens/s of the live layout divided by the foreseen ones; 0: too few steps are known."""
+        """Measured over predicted tokens/s of the live layout; 0: too few steps."""
         return self._rate / self._foreseen.tokens_per_s if self._foreseen is not None else 0.0
 
     @property
     def seen_tokens_per_s(self) -> float:
-        """How fast the live layout is; 0: it has made too few steps to say."""
+        """The live layout's tokens/s; 0: too few steps."""
         return self._rate if self._seen[1] >= OFF_STEPS else 0.0
 
     @property
     def _rate(self) -> float:
-        """What is seen; what today's figures say, if that is of before they changed."""
+        """The measured rate, or the current prediction if the measurement is out of date."""
         return self._believed if self._is_out_of_date else self._seen[0]
 
     @property
     def _believed(self) -> float:
-        """What today's figures say, with what is learned; 0: they say nothing."""
+        """Current prediction times the learned factor; 0: none."""
         return self.factor * self._today.tokens_per_s if self._today is not None else 0.0
 
     @property
     def _is_out_of_date(self) -> bool:
-        """Whether what is seen is of before something became slower, as figures and the newest step both say."""
+        """True if the median predates a slowdown: the current prediction and the newest step are both far below it."""
         both = self._believed, self._newest
         return min(both) > 0.0 and CHANGED * max(both) < self._seen[0]
 
     @property
     def is_off(self) -> bool:
-        """Whether the layout is slower than foreseen, or its pace has changed, and no search has begun since."""
+        """True if the layout is slower than predicted, or its pace has changed, and no search has begun since."""
         ratio, noted = self.ratio, self._noted
         if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
             return False
@@ -159,7 +153,7 @@ class Calibration:
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether the layout is far slower than today's figures say, beyond what is usual here: one of them is out of
+        """True if the layout is far slower than the current prediction with the usual error: some figures are out of
         date."""
         if self._seen[1] < OFF_STEPS:
             return False
@@ -167,10 +161,8 @@ class Calibration:
 
     @property
     def forecast_error(self) -> float:
-        """The logarithm by which promises of plans err, in the quadratic mean. With the learned factor a promise is
-        relative to what was seen of the layout before. Where the live layout has yet to be seen, its gain is taken for
-        one that will not come, unless that would make promises look better than they have been, and the error is no
-        less than `UNSEEN_ERROR`."""
+        """Root mean square of the logarithmic errors of predictions. While the live layout is not measured yet, its
+        predicted gain counts as an error if that raises the mean, and the result is at least `UNSEEN_ERROR`."""
         off_now = self._off_now()
         squares = [FORECAST_ERROR**2, *(off**2 for off in (*self._off, off_now) if off is not None)]
         mean = fmean(squares)
@@ -181,18 +173,18 @@ class Calibration:
         return math.sqrt(mean)
 
     def expected(self, foreseen: Foreseen | None, num_stages: int) -> Foreseen | None:
-        """What the objective says of a layout with so many stages, times what its word has been worth."""
+        """Return the objective's prediction for a layout with `num_stages` stages, times the learned factor."""
         return _times(self.bias.factor(num_stages), foreseen)
 
     # --- what happens ---
 
     def obey(self, plan: Plan) -> None:
-        """A plan is live. A layout that goes on, as under the plan of a new term, is compared on."""
+        """Record a live plan. The comparison continues if the layout is the same, for instance in a new term."""
         layout = plan.era, places_of(plan)
         if layout != self._layout:
             if (off := self._off_now()) is not None:
                 self._off.append(off)
-            # What is foreseen of a run's first layout says little: nothing has been learned yet.
+            # The prediction for a run's first layout is no evidence: nothing has been learned yet.
             promised = plan.foreseen if self._layout is not None else None
             self._promised_tokens_per_s = promised.tokens_per_s if promised is not None else 0.0
             self._promised_gain = self._gain_of(plan)
@@ -203,32 +195,27 @@ class Calibration:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
 
     def is_synchronous(self, version: int) -> bool:
-        """Whether the step from `version` is one of the synchronous steps that a run begins with."""
+        """True if the step from `version` is one of the synchronous steps at the run's start."""
         return version < self._synchronous_steps
 
     def foresee(self, today: Foreseen | None, *, synchronous: Foreseen | None = None) -> None:
-        """Note what the objective says of the live layout with the figures of today.
-
-        Args: synchronous: the same for synchronous steps; None: those are over.
-        """
+        """Record the objective's current prediction for the live layout.
+        Args: synchronous: the same for synchronous steps; None: those are over."""
         self._today = today
         self._synchronous_share = 1.0
         if today is not None and synchronous is not None:
             self._synchronous_share = min(1.0, synchronous.tokens_per_s / today.tokens_per_s)
 
     def look(self, pace: TokenRate, now_s: float, *, version: int, is_whole: bool) -> None:
-        """Compare what there is by now, and learn from it.
-
-        Args:
-            version: the highest of the era.
-            is_whole: every member has the state that the plan gives it.
+        """Compare measured with predicted throughput, and learn from the difference.
+        Args: version: the highest of the era. is_whole: every member has the state that the plan gives it.
         """
         if self._layout is None or (self._steady_from is None and not is_whole):
             return
         if self._steady_from is None:
             self._steady_from = self._learned_to = version + WARM_UP_STEPS
         if self._steady_from < self._synchronous_steps <= version:
-            self._steady_from = self._synchronous_steps + 1  # what was seen before is of other steps
+            self._steady_from = self._synchronous_steps + 1  # earlier measurements are of synchronous steps
             self._learned_to = max(self._learned_to, self._steady_from)
         share = self._synchronous_share if self.is_synchronous(version) else 1.0
         rate, num_steps = pace.seen(self._layout[0], self._steady_from, now_s)
@@ -242,21 +229,19 @@ class Calibration:
             self._learned_to = version
 
     def searched(self) -> None:
-        """A search for a better layout begins: it knows what we know."""
+        """Record that a search for a better layout begins, so that the same ratio does not start another."""
         self._noted = self.ratio
 
     def _off_now(self) -> float | None:
-        """What is seen of the live layout over what its plan promised, in the logarithm; None: that is not known.
-
-        Today's figures would not do: those of devices that stand in each other's way fall with what is seen, and then
-        nothing seems to be wrong."""
+        """Return log(measured / throughput that the plan predicted); None: unknown. The current prediction would hide
+        an error: if devices slow each other down, it falls together with the measurement."""
         if self._promised_tokens_per_s <= 0.0 or self._seen[1] < OFF_STEPS:
             return None
         return _log(self._seen[0], self._promised_tokens_per_s)
 
     def _gain_of(self, plan: Plan) -> float:
-        """The gain, in the logarithm, that a plan with another layout promises to the peers of the plan before; 0 if it
-        promises none, or has other peers: with them the work changes, and not only its division."""
+        """Return the logarithmic gain over the previous plan that `plan` predicts for a new layout of the same peers;
+        otherwise 0, because other peers change the hardware and not only the layout."""
         before, after = self._foreseen, plan.foreseen
         if (
             self._layout is None
@@ -278,7 +263,7 @@ class Calibration:
     # --- to others, and from them ---
 
     def tell(self) -> Calibrated | None:
-        """What the next coordinator needs to go on comparing; None: nothing has been compared."""
+        """Return what the next coordinator needs to continue the comparison; None: nothing has been compared."""
         if self._layout is None:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
@@ -286,7 +271,8 @@ class Calibration:
         return Calibrated(self.bias.seen, era, steady_from, self._noted, self._factor_then, off)
 
     def take_over(self, told: Calibrated | None) -> None:
-        """Go on from what another coordinator has learned, of the layout that is live."""
+        """Continue from another coordinator's comparison if it describes the live layout; its corrections apply to any
+        layout."""
         if told is None or not (
             len(told.learned) <= NUMBERS_KEPT
             and all(_is_possible(*learned) for learned in told.learned)
@@ -305,7 +291,7 @@ class Calibration:
     # --- for people ---
 
     def comparison(self) -> Comparison | None:
-        """The comparison of the live layout; None: nobody could say how fast it should be."""
+        """The comparison of the live layout, for people; None: no prediction exists."""
         foreseen, today = self._foreseen, _times(self._factor_then, self._today)
         if foreseen is None:
             return None
@@ -322,7 +308,6 @@ class Calibration:
         )
 
     def _sentence(self, foreseen_tokens_per_s: float, believed: Foreseen) -> str:
-        """One figure to hold beside what is seen, and one reason why it is no higher."""
         seen = f", seen {self._shown_tokens_per_s:,.0f} over {self._seen[1]} steps" if self._seen[1] else ""
         reason = _WORDS[believed.bound].format(believed.stage)
         if self._synchronous_share < 1.0:
@@ -331,18 +316,16 @@ class Calibration:
 
 
 def _peers(places: Places) -> frozenset[PeerID]:
-    """The members and the spares."""
     stages, spares = places
     return frozenset(spares).union(*(peers for _, _, peers in stages))
 
 
 def _is_possible(num_stages: int, log: float, steps: int) -> bool:
-    """Whether a coordinator can have learned this."""
     return 1 <= num_stages <= STAGES_MAX and abs(log) <= math.log(FACTOR_MAX) and 1 <= steps <= LEARN_STEPS
 
 
 def _log(rate: float, other: float) -> float:
-    """The logarithm of `rate` / `other`, where the ratio is taken to be within `FACTOR_MAX`: a rate may be 0."""
+    """Return log(rate / other), with the ratio bounded by `FACTOR_MAX`, since a rate may be 0."""
     return math.log(min(max(rate / other, 1.0 / FACTOR_MAX), FACTOR_MAX))
 
 

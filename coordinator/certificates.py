@@ -1,7 +1,8 @@
-"""Decides to which versions a run may go back: most members of each group must have signed their layers. Pure.
+"""Decides to which versions a run may roll back: a majority of each layer group must have signed them. Pure.
 
-A coordinator collects what members attest in their heartbeats and puts what a majority of a group has signed into its
-next plan; voters check the signatures before they vote. `protocol/certificate.py` says what is signed.
+A coordinator collects the attestations in its members' heartbeats, and its next plan contains what a majority of a
+group has signed, from at least two invites if its members joined by several. Voters check the signatures before they
+vote. `protocol/certificate.py` defines the signed bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -13,37 +14,33 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
 
 Holds = Callable[[PeerID, bytes, bytes], bool]
-"""(signer, signature, body of a `state` statement) -> whether the signer has said so."""
+"""(signer, signature, body of a `state` statement) -> whether the signature is valid."""
 
 AreEnough = Callable[[Set[PeerID], Sequence[PeerID]], bool]
-"""(members of a jury that have signed, the jury) -> whether that certifies a version (`Electorate.are_enough`)."""
+"""(members of a jury that have signed, the jury) -> whether this certifies a version (`Electorate.are_enough`)."""
 
 KEPT = 2
-"""Plans certify so many whole versions, as many as each peer keeps of each group of layers."""
+"""Plans keep this many complete versions, as many as each peer keeps of each layer group on disk."""
 ATTESTED_MAX = 4
-"""Versions of one group of layers that one member may attest before any of them is certified."""
+"""Maximum number of versions of one layer group that one member may attest before one of them is certified."""
 
 
 class Certificates:
-    """What is certified by the live plan, or could be by the next one.
-
-    Args:
-        placed: plans of the run say who holds which expert.
-        are_enough: tells whose signatures certify a version.
-    """
+    """Versions that the live plan certifies, or that the next plan can certify.
+    Args: placed: plans of the run assign experts to members. are_enough: decides if a jury's signatures suffice."""
 
     def __init__(self, model: ModelSpec, *, placed: bool, are_enough: AreEnough) -> None:
         self._are_enough = are_enough
         self._model, self._wanted = model, frozenset(held_keys(model, placed=placed))
         self._plan: Plan | None = None
         self._said: dict[tuple[str, ...], dict[PeerID, dict[tuple[int, int], Attested]]] = {}
-        """Layers of a group -> member -> (era, version) -> its word, whose signature holds."""
+        """Layers of a group -> member -> (era, version) -> its attestation, with a valid signature."""
         self._known: frozenset[tuple[tuple[int, int], tuple[str, ...]]] = frozenset()
         """((era, version), layers) of all that the live plan certifies."""
         self._new: tuple[Certified, ...] = ()
 
     def obey(self, plan: Plan) -> None:
-        """A plan is live."""
+        """Record a live plan, and drop the attestations that it no longer needs."""
         self._plan = plan
         self._known = frozenset((entry.age, entry.keys) for entry in plan.certified)
         for keys, by_peer in list(self._said.items()):
@@ -56,8 +53,8 @@ class Certificates:
         self._new = tuple(self._proven(plan))
 
     def hear(self, peer: PeerID, attested: Iterable[Attested], *, holds: Holds) -> None:
-        """Count what `peer` has signed of the layers that the live plan gives to it. Other layers, and signatures that
-        do not hold, are ignored."""
+        """Count the attestations of `peer` for the layers that the live plan gives it. Ignore other layers and invalid
+        signatures."""
         plan = self._plan
         if plan is None:
             return
@@ -79,32 +76,30 @@ class Certificates:
 
     @property
     def is_due(self) -> bool:
-        """Whether a plan could certify a whole version that is newer than those of the live one."""
+        """True if a plan could certify a complete version that is newer than those of the live plan."""
         plan = self._plan
         newest = max(_whole(plan.certified, self._wanted), default=(0, 0)) if plan is not None else self.newest
         return self.newest > newest
 
     @property
     def newest(self) -> tuple[int, int]:
-        """(era, version) of the newest version that is certified whole; (0, 0): none is."""
+        """(era, version) of the newest completely certified version; (0, 0): none."""
         return max(_whole(self._all, self._wanted), default=(0, 0))
 
     @property
     def are_any(self) -> bool:
-        """Whether anything has been certified in this run."""
+        """True if anything has been certified in this run."""
         return bool(self._all)
 
     def layers(self, age: tuple[int, int]) -> frozenset[str] | None:
-        """The layers that are certified at (era, version). None: there is no plan yet, and nobody has certified
-        anything: the owner, who makes the first one, goes by what is there."""
+        """Return the layers that are certified at (era, version); None before the first plan, when nothing can be
+        certified and the owner trusts the existing snapshots."""
         return None if self._plan is None else frozenset(layers_at(self._all, age))
 
     def for_plan(self, restored: tuple[int, int]) -> tuple[Certified, ...]:
-        """What the next plan certifies: the newest whole versions, what is newer than these, and the version at which
-        its era began.
-
-        Args: restored: (restore_era, restore_version) of that plan.
-        """
+        """Return the certificates of the next plan: the newest complete versions, everything newer, and the version at
+        which the plan's era began.
+        Args: restored: (restore_era, restore_version) of that plan."""
         whole = sorted(_whole(self._all, self._wanted))[-KEPT:]
         oldest = min(whole, default=(-1, 0))
         kept = (entry for entry in self._all if entry.age >= oldest or entry.age == restored)
@@ -116,7 +111,7 @@ class Certificates:
         return known + self._new
 
     def _proven(self, plan: Plan) -> Iterator[Certified]:
-        """What a majority of a group's jury has said."""
+        """Yield what a majority of a group's jury has signed."""
         for group in range(len(plan.stages) + len(plan.experts)):
             by_peer = self._said.get(group_keys(self._model, plan, group))
             if not by_peer:
@@ -132,7 +127,7 @@ class Certificates:
 
 
 def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[int, int]]:
-    """The (era, version) at which all the wanted layers are certified."""
+    """Return each (era, version) at which all the wanted layers are certified."""
     found: dict[tuple[int, int], set[str]] = {}
     for entry in entries:
         found.setdefault(entry.age, set()).update(entry.keys)
@@ -140,12 +135,12 @@ def _whole(entries: Iterable[Certified], wanted: frozenset[str]) -> list[tuple[i
 
 
 def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds, are_enough: AreEnough) -> str:
-    """Say what `plan`, the successor of `base`, certifies without proof, forgets, or begins at without a certificate;
-    empty: nothing."""
+    """Say what is wrong with the certificates of `plan`, the successor of `base`: one without proof, the newest
+    missing, or an era that begins at an uncertified version; empty: nothing."""
     wanted = frozenset(held_keys(model, placed=bool(base.experts)))
     newest = max(_whole(base.certified, wanted), default=(0, 0))
     if max(_whole(plan.certified, wanted), default=(0, 0)) < newest:
-        return f"version {newest[1]} of era {newest[0]} is certified no more"
+        return f"version {newest[1]} of era {newest[0]} is no longer certified"
     known = {entry.bare for entry in base.certified}
     for entry in plan.certified:
         if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds, are_enough)):
@@ -153,7 +148,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds, ar
     at = plan.restore_era, plan.restore_version
     begins = plan.era != base.era and plan.restore_version > 0 and not plan.mandate
     if begins and not layers_at(plan.certified, at).keys() >= wanted:
-        return f"era {plan.era} begins at version {at[1]} of era {at[0]}, which its makers have not certified"
+        return f"era {plan.era} begins at version {at[1]} of era {at[0]}, which is not certified"
     return ""
 
 
@@ -162,7 +157,7 @@ def _signatures_flaw(entry: Certified, base: Plan, model: ModelSpec, holds: Hold
     group = next((group for group in groups if group_keys(model, base, group) == entry.keys), None)
     what = f"version {entry.version} of {entry.keys[0] if entry.keys else 'nothing'}"
     if group is None:
-        return f"{what} is certified, and no group holds these layers"
+        return f"{what} is certified, but no group holds these layers"
     signers = jury([member.peer for member in base.group_members(group)], base.previous)
     places = ((signers[at], sign) for at, sign in entry.signatures if 0 <= at < len(signers))
     signed = {peer for peer, sign in places if holds(peer, sign, entry.body)}

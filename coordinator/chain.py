@@ -1,8 +1,8 @@
-"""Decides which plans one peer votes for and obeys, so that no two histories of a run go on. Pure; the driver makes the
-chain's record durable before it answers.
+"""Decides which plans one peer votes for and obeys, so that a run has one history. Pure; the driver makes the chain's
+record durable before it answers.
 
-Theory of operation. Plans form one chain, and each link of it (the successor of plan L) is settled by one instance of
-Paxos (Lamport, "Paxos made simple", 2001) among the electors of L. The ballot is the term, with its one coordinator:
+Theory of operation. Plans form one chain. One instance of Paxos (Lamport, "Paxos made simple", 2001) among the electors
+of plan L decides L's successor. The ballot number is the term, which has one coordinator:
 
 | Paxos            | here                                                                                  |
 |------------------|---------------------------------------------------------------------------------------|
@@ -11,32 +11,29 @@ Paxos (Lamport, "Paxos made simple", 2001) among the electors of L. The ballot i
 | accept, accepted | `PlanOffer`, `PlanVote`                                                               |
 | chosen           | live: a majority of L's electors voted for it in one term; `PlanLive` spreads it      |
 
-L's own coordinator needs no prepare in L's term: every member of the instance obeys L, and has therefore granted that
-term. A candidate that is told of a voted plan finishes that plan before it makes its own, if the members that say that
-they have not voted for it leave a majority that may have (`Ballot.found`). Without this rule a plan that was live when
-its coordinator died, with nobody told, would be bypassed and the chain would fork. Within a term a coordinator may
-replace an offer that is not live by a later one: it alone could have declared the first one live, and never will.
+L's own coordinator needs no prepare phase in L's term: every elector obeys L, and so has granted that term already. A
+candidate that learns of a voted plan must finish that plan before it makes its own, unless so many members deny a vote
+for it that it cannot have a majority (`Ballot.found`). Without this rule the chain forks when a plan became live and
+its coordinator crashed before it told anybody. Within a term, a coordinator may replace an offer that is not live by a
+later one: only it could have declared the first one live, and it never will.
 
-A member may always refuse its vote. It does so for plans that contradict what it knows (`judge`), before this module is
+A member may always refuse its vote. `judge` refuses plans that contradict what the member knows, before this module is
 asked.
 
-Hence the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys a live plan
-above its own and nothing else, so a coordinator that wakes up after its term is refused by every peer that has moved
-on.
+Hence the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A peer obeys only a live
+plan above its own, so every peer that has moved on refuses a coordinator that wakes up after its term.
 
-When half of a plan's members are gone for good, nobody has a majority. Then the run's owner may let one peer make the
-successor without votes (`Plan.mandate`). That plan begins a new reign, which counts before the term, so nothing that
-the missing members may have agreed on among themselves comes after it. This is a decision between two histories, and a
-person makes it.
+When half of a plan's members are lost for good, no majority is left. The run's owner may then let one peer make the
+successor without votes (`Plan.mandate`). That plan begins a new reign, which is compared before the term, so it
+overrides whatever the missing members agreed on. A person decides here between two histories.
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
-electors, all of one ballot. So `adopt` takes a plan from any peer, and checks the link, the votes, and bounded steps of
-term, sequence and era against the plan that we obey. A peer that lacks links in between asks for them (`chain_sync`).
-Two plans of one height that both prove themselves would raise an alarm; a plan that does not prove itself is only
-refused.
+electors in one ballot. So `adopt` takes a plan from any peer, and checks the link, the votes, and bounded increments of
+term, sequence and era. A peer that lacks intermediate links asks for them (`chain_sync`). Two valid plans of one height
+raise an alarm; a plan without proof is only refused.
 
-This does not defend against a majority of electors that lies. It does defend against promises that no honest candidate
-could outbid: a term far above all that we know of is believed only of a peer that insists, one step with each message.
+A lying majority of electors is outside the fault model. Promises that no honest candidate could outbid are inside it: a
+term far above the known ones is believed only from a peer that repeats it, one increment with each message.
 """
 
 from collections import OrderedDict
@@ -57,14 +54,14 @@ from shoal.protocol.plan import Plan, SignedPlan, vote_body
 from shoal.protocol.quorum import is_quorum
 
 Holds = Callable[[PeerID, bytes, bytes], bool]
-"""(signer, signature, body of a `vote` statement) -> whether the signer has said so."""
+"""(signer, signature, body of a `vote` statement) -> whether the signature is valid."""
 
 OBEYED_MAX = 256
-"""The hashes of so many plans are remembered: four hours of terms in a swarm that nobody joins or leaves."""
+"""How many plans are remembered, to detect forks: four hours of terms if no peer joins or leaves."""
 
 
 class Adoption(NamedTuple):
-    """Whether a plan is obeyed from now on. `lacks`: it may well be live, but a link between ours and it is missing."""
+    """The result of `adopt`. `lacks`: the plan may be live, but a link between ours and it is missing."""
 
     new: bool
     reason: str = ""
@@ -73,8 +70,7 @@ class Adoption(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Whether a candidate may have a term, and what it must know. `accepted` is the plan that we voted for after
-    `live`."""
+    """The answer to a candidate. `accepted` is the plan that we voted for after `live`."""
 
     granted: bool
     reason: str = ""
@@ -84,15 +80,15 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """Whether we vote for a plan, or why not."""
+    """Our vote on a plan, with the reason of a refusal."""
 
     accepted: bool
     reason: str = ""
 
 
 class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The promises that must survive a restart. Live plans are kept as links and the plan voted for as an envelope;
-    empty: there is none."""
+    """The promises that must survive a restart. Live plans are stored as links, the plan voted for as an envelope;
+    empty: none."""
 
     run: str
     granted_term: int = 0
@@ -101,19 +97,19 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     accepted: bytes = b""
     accepted_term: int = 0
     before: bytes = b""
-    """The plan before `live`, with which others can check its votes."""
+    """The predecessor of `live`, with which other peers can check its votes."""
     mandated: bytes = b""
-    """The plan that began the reign of `live`, if an owner's mandate did."""
+    """The plan that began the reign of `live`, if an owner's mandate began it."""
 
 
 class PlanChain:
-    """One peer's end of the chain: the plan that it obeys (`live`), the plan that it voted for after that, and what it
-    has promised.
+    """One peer's end of the chain: the plan that it obeys (`live`), the plan that it voted for after that, and its
+    promises.
 
     Args:
-        owner: the peer that makes plan (1, 1) alone.
+        owner: the only peer that may make plan (1, 1).
         holds: checks the signature of a vote.
-        holds_order: checks a signature under an order of exclusion.
+        holds_order: checks the signature of an exclusion order.
     """
 
     def __init__(self, run: str, *, owner: PeerID, holds: Holds, holds_order: Holds) -> None:
@@ -126,34 +122,31 @@ class PlanChain:
         self.accepted: SignedPlan | None = None
         self.accepted_term = 0
         self.num_forks = 0
-        """How often we met another plan, with votes, of a height at which we had obeyed a plan. It must stay 0."""
+        """Number of proven plans with the height of another plan that we obeyed. It must stay 0."""
         self._obeyed: OrderedDict[tuple[int, int, int], SignedPlan] = OrderedDict()
         self._term_heard = 0
-        """The highest term to which peers have brought us that insist on a term that we did not believe."""
+        """The highest term to which insisting peers have raised the bound of believable terms."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """The (term, sequence) of the live plan; (0, 0) before there is one."""
+        """(term, sequence) of the live plan; (0, 0) before the first."""
         return self.live.plan.order if self.live else (0, 0)
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """The (reign, term, sequence) of the live plan; zeros before there is one."""
+        """(reign, term, sequence) of the live plan; zeros before the first."""
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:
-        """Whether to take seriously what a peer says of `term`. If not, a somewhat higher term is believed the next
-        time.
-
-        Without these steps honest peers could be led so far apart that they never believe each other again.
-        """
+        """True if `term` is believable. If it is not, raise the bound by one increment. Without these increments liars
+        could lead honest peers so far apart that they never believe each other again."""
         limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
             self._term_heard = limit
         return term <= limit
 
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> Grant:
-        """Promise `term` to `candidate`, whose live plan is `base`. `base` is adopted first if it is above ours."""
+        """Promise `term` to `candidate`, whose live plan is `base`. Adopt `base` first if it is above our plan."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:
             return Grant(granted=False, reason=f"obeys plan {self.order}, not {base.plan.order}")
@@ -169,18 +162,18 @@ class PlanChain:
         return Grant(granted=True, accepted=self.accepted, accepted_term=self.accepted_term)
 
     def must_judge(self, plan: SignedPlan) -> bool:
-        """Whether this peer has not voted for `plan` yet, and `plan` may follow the live plan."""
+        """True if `plan` may follow the live plan and this peer has not voted for it yet."""
         live, voted = self.live, self.accepted
         is_known = voted is not None and voted.digest == plan.digest
         return live is not None and not is_known and not link_flaw(plan, live)
 
     def vote(self, source: PeerID, term: int, plan: SignedPlan, base: SignedPlan | None) -> Vote:
-        """Vote for `plan`, which `source` offers in `term` as the successor of `base`. `base` is adopted first if it is
-        above ours."""
+        """Vote for `plan`, which `source` offers in `term` as the successor of `base`. Adopt `base` first if it is
+        above our plan."""
         if base is not None:
             self.adopt(base)
         if self.live is None:
-            return Vote(accepted=False, reason="knows no plan before it")
+            return Vote(accepted=False, reason="obeys no plan yet")
         if plan.digest == self.live.digest:
             return Vote(accepted=True)
         if plan.plan.height <= self.height:
@@ -190,9 +183,9 @@ class PlanChain:
             return Vote(accepted=False, reason=flaw)
         known = set(self.live.plan.exclusions)
         if not all(self.exclusions.proves(order) for order in plan.plan.exclusions if order not in known):
-            return Vote(accepted=False, reason=f"plan {plan.plan.order} excludes somebody without an order that holds")
+            return Vote(accepted=False, reason=f"plan {plan.plan.order} excludes a peer without a valid order")
         if plan.plan.term > term or (plan.plan.term == term and plan.plan.coordinator != source):
-            return Vote(accepted=False, reason=f"plan {plan.plan.order} is not the offerer's in term {term}")
+            return Vote(accepted=False, reason=f"plan {plan.plan.order} is not the offering peer's in term {term}")
         voted = self.accepted
         if voted is not None and self.accepted_term == term and voted.digest != plan.digest:
             if voted.plan.order == plan.plan.order:
@@ -208,11 +201,9 @@ class PlanChain:
         return Vote(accepted=True)
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
-        """Obey a live plan if it proves itself; a fork is counted in `num_forks`.
-
-        Args: after: a plan that we do not obey and are to take on trust, as the one before `plan`. A peer needs it that
-            knows no plan of the run, or has been away for longer than links are kept.
-        """
+        """Obey a live plan if it proves itself; count a fork in `num_forks`.
+        Args: after: the predecessor of `plan`, taken on trust. Needed by a peer that knows no plan of the run, or was
+        away for longer than links are kept."""
         known = self._obeyed.get(plan.plan.height)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)
@@ -233,20 +224,19 @@ class PlanChain:
         self.exclusions.obeyed(plan.plan)
         self.accepted, self.accepted_term = None, 0
         if plan.plan.term >= self.granted_term or plan.plan.reign > reign:
-            # A grant of this very term to somebody else is void: that candidate cannot have a majority any more. And
-            # what was promised on a plan that the owner overruled binds nobody.
+            # This plan voids a grant of the same term to another candidate, which cannot have a majority any more. And
+            # promises under a plan that the owner overruled bind no peer.
             self.granted_term, self.granted_to = plan.plan.term, plan.plan.coordinator
             self._term_heard = 0 if plan.plan.reign > reign else self._term_heard
         assert self.height > before, "two plans of one height obeyed"
         return Adoption(True)
 
     def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
-        """Say why not to obey `plan`, which is above ours. Returns: (the reason, whether that is only for want of
-        links)."""
+        """Say why not to obey `plan`, which is above ours. Returns: (reason, whether only links are missing)."""
         if plan.plan.mandate:
             if self.live is not None and plan.plan.reign <= self.live.plan.reign:
                 return f"the mandate of reign {plan.plan.reign} has been used", False
-            return "", False  # whoever opened it has checked the owner's signature
+            return "", False  # its owner's signature was checked when it was opened
         if not plan.plan.previous:
             is_first = plan.plan.height == (0, 1, 1) and plan.plan.coordinator == self._owner
             return ("" if is_first else "only the owner makes a first plan"), False
@@ -256,8 +246,8 @@ class PlanChain:
         return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, holds=self._holds), False
 
     def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
-        """Another plan has the height of one that we obeyed. Votes for both would mean that electors have voted twice;
-        a plan without votes is anybody's invention."""
+        """Handle a plan that has the height of another plan that we obeyed. Votes for both mean that electors voted
+        twice; a plan without votes may come from anybody, and is only refused."""
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
         proven = base is not None and not proof_flaw(plan, base, owner=self._owner, holds=self._holds)
@@ -269,11 +259,10 @@ class PlanChain:
         return Adoption(False, f"two plans of order {height[1:]} are live: {digests}")
 
     def _recent(self) -> tuple[SignedPlan, ...]:
-        """The live plan and the one before it."""
         return tuple(plan for plan in (self.live, self.links.before_last) if plan is not None)
 
     def record(self) -> ChainRecord:
-        """The record that must be durable before anything that rests on it is said."""
+        """The record that must be durable before an answer that depends on it is sent."""
         return ChainRecord(
             run=self.run,
             granted_term=self.granted_term,
@@ -294,10 +283,8 @@ class PlanChain:
         before: SignedPlan | None = None,
         mandated: SignedPlan | None = None,
     ) -> None:
-        """Continue where `record` ended. The plans are the record's own, opened, and taken at our own word.
-
-        A promise that no honest candidate could outbid is dropped: an older version could be talked into it.
-        """
+        """Continue from `record`. Its plans are opened by the caller and trusted, because we wrote them. Drop a promise
+        that no honest candidate could outbid: older releases could be tricked into one."""
         assert record.run == self.run
         self.live, self.accepted, self.accepted_term = live, accepted, record.accepted_term
         if live is not None:
@@ -349,12 +336,12 @@ def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
     if new.era == old.era and [stage.layers for stage in new.stages] != [stage.layers for stage in old.stages]:
         return f"era {new.era} has other stages"
     if new.exclusions != old.exclusions and not _keys_of(new) >= _keys_of(old):
-        return f"plan {new.order} lets somebody back in who is excluded"
+        return f"plan {new.order} readmits an excluded peer"
     return ""
 
 
 def _keys_of(plan: Plan) -> frozenset[bytes]:
-    """The keys that the plan's orders name. An order that cannot be read names none."""
+    """Return the keys that the plan's exclusion orders name. An unreadable order names none."""
     keys: set[bytes] = set()
     for order in plan.exclusions:
         with suppress(RemoteError):
@@ -363,7 +350,7 @@ def _keys_of(plan: Plan) -> frozenset[bytes]:
 
 
 def proof_flaw(plan: SignedPlan, base: SignedPlan, *, owner: PeerID, holds: Holds) -> str:
-    """Say why the votes that `plan` carries do not make it the live successor of `base`; empty: they do."""
+    """Say why the votes in `plan` do not make it the live successor of `base`; empty: they do."""
     proof, electors = plan.proof, base.plan.electors
     if proof is None:
         return f"plan {plan.plan.order} carries no votes"

@@ -1,6 +1,6 @@
-"""The log of the last live plans with their votes, from which peers that were away catch up. Pure.
+"""Keeps the last live plans with their votes, from which returning peers catch up. Pure.
 
-It is bounded in bytes: a peer that has been away for longer than the log reaches takes a plan on trust (`chain_sync`).
+The log is bounded in bytes. A peer that was away for longer than the log reaches takes a plan on trust (`chain_sync`).
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX, LINKS_KEPT_BYTES, LINKS_PER
 from shoal.protocol.plan import SignedPlan
 
 ENVELOPE_BYTES = 1024
-"""The bytes that an envelope and a message's own fields take of a control message at most."""
+"""Upper bound of the bytes that an envelope and a message's own fields take in a control message."""
 
 
 class ChainLog:
@@ -20,18 +20,18 @@ class ChainLog:
         """The plans, oldest first; the last is the live plan."""
         self._bytes = 0
         self.mandated: SignedPlan | None = None
-        """The last plan that needed no votes because the owner mandated it. It is kept however old it is: a peer that
-        has missed it believes nothing of its reign without it."""
+        """The last plan that the owner mandated, which has no votes. It is kept at any age, since a peer that missed it
+        cannot verify later plans of its reign."""
 
     @property
     def before_last(self) -> SignedPlan | None:
-        """The plan before the live one."""
+        """The predecessor of the live plan."""
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:
         """Append the next live plan."""
         if self._links and plan.plan.previous != self._links[-1].digest:
-            self._links.clear()  # whoever has the ones before could not go on from them
+            self._links.clear()  # a peer at an earlier plan could not continue across this gap
             self._bytes = 0
         self._links.append(plan)
         self._bytes += len(plan.link)
@@ -44,8 +44,9 @@ class ChainLog:
         return next((plan for plan in self._links if plan.digest == digest), None)
 
     def after(self, digest: str, reign: int) -> tuple[bytes, ...]:
-        """The links behind the plan of this digest, for a peer that knows of `reign`: oldest first, and as many as a
-        message takes. If we do not have that plan they begin with the one before the last."""
+        """Return the links after the plan with this digest, oldest first, as many as fit in a message. If we do not
+        have that plan, start with the predecessor of the live plan. Prepend the mandated plan if the peer's `reign` is
+        lower."""
         links = list(self._links)
         at = next((at for at, plan in enumerate(links) if plan.digest == digest), None)
         wanted = links[at + 1 :] if at is not None else links[-2:]

@@ -1,10 +1,10 @@
-"""How a peer gets the links of the chain that it lacks. Pure.
+"""Fetches the links of the chain that a peer lacks. Pure.
 
-A plan that does not follow ours may be live all the same: we may have missed plans in between. The peer that named it
-is asked for the links behind ours, and each link proves itself against the one before. Two kinds of peers cannot ask
-for that: a newcomer, which has no plan to begin with, and a peer that was away for longer than anybody keeps links.
-These take the oldest link that they are given on trust and check all later ones against it. A peer that hears its
-coordinator never does.
+A plan that does not follow ours may still be live, because we may have missed plans in between. We ask the peer that
+named it for the links after ours, and each link proves itself against the one before. Two kinds of peers have no base
+for that: a newcomer, which has no plan, and a peer that was away for longer than links are kept. These take the oldest
+link that they receive on trust, and check all later ones against it. A peer that hears its coordinator never trusts a
+link.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,25 @@ from shoal.protocol.messages import ChainLinks, ChainRequest
 from shoal.protocol.plan import SignedPlan
 
 ASK_AGAIN_HEARTBEATS = 1.0
-"""A question that has not been answered for so long counts as lost."""
+"""A question without an answer counts as lost after this time."""
 ASKED_MAX = 8
-"""How many peers are asked at the same time. One that does not answer must not keep us from asking another."""
+"""Maximum number of peers that are asked at the same time; more than one, so that a silent peer cannot block the sync.
+"""
 
 
 class ChainSync:
-    """The questions for links that are under way."""
+    """The pending questions for links."""
 
     def __init__(self, *, me: PeerID, chain: PlanChain, heartbeat_s: float) -> None:
         self._me, self._chain = me, chain
         self._patience_s = ASK_AGAIN_HEARTBEATS * heartbeat_s
         self._asked: dict[PeerID, float] = {}
-        """The peers that have been asked, and until when not to ask them again."""
+        """Peers that have been asked -> the time until which they are not asked again."""
         self._trusted: dict[PeerID, SignedPlan] = {}
-        """The first link that each peer has given us, while its next links are on their way."""
+        """Peer -> the first link that it sent, while its next links are on their way."""
 
     def ask(self, source: PeerID, now_s: float) -> list[Command]:
-        """`source` has named a plan to which we have no link."""
+        """Ask `source` for links: it has named a plan that does not follow ours."""
         self._asked = {peer: until_s for peer, until_s in self._asked.items() if now_s < until_s}
         if source == self._me or source in self._asked or len(self._asked) >= ASKED_MAX:
             return []
@@ -47,11 +48,9 @@ class ChainSync:
     def learn(
         self, peer: PeerID, links: Sequence[SignedPlan], now_s: float, *, may_trust: bool
     ) -> tuple[list[tuple[SignedPlan, SignedPlan | None]], list[Command]]:
-        """`peer` has sent links, oldest first.
-
-        Args: may_trust: we have no plan, or have lost touch with everybody that obeys ours.
-        Returns: ([(plan to adopt, the plan before it if that is to be taken on trust)], what else to ask).
-        """
+        """Check the links that `peer` has sent, oldest first.
+        Args: may_trust: we have no plan, or have lost touch with every peer that obeys ours.
+        Returns: ([(plan to adopt, its predecessor if that is taken on trust)], further questions)."""
         self._asked.pop(peer, None)
         base = self._trusted.pop(peer, None)
         found: list[tuple[SignedPlan, SignedPlan | None]] = []
@@ -62,14 +61,14 @@ class ChainSync:
             elif base is not None and not link_flaw(plan, base):
                 found.append((plan, base))
             elif may_trust and plan.plan.reign <= reign:
-                base = plan  # the one that follows it must be above ours to be obeyed
+                base = plan  # to be obeyed, the next link must be above our plan
                 continue
             else:
                 continue
             last, reign = plan, max(reign, plan.plan.reign)
         if found or base is None or not links or len(self._asked) >= ASKED_MAX:
             return found, []
-        # The first link alone has filled the message.
+        # The first link has filled the message.
         self._trusted[peer] = base
         self._asked[peer] = now_s + self._patience_s
         return [], [self._question(peer, base)]

@@ -1,7 +1,7 @@
-"""What a peer knows of the swarm when it coordinates: who is there, what was committed, what was measured. Pure.
+"""Holds what a peer knows of the swarm when it coordinates: members, commits and measurements. Pure.
 
-Every peer has such a view, because every peer's turn comes. Heartbeats fill it, and they go to the coordinator: while
-another peer coordinates, the view learns only which plans are live.
+Every peer has such a view, because every peer may coordinate. Heartbeats fill the view, and only the coordinator
+receives them: while another peer coordinates, the view learns only which plans are live.
 """
 
 import math
@@ -38,25 +38,23 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import Formats
 
 SAFE_PEERS = 64
-"""The coordinator of a swarm of more peers looks more rarely for the newest safe snapshot, because it reads every
-peer's list of snapshots."""
+"""Above this size the coordinator looks for the newest safe snapshot less often, because it reads every peer's list of
+snapshots."""
 FORESEEN_PEERS_MAX = 256
-"""How fast a larger swarm should be is not said: to put together what lies between the peers takes too long."""
+"""Above this size no throughput is predicted: collecting the links between the peers takes too long."""
 FORESEE_HEARTBEATS = 10.0
 FORESEE_PEERS = 64
-"""The coordinator foresees the live layout anew so often, and more rarely in a larger swarm, in proportion."""
+"""Interval between predictions for the live layout; above `FORESEE_PEERS` it grows in proportion to the swarm."""
 RETURN_HEARTBEATS = 10.0
-"""Going back to a snapshot takes about so long, with its plan, its votes, the snapshots that are read and the pipeline
-that fills. So the run waits as long at least for a silent peer that has what nobody else has: where its network daemon
-has died it is back by then."""
+"""Estimated time of a roll-back: plan, votes, reading snapshots, filling the pipeline. The run waits at least as long
+for a silent peer that holds the only copy of a state: a peer with a crashed network daemon is back by then."""
 
 HORIZON_S_MAX = 4 * 3600.0
-"""A swarm in which nobody has come or gone for a while should stay so for as long again, but not for longer than this:
-an evening."""
+"""A swarm without joins and departures is expected to stay so for as long again, but at most for this long."""
 
 
 class ClusterView:
-    """The swarm as this peer knows it. Args: invite_of: tells by which invite a member came, as far as we know."""
+    """The swarm as this peer knows it. Args: invite_of: returns the invite of a member, as far as known."""
 
     def __init__(self, run: str, spec: RunSpec, invite_of: InviteOf = lambda _: b"") -> None:
         self.run, self.spec = run, spec
@@ -80,41 +78,38 @@ class ClusterView:
             tokens_per_step=spec.tokens_per_step,
         )
         self.begun_s: float | None = None
-        """When the run's first plan was made, by this peer's clock and as far as it knows."""
+        """The time of the run's first plan on this peer's clock, as far as known."""
         self.calibration = Calibration(synchronous_steps=spec.synchronous_steps if training.s_max else 0)
         self._foresee_at_s = -math.inf
         self._formats: tuple[int, Formats | None] = (0, None)
-        """(sequence of a plan, the formats in which its tensors had better travel by the figures of late)."""
+        """(sequence of a plan, the best formats for its tensors by recent figures)."""
         self._notes = PlanNotes()
         self.refusals = Refusals()
         self._snapshots = SnapshotSchedule(
             interval_s=swarm.snapshot_interval_s, heartbeat_s=swarm.heartbeat_s, lead_steps=training.s_max + 1
         )
         self._inherited: HandOver | None = None
-        """The knowledge that the coordinator before us left for the term that we may get."""
+        """The state that the previous coordinator transferred, for the term that we may get."""
         self._safe = 0, 0
         self._look_for_safe_s = -math.inf
         self._members: frozenset[PeerID] = frozenset()
-        """The members of the live plan."""
         self._placed: frozenset[PeerID] = frozenset()
-        """Those of them that hold a stage or experts."""
+        """Members of the live plan that hold a stage or experts."""
         self._changed_s = math.inf
-        """When a plan has last had other members than the one before, as far as we have seen."""
+        """The time of the last plan with other members than its predecessor, as far as we have seen."""
         self._bounds: tuple[tuple[int, int], ...] = ()
         self._num_divisions = 0
-        """How many live plans had other stage boundaries than the live plan before; `_bounds` are those of the last."""
+        """Number of live plans with other stage boundaries than their predecessor."""
         self._seen_from_s = math.inf
-        """When we saw the first live plan."""
+        """The time at which we saw the first live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
-        """The members of the last plan that had others: they may still report what they did under it."""
+        """The members of the last plan with another membership; they may still report work that they did under it."""
 
-    # --- what comes in ---
+    # --- inputs ---
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat, now_s: float) -> list[str]:
-        """Take note of a heartbeat; ask `roster.has_room_for` first.
-
-        Returns: what the peer has reported that cannot be, as sentences.
-        """
+        """Record a heartbeat; check `roster.has_room_for` first.
+        Returns: the impossible reports in it, as sentences."""
         self.roster.heard(peer, heartbeat, now_s)
         if heartbeat.era == self.ledger.era:
             self.confirmations.note(peer, heartbeat.stage, heartbeat.version, holds=heartbeat.synced)
@@ -133,11 +128,8 @@ class ClusterView:
         return [f"{peer} reports {flaw}" for flaw in flaws]
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Take note of a live plan, whoever coordinates it. The first one that we see is the best sign of when the run
-        began.
-
-        Args: leads: we coordinate it and the plan before it, so we know why those whom it leaves out are gone.
-        """
+        """Record a live plan of any coordinator. The first one is our best estimate of the run's start.
+        Args: leads: we coordinate it and its predecessor, so we know why the removed members are gone."""
         for peer in sorted(self._members.difference(plan.members)) if leads else ():
             if self.roster.has_vanished(peer, now_s):
                 self.experts.records.lost(peer)
@@ -164,18 +156,17 @@ class ClusterView:
             self.ledger.divide(len(plan.stages))
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> bool:
-        """We coordinate now, or still (`continuing`). Every member gets time to be heard before its silence counts.
-
-        Args: silent: the coordinator before us, if its silence is why we are here.
-        Returns: whether the coordinator before us has searched for a better layout than this plan's.
-        """
+        """Begin a term as coordinator, or continue as such (`continuing`). Give each member time for a heartbeat before
+        its silence counts.
+        Args: silent: the previous coordinator, if its silence caused this term.
+        Returns: whether the previous coordinator has searched for a better layout than this plan's."""
         inherited, self._inherited = self._inherited, None
         members = frozenset(plan.members)
         self.electorate.begin_term()
         self.experts.forget_strangers(members)
         if not continuing:
-            # What we knew in an earlier term of ours is stale: who had left may be back, who drained may be gone.
-            # But how irregular somebody's heartbeats were is more than nothing.
+            # Knowledge from an earlier term of ours is stale: removed members may be back, draining ones gone. But the
+            # measured irregularity of heartbeats is still useful.
             irregular = self.roster.irregular()
             self.roster = Roster(self.spec.swarm.heartbeat_s)
             self.roster.take_over(irregular)
@@ -185,7 +176,7 @@ class ClusterView:
         if inherited is not None:
             self.roster.take_over(inherited.arrivals)
             if not continuing:
-                self.survey.reach.forget_all()  # the coordinator before us knows of pairs that have met since
+                self.survey.reach.forget_all()  # the previous coordinator knows of pairs that have met since
                 self.survey.reach.take_over(inherited.unreachable, now_s)
             for peer, advert in inherited.roster:
                 self.roster.expect(peer, advert, now_s)
@@ -207,17 +198,15 @@ class ClusterView:
     # --- between coordinators ---
 
     def inherit(self, handover: HandOver) -> None:
-        """Keep what the coordinator before us knows, for the term that we may get. The first plan of that term already
-        places experts by it."""
+        """Keep the transferred state of the previous coordinator, for the term that we may get. The first plan of that
+        term already uses it to place experts."""
         self._inherited = handover
         self.experts.take_over(handover.loads)
         self.experts.records.take_over(handover.records)
 
     def inherit_reset(self, live: SignedPlan, reset: Reset, now_s: float, *, searched: bool) -> None:
-        """Keep our own knowledge for the term that a reset by the owner begins, with the peers that it names.
-
-        Args: searched: as in `hand_over`.
-        """
+        """Keep our own knowledge, with the peers that the owner's reset names, for the term that the reset begins.
+        Args: searched: as in `hand_over`."""
         self._inherited = msgspec.structs.replace(
             self.hand_over(live, now_s, searched=searched),
             roster=reset.roster,
@@ -225,20 +214,18 @@ class ClusterView:
         )
 
     def forget_inherited(self) -> None:
-        """The plan for which we had inherited something came to nothing."""
+        """Drop the transferred state, because its plan failed."""
         self._inherited = None
 
     def stand_by(self) -> None:
-        """Another peer coordinates: what we were to inherit came to nothing, and what is sent to experts from now on
-        that peer counts."""
+        """Follow another coordinator: drop the transferred state, and leave it to that coordinator to count the
+        experts' load."""
         self._inherited = None
         self.experts.rest()
 
     def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool) -> HandOver:
-        """Put together what the next coordinator should know, as far as it fits into a message.
-
-        Args: searched: whether a search has found nothing better than the live plan's layout.
-        """
+        """Build the message for the next coordinator, as much as fits.
+        Args: searched: whether a search has found nothing better than the live plan's layout."""
         handover = HandOver(
             plan=live.link,
             roster=adverts(self.roster, now_s),
@@ -262,15 +249,15 @@ class ClusterView:
         )
         return fitting(handover)
 
-    # --- what is known ---
+    # --- queries ---
 
     def disks(self, now_s: float, *, among: Layout | None = None) -> Disks:
-        """The snapshots on disks that may be gone back to. Args: among: as of `disks_of`."""
+        """The snapshots to which the run may roll back. Args: among: as in `disks_of`."""
         return disks_of(self.roster, now_s, among=among).only(self.certificates.layers)
 
     @property
     def places_experts(self) -> bool:
-        """Whether plans of this run say who holds which expert."""
+        """True if plans of this run assign experts to members."""
         return self.spec.swarm.expert_slots > 0
 
     @property
@@ -280,15 +267,14 @@ class ClusterView:
 
     @property
     def claimed(self) -> tuple[int, int]:
-        """(era, version) of the newest snapshot that a holder of a place says it has, certified or not; (0, 0): none
-        has any."""
+        """(era, version) of the newest snapshot that a member with a place reports, certified or not; (0, 0): none."""
         presences = self.roster.presences
         beats = (presences[peer].heartbeat for peer in self._placed if peer in presences)
         return max(((held.era, held.version) for beat in beats if beat for held in beat.holdings), default=(0, 0))
 
     @property
     def version_max(self) -> int:
-        """The highest version committed anywhere in this era, as far as we know."""
+        """The highest known version committed in this era."""
         era = self.ledger.era
         newest_era, newest = self.certificates.newest
         kept = newest if newest_era == era else 0
@@ -297,42 +283,36 @@ class ClusterView:
 
     @property
     def version_said(self) -> int:
-        """The highest version of this era at which a peer says that it is, or that it left."""
+        """The highest version of this era in any peer's last heartbeat."""
         beats = [seen.heartbeat for seen in self.roster.presences.values() if seen.heartbeat]
         return max((beat.version for beat in beats if beat.era == self.ledger.era), default=0)
 
     def is_fresh(self, live: Plan, own: Heartbeat | None, *, leads: bool) -> bool:
-        """Whether nothing has been committed yet in the era of `live`.
-
-        If in doubt, something has: then a stage without state is found to have lost it and the era begins anew, while
-        two beginnings of one era would be two histories.
-
-        Args:
-            own: what we say of ourselves, which is all that a peer knows that takes over from the dead.
-            leads: we coordinate.
+        """True if nothing has been committed yet in the era of `live`. In doubt return False: at worst, a stage without
+        state counts as lost and a new era begins. A wrong True could begin one era twice, with two histories.
+        Args: own: our own heartbeat, the only source after a coordinator's crash. leads: we coordinate.
         """
         version = own.version if own and own.era == live.era and own.synced else None
         known = leads or self._inherited is not None or version is not None
         return live.fresh and known and max(self.version_max, version or 0) <= live.restore_version
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
-        """Whether the state of a group of `live` would be lost with `peer`."""
+        """True if the state of a group of `live` would be lost with `peer`."""
         held = holders(live, self.roster, self.disks(now_s), self.spec.model, fresh=False, now_s=now_s)
         return is_last_holder(peer, live, held)
 
     def successors(self, live: Plan, now_s: float) -> tuple[PeerID, ...]:
-        """The peers that may coordinate the next term, first in turn first. Those come last whom members cannot reach,
-        the more of them the later: a coordinator counts out whom it does not hear."""
+        """The peers that may coordinate the next term, first choice first. Peers that members cannot reach come last,
+        sorted by the number of such members, because a coordinator removes members that it cannot hear."""
         candidates = (peer for peer in live.members if self.roster.may_coordinate(peer, now_s))
         order = election.rank(self.run, live.term + 1, candidates)
         return tuple(sorted(order, key=lambda peer: self.num_unreached(peer, live, now_s)))
 
     def num_unreached(self, peer: PeerID, live: Plan, now_s: float) -> int:
-        """How many members of `live` cannot reach `peer`."""
         return sum(map(live.has, self.survey.reach.cannot_reach(peer, now_s)))
 
     def measured(self, era: int, now_s: float) -> tuple[MeasuredPeer, ...]:
-        """The peers that are alive, for the allocator. A peer that has not followed into `era` yet holds nothing."""
+        """The live peers, for the allocator. A peer that has not entered `era` yet counts as holding nothing."""
 
         def follows(peer: PeerID) -> bool:
             beat = self.roster.presences[peer].heartbeat
@@ -344,7 +324,7 @@ class ClusterView:
     def snapshot(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, now_s: float, *, knows_network: bool
     ) -> Snapshot:
-        """All that a layout may depend on. Args: as of `Survey.snapshot`."""
+        """Collect all inputs of a layout. Args: as in `Survey.snapshot`."""
         found = self.survey.snapshot(peers, previous, disks, knows_network=knows_network)
         chances = self.experts.records.probabilities([peer.peer for peer in found.peers])
         return replace(
@@ -356,23 +336,20 @@ class ClusterView:
         )
 
     def _horizon_s(self, now_s: float) -> float:
-        """How long a layout should last: as long as nobody has come or gone, and no longer than those before it have.
-
-        Divisions are taken to come at a constant rate, which is one in `HORIZON_S` until there have been some (the mean
-        of a gamma prior). Where each promises a little more than the last and none lasts, a change pays less and less.
-        """
+        """Estimate how long a layout will last: the time since the last membership change, bounded by the mean life of
+        past layouts. Layout changes are modelled as a Poisson process with a gamma prior of one in `HORIZON_S`. When
+        each new layout promises a little more and none lasts, this makes a change less and less attractive."""
         lasts_s = max(HORIZON_S, now_s - self._changed_s)
         if self._num_divisions:
             lasts_s = min(lasts_s, (HORIZON_S + now_s - self._seen_from_s) / (1 + self._num_divisions))
         return min(lasts_s, HORIZON_S_MAX)
 
     def unreachable(self, peers: Sequence[MeasuredPeer], now_s: float) -> frozenset[Pair]:
-        """The pairs of `peers` that cannot reach each other."""
         return self.survey.reach.pairs(now_s, {peer.peer for peer in peers})
 
     def _going_back_s(self, disks: Disks, now_s: float) -> float:
-        """What the run loses when it goes back: half of what lies between two snapshots, or everything if there should
-        be one by now and there is none, and the way back."""
+        """Estimate the seconds lost by a roll-back: the time of the roll-back, plus half a snapshot interval, or the
+        whole run so far if a snapshot is overdue and none exists."""
         swarm, step_s = self.spec.swarm, self.ledger.pace.usual_step_s
         every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
         interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)
@@ -383,7 +360,7 @@ class ClusterView:
         return lost_s + RETURN_HEARTBEATS * swarm.heartbeat_s
 
     def step_s_at_best(self, now_s: float) -> float:
-        """Seconds a step of the peers that are here, if none of their devices ever waited; 0: not known."""
+        """Seconds a step if no device of the present peers ever waited; 0: not known."""
         workload = Workload.of(self.spec)
         adverts = (self.roster.presences[peer].advert for peer in self.roster.alive(now_s))
         flop_per_s = sum(advert.flop_per_s for advert in adverts if advert is not None)
@@ -393,21 +370,18 @@ class ClusterView:
     def foresee(
         self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, synchronous: bool = False
     ) -> Foreseen | None:
-        """How fast these stages should be, by the objective alone; None: it cannot say, or would take too long.
-
-        Args:
-            formats: how tensors travel between these stages; None: in the thinnest way that the run allows.
-            synchronous: without anything that runs ahead (s_max = 0).
+        """Predict the throughput of these stages by the objective alone; None: no prediction, or the swarm is too
+        large.
+        Args: formats: of the tensors between these stages; None: the narrowest. synchronous: no steps run ahead (s_max
+        = 0).
         """
         snapshot = self._snapshot_of(stages, now_s)
         wire = self.survey.takes.under(formats) if formats is not None else None
         return None if snapshot is None else foresee(snapshot, stages, wire, synchronous=synchronous)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
-        """How these stages' tensors are to travel; None: the run has only one way.
-
-        Args: kept: how they do now.
-        """
+        """Choose the formats of these stages' tensors; None: the run allows only one.
+        Args: kept: the current formats."""
         takes = self.survey.takes
         if not takes.are_choices:
             return None
@@ -420,7 +394,7 @@ class ClusterView:
         return formats if sequence == live.sequence and formats != live.formats else None
 
     def _snapshot_of(self, stages: Sequence[Stage], now_s: float) -> Snapshot | None:
-        """The members of these stages as they are now; None: they are too many to foresee anything in time."""
+        """Return the members of these stages as they are now; None: too many for a prediction in time."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > FORESEEN_PEERS_MAX:
@@ -429,7 +403,8 @@ class ClusterView:
         return replace(found, unreachable=self.unreachable(peers, now_s))
 
     def compare(self, live: Plan, now_s: float) -> None:
-        """Compare what was foreseen of the live plan with what comes. We coordinate, and everybody has been heard."""
+        """Compare the live plan's prediction with the measured throughput. Call it on the coordinator, once every
+        member has been heard."""
         if now_s >= self._foresee_at_s:
             apart = max(1.0, len(live.members) / FORESEE_PEERS)
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
@@ -448,7 +423,6 @@ class ClusterView:
         self._notes.judge(comparison.sentence if comparison is not None else "")
 
     def probe(self, peer: PeerID, live: Plan | None, now_s: float) -> tuple[PeerID, ...]:
-        """The peers towards which `peer` should measure its link now."""
         if live is not None and not live.has(peer):
             return ()
         if live is not None:
@@ -456,7 +430,7 @@ class ClusterView:
         return self.survey.links.choose(peer, self.roster.alive(now_s), now_s)
 
     def save_at(self, live: Plan, now_s: float) -> int:
-        """The version of which every stage of `live` is to write a snapshot; 0: none is due."""
+        """The version at which every stage of `live` is to write a snapshot; 0: none is due."""
         if self._snapshots.is_due_to_look(now_s):
             beats = (self.roster.presences[peer].heartbeat for peer in self.roster.alive(now_s))
             of_era = (beat for beat in beats if beat is not None and beat.era == live.era)
@@ -464,11 +438,9 @@ class ClusterView:
         return self._snapshots.save_at
 
     def safe(self, live: Plan, now_s: float) -> tuple[int, int]:
-        """(era, version) of the newest snapshot that is safe on disks of members that are alive; (0, 0): none is.
-
-        Only members count, since a plan that goes back reads from their disks alone; and no snapshot is safe while the
-        members may still go back.
-        """
+        """(era, version) of the newest safe snapshot on disks of live members; (0, 0): none. Only members count,
+        because a plan that rolls back reads their disks only. No snapshot is safe while the era has not started,
+        because members may still roll back."""
         if live.fresh:
             return (0, 0)
         if now_s >= self._look_for_safe_s:
@@ -482,11 +454,11 @@ class ClusterView:
         return self._safe
 
     def completed_steps(self, live: Plan, now_s: float, *, flush: bool = False) -> list[StepRecord]:
-        """Records of the steps that have become complete since the last call, each once."""
+        """Return the records of the steps that have become complete since the last call."""
         return self.ledger.tell(now_s, term=live.term, peers=len(live.members), flush=flush)
 
     def status(self, live: Plan, now_s: float, *, owner: PeerID) -> SwarmStatus:
-        """The swarm in one message, for people."""
+        """Build the status message about the swarm, for people."""
         return swarm_status(
             self.run,
             self.spec,

@@ -1,4 +1,4 @@
-"""The events that the core is told of, and the commands that it asks for. All are frozen values; the driver opens and
+"""The events that the core handles and the commands that it returns. All are frozen values; the driver opens and
 verifies the plans in them."""
 
 import msgspec
@@ -17,21 +17,22 @@ from shoal.protocol.plan import Mandate, SignedPlan
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A peer calls; the core answers with `Reply`. `plan` is the message's plan, `base` the plan that it builds on."""
+    """A call from a peer; the core answers with `Reply`. `plan` is the message's plan, `base` the plan that it builds
+    on."""
 
     source: PeerID
     message: msgspec.Struct
     plan: SignedPlan | None = None
     base: SignedPlan | None = None
     mandate: Mandate | None = None
-    """The owner's leave to make a plan without votes, in a `Reset`."""
+    """The owner's permission, in a `Reset`, to make a plan without votes."""
     knows: Acquaintance = NOBODY
-    """What the driver knows of the peers in a `PlanOffer`."""
+    """The driver's knowledge of the peers in a `PlanOffer`."""
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """`peer` has answered `asked`. If the answer says so, `live` is its newer live plan, `accepted` the plan that it
-    has voted for, and `links` the part of the chain that we lack, oldest first."""
+    """`peer` has answered `asked`. If the answer contains them: `live` is its newer live plan, `accepted` the plan that
+    it has voted for, `links` the part of the chain that we lack, oldest first."""
 
     peer: PeerID
     asked: msgspec.Struct
@@ -43,8 +44,8 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Unanswered(msgspec.Struct, frozen=True):
-    """`peer` did not answer `asked` within `took_s`, or declined. `refused`: it turned out at once that no process is
-    there to answer."""
+    """`peer` did not answer `asked` within `took_s`, or declined. `refused`: no process listens there, as was known at
+    once."""
 
     peer: PeerID
     asked: msgspec.Struct
@@ -54,36 +55,36 @@ class Unanswered(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """This is what our heartbeat says of us right now."""
+    """The current content of our heartbeat."""
 
     heartbeat: Heartbeat
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """Something of `peer` has come that is no heartbeat: a call or a frame, maybe one of many."""
+    """A call or a frame of `peer` has arrived that is no heartbeat; one event may stand for many."""
 
     peer: PeerID
 
 
 class ReportDue(msgspec.Struct, frozen=True):
-    """The coordinator should hear of this peer at once."""
+    """This peer should send the coordinator a heartbeat now."""
 
 
 class HeadFound(msgspec.Struct, frozen=True):
-    """The directory says where the chain is; None: it does not say."""
+    """The directory's record of the chain; None: it has none."""
 
     head: PlanHead | None
 
 
 class ExclusionHeard(msgspec.Struct, frozen=True):
-    """There is an order of exclusion, or a vote for one. `is_ours`: it comes from this machine."""
+    """An exclusion order, or a vote for one, has arrived. `is_ours`: it comes from this machine."""
 
     order: Exclusion
     is_ours: bool
 
 
 class Expelled(msgspec.Struct, frozen=True):
-    """These peers have been excluded from the run: nothing may be planned with them."""
+    """These peers have been excluded from the run; no plan may contain them."""
 
     peers: tuple[PeerID, ...]
 
@@ -93,11 +94,11 @@ class TimerFired(msgspec.Struct, frozen=True):
 
 
 class Leaving(msgspec.Struct, frozen=True):
-    """This peer wants to go: the role moves on now."""
+    """This peer is about to leave and transfers the role now."""
 
 
 class Searched(msgspec.Struct, frozen=True):
-    """A `Search` has ended. `is_possible`: another one has a chance; `is_bug`: it broke down."""
+    """A `Search` has ended. `is_possible`: another search may succeed; `is_bug`: it raised an exception."""
 
     job: SearchJob
     reason: str
@@ -140,7 +141,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Persist(msgspec.Struct, frozen=True):
-    """Make the record durable before any later command of the list is carried out."""
+    """Make the record durable before carrying out later commands of the list."""
 
     record: ChainRecord
 
@@ -159,47 +160,47 @@ class PutOut(msgspec.Struct, frozen=True):
 
 
 class SpreadOrder(msgspec.Struct, frozen=True):
-    """Tell every member of an order that excludes nobody yet, such as our vote for one."""
+    """Tell every member of an order that is not in force yet, such as our vote for one."""
 
     order: Exclusion
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """Tell the directory where the chain is."""
+    """Publish the head of the chain in the directory."""
 
     plan: SignedPlan
 
 
 class Introduce(msgspec.Struct, frozen=True):
-    """Tell the transport where these peers are."""
+    """Tell the transport the addresses of these peers."""
 
     peers: tuple[tuple[PeerID, Advert], ...]
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """Ask the directory where the chain is. The answer is a `HeadFound` event."""
+    """Look up the head of the chain in the directory. The answer is a `HeadFound` event."""
 
 
 class Search(msgspec.Struct, frozen=True):
-    """Look for a better layout, however long it takes. The answer is a `Searched` event."""
+    """Search for a better layout without a time limit. The answer is a `Searched` event."""
 
     job: SearchJob
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """A step is complete: tell the node."""
+    """Tell the node that a step is complete."""
 
     record: StepRecord
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Log a decision's reason."""
+    """Log the reason of a decision."""
 
     text: str
 
 
 class Alarm(msgspec.Struct, frozen=True):
-    """Log an error: a peer has broken what must hold always."""
+    """Log an error: a peer has broken an invariant."""
 
     text: str
 

@@ -1,36 +1,33 @@
-"""One peer's part in coordination, and the coordinator's part while the role is here. It holds no socket, clock or
-file.
+"""Decides what one peer does in coordination, as coordinator or as follower. It holds no socket, clock or file.
 
-Theory of operation. The live plan says what this peer is: the plan's coordinator, one of its members, or a stranger.
+Theory of operation. The live plan defines the role of this peer:
 
 | a peer that is | does                                                                                            |
 |----------------|-------------------------------------------------------------------------------------------------|
 | anything       | sends heartbeats to the coordinator it knows; votes (`chain`); adopts live plans above its own  |
-| a member       | watches the coordinator (`follower`); asks for the next term when that is gone and its turn     |
-| coordinator    | watches the members, plans again when they change, gives the role away at the end (`leader`)    |
-| the owner      | makes plan (1, 1) alone, once enough peers are here and nobody knows of a plan of the run       |
+| a member       | watches the coordinator (`follower`); when it is its turn, replaces one that has failed         |
+| coordinator    | watches the members, plans again when they change, transfers the role at the end (`leader`)     |
+| the owner      | makes plan (1, 1) alone, once enough peers are present and no peer knows a plan of the run      |
 
-How a plan comes about:
+The life of a plan:
 
 - Before the first plan every peer reports to the owner.
 - Within a term the coordinator offers a new plan whenever a peer joins, leaves, drains or falls silent. The plan is
-  live when a majority of its predecessor's electors has voted for it; `PlanLive` and the reply to every heartbeat
-  spread it.
-- At the term's end `HandOver` goes to the first in the next term's rank. That peer asks the members for the term, then
-  for votes for a plan with the same layout. Until that plan is live the old coordinator keeps the
-  role, and if the heir takes too long it asks the next one.
-- A silent coordinator is replaced by the first in rank that finds it so: a pre-vote, the term, the votes, three round
-  trips in all. A member that still hears the coordinator says no, and looks for itself from then on.
-- A peer that was away learns where the chain is from a heartbeat's reply, a refused offer, or the `PlanHead` in the
-  directory.
-- If half of a plan's members are gone for good, `shoal recover` signs a mandate with the owner's key, and one peer
-  makes a plan without votes. It begins a reign, which counts before term and sequence.
+  live when a majority of its predecessor's electors has voted for it; `PlanLive` and heartbeat replies spread it.
+- At the term's end the coordinator sends `HandOver` to the first peer in the next term's rank. That peer requests the
+  term from the electors, then votes for a plan with the same layout. The old coordinator keeps the role until that plan
+  is live, and asks the next peer if it takes too long.
+- A silent coordinator is replaced by the first peer in rank that notices: a pre-vote, the term, the votes, three round
+  trips in all. A member that still hears the coordinator refuses, and checks the coordinator more closely from then on.
+- A returning peer finds the chain through a heartbeat's reply, a refused offer, or the `PlanHead` in the directory.
+- If half of a plan's members are lost for good, `shoal recover` signs a mandate with the owner's key, and one peer
+  makes a plan without votes. It begins a reign, which is compared before term and sequence.
 
-At most one `Ballot` is in flight. It begins with the question for a term where the term changes, goes on to the votes,
-and ends live, expired, or overtaken by a plan above its base. A tick drives everything that waits: sixteen times a
-heartbeat where this peer would notice a death, otherwise twice.
+At most one `Ballot` is in flight. It requests the term if that changes, then the votes, and ends as live, expired, or
+overtaken by a plan above its base. A tick drives all timeouts: sixteen times a heartbeat on peers that watch for
+failures, otherwise twice.
 
-The file is long because every event of coordination comes in by one door, which is one thing to read.
+The file is long because all events enter through one door, which is one thing to read.
 """
 
 import random
@@ -116,23 +113,24 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.statement import Topic
 
 StatementHolds = Callable[[Topic, PeerID, bytes, bytes], bool]
-"""(topic, signer, signature, body) -> whether that is the signer's statement about this run."""
+"""(topic, signer, signature, body) -> whether this is the signer's valid statement about this run."""
 
 TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16
-"""A peer that would notice a death ticks this often: the coordinator, and the peers that watch it closely."""
+"""Tick interval of peers that watch for failures: the coordinator, and followers that doubt it."""
 JITTER = 0.1
-"""Heartbeats vary by this share, so that a thousand peers that got one plan do not report in one millisecond."""
+"""Heartbeat intervals vary by this share, so that a thousand peers with the same plan do not report in one millisecond.
+"""
 HEAD_HEARTBEATS = 5.0
-"""A member without a coordinator looks into the directory this often."""
+"""Interval at which a member without a coordinator reads the directory."""
 STRANGER_HEARTBEATS = 1.0
-"""A peer that is no member looks this often, since nobody tells it of a coordinator's death."""
+"""The same for a peer that is no member, because no message tells it of a coordinator's failure."""
 TERM_HEARTBEATS = 1.5
-"""How long a peer that has granted a term leaves the candidate alone."""
+"""How long a peer that has granted a term waits before it becomes a candidate itself."""
 SOON_HEARTBEATS = 0.25
 """Members report to a new coordinator within this time."""
 SLEPT_HEARTBEATS = 1.0
-"""A tick that comes this late means that this peer was stopped: the silence of the others was its own."""
+"""A tick that is this late means that this peer was suspended, so the silence of the others proves nothing."""
 
 
 class CoordinationCore:
@@ -142,10 +140,10 @@ class CoordinationCore:
         me: this peer.
         owner: the peer that makes the run's first plan.
         chain: possibly restored from disk.
-        policy: says which layout should come next; its view is the swarm as this peer knows it.
+        policy: chooses the next layout; its view is the swarm as this peer knows it.
         sign: signs a plan in our name; deterministic.
         vouch: signs the body of a vote in our name.
-        holds: checks another peer's signature under a statement of a topic.
+        holds: checks another peer's signature of a statement about a topic.
     """
 
     def __init__(
@@ -166,12 +164,12 @@ class CoordinationCore:
         self.run, self.me, self.owner = run, me, owner
         self.chain, self.policy, self.view = chain, policy, policy.view
         self.ends: Ends = ()
-        """The proof that the run has come to its last step; empty: as far as we know it has not."""
+        """The proof that the run is done; empty: none known."""
         self._rng, self._vouch, self._model = rng, vouch, spec.model
         self._holds_end, self._holds_state = partial(holds, "end"), partial(holds, "state")
         self._steps = spec.training.steps
         self.revision = self.newest_revision = spec.revision
-        """The revision of our spec, and the highest of any spec that a peer has told us of."""
+        """The revision of our spec, and the highest revision that a peer has reported."""
         self._heartbeat_s = spec.swarm.heartbeat_s
         self._own: Heartbeat | None = None
         self._proposer = Proposer(
@@ -189,7 +187,7 @@ class CoordinationCore:
         )
         self._follower = Follower(run=run, me=me, owner=owner, heartbeat_s=self._heartbeat_s, rng=rng, now_s=now_s)
         self._watch = self._follower.watch
-        self.doubted = self._watch.doubted  # whose word in the directory counts last
+        self.doubted = self._watch.doubted  # peers with the least trusted records in the directory
         self.judge = Judge(me=me, heartbeat_s=self._heartbeat_s, revision=spec.revision, name_of=self._name_of)
         self._chain_sync = ChainSync(me=me, chain=chain, heartbeat_s=self._heartbeat_s)
         self._leader = Leader(me=me, owner=owner, swarm=spec.swarm, policy=policy, now_s=now_s)
@@ -215,8 +213,8 @@ class CoordinationCore:
         before: SignedPlan | None,
         mandated: SignedPlan | None,
     ) -> None:
-        """Begin again after a restart, before any event: the chain is what `record` says, whose plans have been opened.
-        If we coordinated, we do again."""
+        """Continue after a restart, before any event. `record` has the state of the chain; the caller has opened its
+        plans. A coordinator continues as coordinator."""
         self.chain.restore(record, live=live, accepted=accepted, before=before, mandated=mandated)
         if live is not None:
             self.policy.obey(live.plan, now_s)
@@ -224,7 +222,7 @@ class CoordinationCore:
             if self.is_coordinator:
                 self._leader.begin(live.plan, now_s, continuing=False, silent=None)
 
-    # --- what the driver reads ---
+    # --- for the driver ---
 
     @property
     def live(self) -> SignedPlan | None:
@@ -233,7 +231,6 @@ class CoordinationCore:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that this peer obeys."""
         return self.chain.live.plan if self.chain.live else None
 
     @property
@@ -242,23 +239,23 @@ class CoordinationCore:
 
     @property
     def coordinator(self) -> PeerID:
-        """The peer to which this one reports."""
+        """The peer to which this peer sends its heartbeats."""
         return self._watch.target(self.plan)
 
     @property
     def predecessor(self) -> SignedPlan | None:
-        """The plan before the one that this peer obeys, if it has it."""
+        """The predecessor of the live plan, if known."""
         live = self.chain.live
         return self.chain.links.find(live.plan.previous) if live is not None else None
 
     @property
     def excluded(self) -> Excluded:
-        """Who is out of the run by the orders that we know."""
+        """The peers and keys that known orders exclude."""
         return self.chain.exclusions.excluded
 
     @property
     def exclusions_told(self) -> tuple[str, ...]:
-        """Who is out of the run and by whose order, in sentences."""
+        """One sentence for each exclusion order: the excluded peers and the signer."""
         presences = self.view.roster.presences
 
         def name_of(peer: PeerID) -> str:
@@ -268,11 +265,11 @@ class CoordinationCore:
         return self.chain.exclusions.told(name_of)
 
     def orders_lacking(self, plan: Plan) -> tuple[bytes, ...]:
-        """The orders of exclusion that we know and `plan` does not carry."""
+        """Known exclusion orders that `plan` does not contain."""
         return self.chain.exclusions.lacks(plan)
 
     def record(self) -> ChainRecord:
-        """The promises of this peer as they are now."""
+        """The current promises of this peer."""
         return self.chain.record()
 
     def known_peers(self) -> frozenset[PeerID]:
@@ -280,19 +277,19 @@ class CoordinationCore:
         return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
 
     def present_peers(self) -> dict[PeerID, Advert | None]:
-        """The peers that count when a newcomer asks to enter, with their adverts where these are known."""
+        """The peers that count when a newcomer wants to join -> their adverts, where known."""
         present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 
     def status(self, now_s: float) -> SwarmStatus | None:
-        """The swarm in one message, if this peer coordinates."""
+        """The status of the swarm, if this peer coordinates."""
         if self.plan is None or not self.is_coordinator:
             return None
         status = self.view.status(self.plan, now_s, owner=self.owner)
         return msgspec.structs.replace(status, risks=(*status.risks, *self.exclusions_told))
 
     def has_heirs(self, now_s: float) -> bool:
-        """Whether another peer may take the role."""
+        """True if another peer may take the role."""
         plan = self.plan
         return plan is not None and any(peer != self.me for peer in self.view.successors(plan, now_s))
 
@@ -324,9 +321,9 @@ class CoordinationCore:
                 self._heartbeat_at_s = now_s
             case HeadFound():
                 if self._watch.found(event.head, self.plan, me=self.me, now_s=now_s):
-                    self._heartbeat_at_s = now_s  # who coordinates a plan above ours answers with it
+                    self._heartbeat_at_s = now_s  # the coordinator of a plan above ours will answer with that plan
             case Searched():
-                self._tick_at_s = now_s  # what it has found is acted upon at once
+                self._tick_at_s = now_s  # act on the result at once
                 return self._rounds.searched(event)
             case Leaving():
                 self._leaving = True
@@ -342,7 +339,6 @@ class CoordinationCore:
         return []
 
     def _heard_exclusion(self, event: ExclusionHeard) -> list[Command]:
-        """Go by an order if it holds; a vote of ours that is not enough yet is spread."""
         if self.chain.exclusions.note(event.order):
             return [PutOut(order=event.order, is_ours=event.is_ours)]
         return [SpreadOrder(order=event.order)] if event.is_ours else []
@@ -384,8 +380,8 @@ class CoordinationCore:
 
     def _hear(self, source: PeerID, heartbeat: Heartbeat, now_s: float) -> list[Command]:
         if heartbeat.revision != self.revision:
-            # It trains to another end, with other learning rates: nothing may be planned with it until one of us has
-            # gone over to the other's revision.
+            # This peer trains by another spec. No plan may contain both of us until one has changed to the other's
+            # revision.
             self.newest_revision = max(self.newest_revision, heartbeat.revision)
             self.view.roster.lose(source)
             return [Reply(message=self._answer(source, heartbeat, now_s, leads=self.is_coordinator, ends=()))]
@@ -394,7 +390,7 @@ class CoordinationCore:
         flaws: list[str] = []
         if leads:
             if not self.view.roster.has_room_for(source):
-                return [Reply(message=Refusal(reason="this run has all the peers it can count"))]
+                return [Reply(message=Refusal(reason="this run is full"))]
             flaws = self.view.hear(source, heartbeat, now_s)
             self._hear_end(source, heartbeat)
             self.view.certificates.hear(source, heartbeat.attested, holds=self._holds_state)
@@ -406,14 +402,14 @@ class CoordinationCore:
         return commands + (self._tell(now_s) if leads else [])
 
     def _hear_end(self, source: PeerID, heartbeat: Heartbeat) -> None:
-        """Count the peers that have come to the run's last version; only the coordinator does."""
+        """Collect signatures of the run's end; only the coordinator calls this."""
         witnesses = self.view.confirmations
         if heartbeat.end and not witnesses.knows_end_of(source):
             witnesses.note_ends(self._true_ends(((source, heartbeat.end),)))
         self.ends = self.ends or self.view.ends or self._proof(heartbeat.ends)
 
     def end_body(self) -> bytes:
-        """The bytes under which members sign the run's end: of the era that this peer obeys, by its spec."""
+        """Return the bytes that members sign at the end of the run, in the era and by the spec of this peer."""
         era = self.plan.era if self.plan else 0
         return end_body(era=era, steps=self._steps, revision=self.revision)
 
@@ -423,10 +419,7 @@ class CoordinationCore:
 
     def _proof(self, ends: Ends) -> Ends:
         """Check `ends`. Returns: those with valid signatures, if they prove that the run is done, else nothing.
-
-        Among them may be some of peers that have left since they signed: these do not count, and no member's is checked
-        twice.
-        """
+        Signatures of former members do not count, and no signature is checked twice."""
         plan = self.plan
         if plan is None:
             return ()
@@ -435,11 +428,11 @@ class CoordinationCore:
 
     @property
     def done(self) -> bool:
-        """Whether the run has reached its last step."""
+        """True if the run has reached its last step."""
         return bool(self.ends)
 
     def _answer(self, source: PeerID, heartbeat: Heartbeat, now_s: float, *, leads: bool, ends: Ends) -> HeartbeatReply:
-        """Answer a peer that reports to us. Args: leads: we may speak as the coordinator."""
+        """Answer a heartbeat. Args: leads: answer as the coordinator."""
         live = self.chain.live
         governed = live if self.is_coordinator and live is not None and heartbeat.era == live.plan.era else None
         probe = self.view.probe(source, live.plan if live is not None else None, now_s) if leads else ()
@@ -462,7 +455,7 @@ class CoordinationCore:
         heard_lately = self.is_coordinator or self._watch.heard_lately(now_s)
         commands = self._adopt(base, now_s, source)
         if heard_lately and not request.handed_over and source != self.me:
-            # A peer that lost only its own way to the coordinator must not turn everybody else's over.
+            # A peer that has only lost its own connection to the coordinator must not depose it for all.
             self._watch.alarm(now_s)
             return [*commands, Reply(message=no_grant(self.chain, base, "still hears the coordinator"))]
         if request.sounding:
@@ -482,7 +475,7 @@ class CoordinationCore:
             asks = self.judge.questions(plan, live, event.knows, now_s)
             commands += [Ask(peer=peer, message=StandingRequest()) for peer in asks]
             if self.judge.is_waiting(now_s):
-                return [*commands, Reply(message=Refusal(reason="asks first where members stand"))]
+                return [*commands, Reply(message=Refusal(reason="asks members for their standing first"))]
             flaw = self.judge.flaw(plan, live, event.knows, own=self._own, leaves=self._leaves)
             electorate = self.view.electorate
             flaw = flaw or electorate.flaw(plan.plan, live, now_s, self._name_of)
@@ -491,7 +484,8 @@ class CoordinationCore:
             )
             if flaw:
                 text = self.view.refusals.note(self.me, self._name_of(self.me), plan.plan.sequence, flaw, now_s)
-                # Of a way that is cut in one direction we learn so, too: nobody hears our refusal then, nor our vote.
+                # A coordinator that we can hear but that cannot hear us removes us from the plan; then our vote does
+                # not reach it either, so a note is enough.
                 is_ours = not plan.plan.has(self.me)
                 commands += [Note(text=text) if is_ours else Alarm(text=text)] if text else []
                 vote = PlanVote(accepted=False, reason=flaw, term=self.chain.granted_term, unfit=True)
@@ -508,7 +502,7 @@ class CoordinationCore:
             return [*commands, Reply(message=Refusal(reason="does not coordinate"))]
         commands += [Introduce(peers=message.roster), Reply(message=Done())]
         if self._proposer.is_busy:
-            return commands  # asked twice, or it was our turn anyway
+            return commands  # asked twice, or already a candidate
         self.view.inherit(message)
         return commands + self._rounds.inherit(live, now_s)
 
@@ -579,7 +573,7 @@ class CoordinationCore:
             live,
             now_s,
             eligible=self._eligible(live.plan),
-            busy=self._proposer.is_busy or self.done,  # done: nobody else could know that it is
+            busy=self._proposer.is_busy or self.done,  # done: no other peer could know that the run is
             outranked=self.coordinator != self.me,
             sequence=self._proposer.next_sequence(live),
         )
@@ -612,7 +606,7 @@ class CoordinationCore:
         return commands
 
     def _is_out_of_touch(self, plan: Plan, now_s: float) -> bool:
-        """Whether nobody that obeys our plan answers us, so that all of them may have gone on without us."""
+        """True if no peer that obeys our plan answers us: all of them may have adopted later plans."""
         if self.is_coordinator:
             return not is_quorum({self.me, *self.view.roster.alive(now_s)}, plan, self.owner)
         return now_s >= self._watch.suspect_at_s or self._watch.has_gone_on(now_s)
@@ -620,10 +614,7 @@ class CoordinationCore:
     def _adopt(
         self, plan: SignedPlan, now_s: float, source: PeerID, *, after: SignedPlan | None = None
     ) -> list[Command]:
-        """Obey a live plan that `source` has told us of, if it proves itself.
-
-        Args: after: as in `PlanChain.adopt`.
-        """
+        """Obey a live plan from `source` if it proves itself. Args: after: as in `PlanChain.adopt`."""
         was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
         new, reason, lacks = self.chain.adopt(plan, after=after)
         if lacks:
@@ -637,13 +628,13 @@ class CoordinationCore:
         silent = before.plan.coordinator if before and now_s >= self._watch.suspect_at_s else None
         self._follower.obeys(plan.plan, new_term=new_term, replaced=silent, now_s=now_s)
         if before is not None and before.plan.era != plan.plan.era:
-            self.ends = ()  # the run goes back, though it may have been done
+            self.ends = ()  # the run rolls back, though it may have been done
         self.policy.obey(plan.plan, now_s, leads=was_coordinator and not new_term)
         self.view.electorate.obey(plan.plan, now_s, follows=before is not None and plan.plan.previous == before.digest)
         if before is not None and was_coordinator and not self.is_coordinator:
             commands += [Tell(record=record) for record in self.view.completed_steps(before.plan, now_s, flush=True)]
         if new_term:
-            # A new coordinator plans once it has heard everyone: do not let it wait for the rhythm.
+            # A new coordinator plans once it has heard every member, so report at once.
             soon_s = 0.0 if self.is_coordinator else SOON_HEARTBEATS * self._heartbeat_s * self._rng.random()
             self._heartbeat_at_s = min(self._heartbeat_at_s, now_s + soon_s)
         if self.is_coordinator and new_term:

@@ -1,6 +1,7 @@
-"""Tells people why a run cannot go on, and what it would lose with one peer, in sentences. Pure.
+"""Explains to people, in sentences, why a run cannot continue and what it would lose with one peer. Pure.
 
-The sentences are made here alone, and `SwarmStatus` carries them: every terminal, page and script says the same.
+Only this module makes these sentences, and `SwarmStatus` carries them, so every terminal, page and script shows the
+same.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,15 +21,12 @@ NAMED_MAX = 3
 
 
 def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
-    """Say why the run cannot go on: name the first stage for which nobody can work now, and why not. Empty: nothing is
-    known.
-
-    An example is "stage 1: its only holder, bob, is paused, for 40 s".
-    """
+    """Say why the run cannot continue: name the first stage without a working member, and the reason. Empty: nothing
+    known. An example is "stage 1: its only holder, bob, is paused, for 40 s"."""
     for index, stage in enumerate(live.stages):
         found = [(member.peer, _hindrance(member.peer, live, roster, now_s)) for member in stage.members]
         if not found:
-            return f"stage {index}: nobody holds it"
+            return f"stage {index}: no peer holds it"
         if all(why for _, why in found):
             return f"stage {index}: {_listed(found, roster)}"
     if not is_quorum({live.coordinator, *roster.alive(now_s)}, live, owner):
@@ -38,10 +36,9 @@ def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:
 
 
 def risks(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, step: int, now_s: float) -> tuple[str, ...]:
-    """Name the stages whose training is on one machine alone: one holder, and no snapshot of it on another peer's
-    disk."""
+    """Name the stages with their training on one machine only: one holder, and no snapshot on another peer's disk."""
     if step <= 0:
-        return ()  # the seed makes it again
+        return ()  # the seed can rebuild it
     alone: list[tuple[int, PeerID]] = []
     for index, held in enumerate(holders(live, roster, disks, model, fresh=False, now_s=now_s)[: len(live.stages)]):
         if len(held) == 1:
@@ -50,16 +47,16 @@ def risks(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, step: i
                 alone.append((index, holder))
     if len(alone) == 1:
         ((index, holder),) = alone
-        return (f"only {name_of(holder, roster)} has what stage {index} has learnt: no other machine has a copy",)
+        return (f"only {name_of(holder, roster)} has the state of stage {index}: no other machine has a copy",)
     if alone:
         stages = _joined([str(index) for index, _ in alone])
-        return (f"what stages {stages} have learnt is on one machine each: no other machine has a copy",)
+        return (f"the states of stages {stages} are on one machine each: no other machine has a copy",)
     return ()
 
 
 def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
-    """Say who cannot reach whom, in one sentence at most: "bob and eve cannot reach each other (both behind
-    routers)"."""
+    """Say which peers cannot reach each other, in one sentence at most: "bob and eve cannot reach each other (both
+    behind routers)"."""
     if not pairs:
         return ()
     named = sorted(tuple(sorted(name_of(peer, roster) for peer in pair)) for pair in pairs)
@@ -71,9 +68,9 @@ def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
 
 
 def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
-    """Name the members of which others of their stage say that what they contribute is no gradient, a sentence each:
-    "bob sends NaN or infinity into the sums of stage 1, says alice: it counts for nothing (to put bob out, the host
-    runs `shoal exclude bob`)"."""
+    """Name the members whose contributions their stage reports as invalid gradients, a sentence each: "bob sends NaN or
+    infinity into the sums of stage 1, says alice: it counts for nothing (to put bob out, the host runs `shoal exclude
+    bob`)"."""
     sentences = []
     for index, stage in enumerate(live.stages):
         beats = {peer: seen.heartbeat for peer in stage.peers if (seen := roster.presences.get(peer)) is not None}
@@ -89,20 +86,19 @@ def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
 
 
 def _is_behind_router(peer: PeerID, roster: Roster) -> bool:
-    """Whether `peer` names addresses, and none that all the internet could reach."""
     presence = roster.presences.get(peer)
     addresses = presence.advert.addresses if presence is not None and presence.advert is not None else ()
     return bool(addresses) and not any(map(is_global, addresses))
 
 
 def name_of(peer: PeerID, roster: Roster) -> str:
-    """The name that the peer calls itself, or the end of its identifier."""
+    """Return the peer's own name, or the end of its identifier."""
     presence = roster.presences.get(peer)
     return (presence.advert.name if presence is not None and presence.advert is not None else "") or peer[-8:]
 
 
 def seconds(span_s: float) -> str:
-    """A time span as `40 s`, `7 min` or `3 h`."""
+    """Format a time span as `40 s`, `7 min` or `3 h`."""
     if span_s < 120.0:
         return f"{span_s:.0f} s"
     return f"{span_s / 60.0:.0f} min" if span_s < 7200.0 else f"{span_s / 3600.0:.0f} h"
@@ -126,7 +122,7 @@ def _hindrance(peer: PeerID, live: Plan, roster: Roster, now_s: float) -> str:
         return f"is paused, for {seconds(paused_s + silent_s)}"
     if not roster.has_state(peer, live):
         light = roster.light(peer, live)
-        return "is fetching its state" if light is None else f"has {light[0]} of {light[1]} layers of its state"
+        return "is downloading its state" if light is None else f"has {light[0]} of {light[1]} layers of its state"
     return "is leaving" if beat.draining else ""
 
 
@@ -144,7 +140,7 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def _has_copy(disks: Disks, holder: PeerID, keys: frozenset[str]) -> bool:
-    """Whether some snapshot has all of `keys` on disks of other peers than `holder`."""
+    """True if one snapshot has all of `keys` on disks of peers other than `holder`."""
     return any(
         keys <= frozenset().union(*(held for peer, held in parts.items() if peer != holder))
         for parts in disks.parts.values()

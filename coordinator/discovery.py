@@ -1,4 +1,4 @@
-"""What a peer posts in the directory and reads there: where every peer is, and where the chain is."""
+"""Posts and reads this peer's records in the directory: the addresses of all peers, and the head of the chain."""
 
 import asyncio
 import logging
@@ -20,56 +20,50 @@ ADVERT_EXPIRES_S = 60.0
 ADVERT_RENEWED_S = 20.0
 """Two renewals may fail before the directory forgets us."""
 HEAD_EXPIRES_S = 120.0
-"""A newcomer finds the chain for so long after the last coordinator fell silent. Of several records the highest
-counts."""
+"""How long a newcomer finds the chain after the last coordinator fell silent. The highest record counts."""
 READERS = 64
-"""How many peers may read all adverts with each renewal of their own."""
+"""Number of peers that may read all adverts with each renewal of their own."""
 DIALS_MAX = 16
-"""How many peers are introduced at the same time. Dialling one that is gone takes seconds."""
+"""Number of peers introduced at the same time. Dialling an absent peer takes seconds."""
 MOVE_S = 5.0
 MOVES_AT_ONCE = 4
-"""How many times in a row a peer may name new addresses, before it has to wait `MOVE_S` for each further time. We dial
-what it names, and the addresses may belong to somebody else. An honest peer learns its own in its first minute."""
+"""A peer may change its addresses this often in a row, then once every `MOVE_S`. We dial these addresses, and they may
+belong to a victim. An honest peer learns its own in its first minute."""
 
 
 def peers_key(run: str) -> str:
-    """The directory's key of all adverts."""
+    """Return the directory's key of all adverts."""
     return f"shoal/{run}/peers"
 
 
 def plan_key(run: str) -> str:
-    """The directory's key under which coordinators say how far the chain is."""
+    """Return the directory's key under which coordinators post the head of the chain."""
     return f"shoal/{run}/plan"
 
 
 class Discovery:
-    """Posts and reads signed records. Each is written under the writer's own name; others are ignored, so no peer
-    speaks for another.
-
-    Addresses that are read here, or heard with a message, are passed on to the transport.
-    """
+    """Posts and reads signed records. A record counts only under its signer's own name, so no peer speaks for another.
+    Addresses from here or from messages are passed on to the transport."""
 
     def __init__(self, endpoint: Endpoint, directory: Directory, clock: Clock) -> None:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
         self._peers_key, self._plan_key = peers_key(endpoint.run), plan_key(endpoint.run)
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._moves_s: dict[PeerID, float] = {}
-        """The time at which each peer may name other addresses again, if it has used all that it may at once."""
+        """Peer -> the time at which its allowance of address changes is full again."""
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._advert: Advert | None = None
         self._renew_at_s = self._read_at_s = 0.0
         self._has_posted = False
 
     def knows(self, peer: PeerID) -> bool:
-        """Whether we have heard where `peer` is."""
+        """True if we have heard an address of `peer`."""
         return peer == self._endpoint.peer_id or peer in self._addresses
 
     def should_read(self, plan: Plan) -> bool:
-        """Whether a member of `plan` is a stranger that we should look up now.
-
-        We look up the members that we work with at once. We look up others at once in small swarms; in large ones not
-        every time that a peer comes, or a thousand peers would read a thousand records each.
-        """
+        """True if `plan` has a member with unknown addresses and we should read the directory now. We look up members
+        of our own and neighbouring stages at once, others only as the coordinator or after an interval: otherwise a
+        thousand peers would read a thousand records each time that a peer joins."""
         me = self._endpoint.peer_id
         stage = plan.stage_of(me)
         near = [] if stage is None else plan.stages[max(0, stage - 1) : stage + 2]
@@ -79,8 +73,7 @@ class Discovery:
         return may_read and not all(self.knows(peer) for peer in plan.members)
 
     def is_due(self, advert: Advert) -> bool:
-        """Whether to `advertise` now, because our advert has changed or the posted one is about to lapse. It is True
-        once."""
+        """True, once, if `advertise` is due: our advert has changed or the posted one is about to expire."""
         now_s = self._clock.now_s()
         if advert == self._advert and now_s < self._renew_at_s:
             return False
@@ -88,8 +81,8 @@ class Discovery:
         return True
 
     async def advertise(self, advert: Advert) -> None:
-        """Post our own advert, and learn where the others are. A renewal reads first: a copy of this peer that runs
-        elsewhere has posted under the same name, which ours then replaces (`Endpoint.is_displaced`)."""
+        """Post our advert and read the others'. A renewal reads first, to find a copy of this peer that has posted
+        under the same name (`Endpoint.is_displaced`)."""
         is_renewal, self._has_posted = self._has_posted, True
         if not is_renewal:
             await self._store(self._peers_key, AdvertRecord(advert=advert), ADVERT_EXPIRES_S)
@@ -110,8 +103,8 @@ class Discovery:
         await self._store(self._plan_key, head, HEAD_EXPIRES_S)
 
     async def look_up(self, doubted: Container[PeerID] = ()) -> PlanHead | None:
-        """The highest plan that a coordinator has posted. A plan of a `doubted` coordinator counts only if there is no
-        other."""
+        """Return the highest plan that a coordinator has posted. A `doubted` coordinator's plan counts only if there is
+        no other."""
         records = await self._records(self._plan_key)
         heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
         head = max(heads, key=lambda h: (h.coordinator not in doubted, h.term, h.sequence, h.coordinator), default=None)
@@ -120,14 +113,13 @@ class Discovery:
         return head
 
     async def meet(self) -> None:
-        """Read where every peer is. Every peer reads what every other posts; in a swarm of hundreds it reads less
-        often, or it would do little else."""
+        """Read the adverts of all peers. In a swarm of hundreds, do so less often, because every peer reads every
+        record."""
         await self.adverts()
         self._read_at_s = self._clock.now_s() + ADVERT_RENEWED_S * (len(self._addresses) // READERS)
 
     async def adverts(self) -> dict[PeerID, Advert]:
-        """What every peer says of itself. A peer that is new, or has moved, is introduced to the transport on the
-        way."""
+        """Return every peer's advert. Introduce new or moved peers to the transport."""
         records = await self._records(self._peers_key)
         adverts = {peer: record.advert for peer, record in records if isinstance(record, AdvertRecord)}
         news = [(peer, advert.addresses) for peer, advert in adverts.items() if self.is_news(peer, advert.addresses)]
@@ -141,13 +133,13 @@ class Discovery:
         return adverts
 
     def is_news(self, peer: PeerID, addresses: tuple[str, ...]) -> bool:
-        """Whether to `introduce` a peer under these addresses."""
+        """True if the peer should be introduced under these addresses."""
         if not addresses or peer == self._endpoint.peer_id or self._addresses.get(peer) == addresses:
             return False
         return self._clock.now_s() + (MOVES_AT_ONCE - 1) * MOVE_S >= self._moves_s.get(peer, -math.inf)
 
     async def introduce(self, peer: PeerID, addresses: tuple[str, ...]) -> None:
-        """Tell the transport where a peer is. This may take seconds, since a transport may dial at once."""
+        """Tell the transport the addresses of a peer. This may take seconds, because the transport may dial at once."""
         self._addresses[peer] = addresses
         now_s = self._clock.now_s()
         self._moves_s[peer] = max(now_s, self._moves_s.get(peer, now_s)) + MOVE_S
@@ -160,13 +152,13 @@ class Discovery:
             logger.warning("the directory did not take our %s", type(record).__name__)
 
     async def _records(self, key: str) -> list[tuple[PeerID, msgspec.Struct]]:
-        """The records with valid signatures, in the order of the writers' names."""
+        """Return the records with valid signatures, in the order of the writers' names."""
         found: list[tuple[PeerID, msgspec.Struct]] = []
         for subkey, data in sorted((await self._directory.get(key)).items()):
             try:
                 signer, record = self._endpoint.open_record(data, source=PeerID(subkey))
             except RemoteError as error:
-                logger.info("ignored a record under %s: %s", key, error)  # nobody here can do anything about it
+                logger.info("ignored a record under %s: %s", key, error)  # nobody can do anything about it here
                 continue
             if signer == subkey:
                 found.append((signer, record))

@@ -1,6 +1,6 @@
-"""Runs one peer's coordination on its endpoint, directory and clock: it carries out what the core decides.
+"""Runs one peer's coordination on its endpoint, directory and clock, and carries out the core's commands.
 
-The file is long because every call of coordination is answered, and every command carried out, in one place.
+The file is long because it answers every coordination call and carries out every command in one place.
 """
 
 import asyncio
@@ -97,16 +97,16 @@ from shoal.protocol.timer import Timer
 logger = logging.getLogger(__name__)
 
 REFUSED_TIMEOUTS = 0.9
-"""A call that fails within this share of its timeout was refused; one that fails later was not answered."""
+"""A call that fails within this share of its timeout was refused; a later failure is a missing answer."""
 TURNED_AWAY_TIMES = 5
-"""How many refused heartbeats in a row mean more than that the coordinator has just changed."""
+"""Refused heartbeats in a row that mean more than a change of coordinator."""
 FAREWELL_HEARTBEATS = 0.5
-"""Telling excluded members that they are excluded may take so long; after that nobody talks to them any more."""
+"""Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5
-"""The least time between two signs of life that are taken from one member's calls and frames, in heartbeats: there may
-be hundreds of these in a second, and each sign is an event for the core."""
+"""Minimum interval between two signs of life from one member's calls and frames: each is an event for the core, and
+hundreds may arrive in a second."""
 LEAVE_HEARTBEATS = 10.0
-"""A leaving coordinator tries for so long to give the role away, which is enough for two heirs to be asked."""
+"""How long a leaving coordinator tries to transfer the role: enough to ask two heirs."""
 
 _ANSWER: dict[type, type[msgspec.Struct]] = {
     TermRequest: TermGrant,
@@ -121,38 +121,39 @@ _ANSWER: dict[type, type[msgspec.Struct]] = {
 
 
 def ignore(*told: object) -> None:
-    """The node does not want to know."""
+    """Ignore an event of coordination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """What a node does with what coordination tells it. None of these may block."""
+    """The node's reactions to coordination. None of these may block."""
 
     on_plan: Callable[[SignedPlan], None]
-    """It gets every plan that this peer is to obey, in order."""
+    """Called with every plan that this peer must obey, in order."""
     on_step: Callable[[StepRecord], None] = ignore
-    """It gets every step that completes while this peer coordinates. Around a hand-over two peers may tell a step."""
+    """Called with every step that completes while this peer coordinates. Around a leadership transfer two peers may
+    report the same step."""
     on_save: Callable[[int], None] = ignore
-    """It gets the version of which the coordinator wants a snapshot of every stage, maybe several times."""
+    """Called, maybe repeatedly, with the version at which every stage should write a snapshot."""
     on_safe: Callable[[tuple[int, int]], None] = ignore
-    """It gets (era, version) of a snapshot before which none is needed any more, maybe several times."""
+    """Called, maybe repeatedly, with (era, version) of a safe snapshot; older ones are not needed any more."""
     on_probe: Callable[[tuple[PeerID, ...], tuple[PeerID, ...]], None] = ignore
-    """It gets the peers towards which the coordinator wants our link measured, and those behind our network card."""
+    """Called with the peers to which the coordinator wants our link measured, and the peers behind our network card."""
     on_doubt: Callable[[], None] = ignore
-    """It is called while the coordinator says that the run is far slower than what is measured explains."""
+    """Called while the coordinator finds the run far slower than the measurements explain."""
 
 
 class Coordination:
-    """A peer's part in electing coordinators, agreeing on plans and, in its turn, making them.
+    """One peer's part in electing coordinators, agreeing on plans and, in its turn, making them.
 
     Args:
-        endpoint: answers heartbeats, offers and the like from `start` on; its `term` follows the plan.
+        endpoint: answers heartbeats, offers and other calls after `start`; its `term` follows the plan.
         owner: the peer that makes the run's first plan.
-        heartbeat: what this peer says of itself. Each report may be in one heartbeat only; it is kept here until a
-            coordinator has it.
-        callbacks: hear of plans, steps and snapshots.
-        has_lost_all: as `ReplanPolicy` has it.
-        run_blocking: runs searches for a layout, which may take a minute; inline in virtual time.
+        heartbeat: returns this peer's heartbeat. It contains each report once; reports are kept here until a
+            coordinator has them.
+        callbacks: receive plans, steps and snapshots.
+        has_lost_all: as in `ReplanPolicy`.
+        run_blocking: runs layout searches, which may take a minute; inline in virtual time.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Coordination:
         self._spec = spec
         self._heartbeat, self._callbacks = heartbeat, callbacks
         identity, run, seals, members = endpoint.identity, endpoint.run, endpoint.seals, endpoint.members
-        members.show(endpoint.peer_id, members.certificate)  # we came by an invite too
+        members.show(endpoint.peer_id, members.certificate)  # our own invite counts too
 
         def holds(topic: Topic, signer: PeerID, signature: bytes, body: bytes) -> bool:
             return seals.statement_holds(signer, signature, topic, run=run, body=body)
@@ -200,26 +201,25 @@ class Coordination:
         self._searcher = Searcher(allocator, run_blocking, tell=self._feed)
         self._admission = Admission(endpoint.members, clock.now_s, is_open=spec.swarm.open)
         self.turned_away = ""
-        """Why the coordinator does not let us in; empty: it does, or we have not met it."""
+        """Why the coordinator refuses us; empty: it does not, or we have not met it."""
         self._times_turned_away = 0
         self._write_ahead = WriteAhead(store, clock)
         self._discovery = Discovery(endpoint, directory, clock)
         self._reports = ReportQueue()
         self._plans = VerifiedPlans(run, owner=owner, shape=PlanShape.of(spec), seals=seals)
-        self.said = ""  # what it last noted as a coordinator, such as what it waits for
+        self.said = ""  # last note as a coordinator, such as the reason why it waits
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer = Timer(clock, lambda: self._feed(TimerFired()))
         self._moved_on = asyncio.Event()
         self._closed = False
         self._ends_untold = False
-        """Whether our coordinator has not said yet that the run is done."""
+        """True until our coordinator has said that the run is done."""
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
-        """When something of each member was last told to the core as a sign of life."""
+        """Member -> time of the last sign of life given to the core."""
         self._came_s: dict[PeerID, float] = {}
-        """When something of each member came last."""
         self.num_alarms = 0
-        """How often a peer was seen to break an invariant: two plans of one order, or a ledger that does not add up."""
+        """Number of violated invariants: two plans of one order, or an inconsistent ledger."""
 
     # --- for the node ---
 
@@ -230,8 +230,7 @@ class Coordination:
 
     @property
     def predecessor(self) -> SignedPlan | None:
-        """The plan before the one that this peer obeys, if it has it: members that the newer plan leaves out may still
-        drain."""
+        """The predecessor of that plan, if known. Members that were removed since may still drain."""
         return self._core.predecessor
 
     @property
@@ -240,17 +239,17 @@ class Coordination:
 
     @property
     def done(self) -> bool:
-        """Whether the run has reached its last step."""
+        """True if the run has reached its last step."""
         return self._core.done
 
     @property
     def newest_revision(self) -> int:
-        """The highest revision of the spec that this peer, or any that it has heard, goes by."""
+        """The highest known revision of the spec, of this peer or any that it has heard."""
         return self._core.newest_revision
 
     @property
     def silence_s(self) -> float:
-        """The time since a coordinator last answered this peer; 0 if it coordinates itself."""
+        """Seconds since a coordinator last answered this peer; 0 if it coordinates itself."""
         return 0.0 if self._core.is_coordinator else self._clock.now_s() - self._heard_s
 
     def status(self) -> SwarmStatus | None:
@@ -258,20 +257,16 @@ class Coordination:
         return self._core.status(self._clock.now_s())
 
     async def ask_status(self) -> SwarmStatus:
-        """Ask the coordinator how it sees the swarm.
-
-        Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError.
-        """
+        """Ask the coordinator for the status of the swarm.
+        Raises: Unreachable, Refused: there is no coordinator to ask, or it has no plan yet; RemoteError."""
         mine = self.status()
         if mine is not None:
             return mine
         return await self._endpoint.ask(self._core.coordinator, StatusRequest(), SwarmStatus)
 
     async def start(self) -> None:
-        """Continue where the store ended, and begin to answer, to report and, if it comes to that, to coordinate.
-
-        Raises: LocalError: the store is damaged, another run's, or cannot be written.
-        """
+        """Restore the stored state, then answer calls, send heartbeats and take part in coordination.
+        Raises: LocalError: the store is damaged, another run's, or cannot be written."""
         self._restore()
         for kind in (Heartbeat, TermRequest, PlanOffer, PlanLive, HandOver, Leave, Ping, StandingRequest, Reset):
             self._endpoint.on(kind, self._answer)
@@ -288,21 +283,22 @@ class Coordination:
 
     @property
     def excluded(self) -> Excluded:
-        """Who is out of the run."""
+        """The excluded peers and keys."""
         return self._core.excluded
 
     def exclude(self, order: Exclusion) -> None:
-        """Spread an order of exclusion, or our vote for one, and go by it from now on if it holds."""
+        """Spread an exclusion order, or our vote for one, and apply it if it is valid."""
         self._feed(ExclusionHeard(order=order, is_ours=True))
 
     async def close(self, leave: bool) -> None:
-        """Stop. With `leave`, first give the role away if it is here, and tell the coordinator not to wait for us."""
+        """Stop. With `leave`, first transfer the role if this peer coordinates, and tell the coordinator not to wait
+        for us."""
         if leave and not self._closed:
             try:
                 async with asyncio.timeout(LEAVE_HEARTBEATS * self._spec.swarm.heartbeat_s):
                     await self._leave()
             except (TimeoutError, ShoalError) as error:
-                logger.info("left without saying goodbye: %s", error or "nobody took the role in time")
+                logger.info("left without saying goodbye: %s", error or "no peer took the role in time")
         self._closed = True
         self._timer.cancel()
         tasks = list(self._tasks)
@@ -317,7 +313,7 @@ class Coordination:
         return Done()
 
     async def _put_out(self, order: Exclusion) -> None:
-        """Exclude members. They hear of it first, since in a moment nobody talks to them any more."""
+        """Exclude members. Tell them first, because all peers stop talking to them afterwards."""
         members, excluded, plan = self._endpoint.members, self._core.excluded, self._core.plan
         leaving = [peer for peer in (plan.members if plan else ()) if members.is_out_by(peer, excluded)]
         with contextlib.suppress(TimeoutError):
@@ -327,17 +323,15 @@ class Coordination:
         self._spread(order.encode())
 
     def _expel(self) -> None:
-        """Treat excluded peers as strangers from now on."""
         members = self._endpoint.members
         if members.excluded != self._core.excluded:
-            logger.warning("%s", "; ".join(self._core.exclusions_told) or "nobody is excluded from the run any more")
+            logger.warning("%s", "; ".join(self._core.exclusions_told) or "no peer is excluded from the run any more")
         members.exclude(self._core.excluded)
         out = tuple(sorted(filter(members.is_excluded, self._core.known_peers())))
         if out:
             self._feed(Expelled(peers=out))
 
     def _spread(self, order: bytes) -> None:
-        """Tell every member of the plan."""
         for peer in self._core.plan.members if self._core.plan is not None else ():
             if peer != self._endpoint.peer_id:
                 self._spawn(self._tell(peer, Exclude(order=order)))
@@ -349,7 +343,7 @@ class Coordination:
     # --- the core ---
 
     def report(self) -> None:
-        """Send a heartbeat now: somebody waits for what it says."""
+        """Send a heartbeat now, because the coordinator waits for its content."""
         self._feed(ReportDue())
 
     def _hear(self, peer: PeerID) -> None:
@@ -435,16 +429,16 @@ class Coordination:
             self._obey(live)
 
     def _stored(self, data: bytes, *, voted: bool = False) -> SignedPlan | None:
-        """Open a plan of our record. A plan that nobody can follow, as an older version could be made to keep, is
-        forgotten: the other peers tell us where the chain is."""
+        """Open a plan of our record. Forget a plan that no peer can follow, as an older release may have stored; other
+        peers know the chain."""
         me = self._endpoint.peer_id
         if not voted:
             with contextlib.suppress(RemoteError):
                 return self._plans.open_link(data, me)
         try:
-            return self._plans.open(data, me)  # as we kept live plans, too, before they had votes
+            return self._plans.open(data, me)  # older releases kept live plans without their votes
         except RemoteError as error:
-            logger.error("forgets a plan that it had kept: %s", error)
+            logger.error("dropped a stored plan that is not valid: %s", error)
             return None
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -484,8 +478,7 @@ class Coordination:
         return reply
 
     def _acquaintance(self, plan: Plan, base: Plan | None) -> Acquaintance:
-        """Tell what we know of the members that `plan` has no more, or has anew. Read the directory if many are
-        strangers to us."""
+        """Collect our knowledge of the members that `plan` drops or adds; read the directory if many are unknown."""
         base = base if base is not None else self._core.plan
         if base is None:
             return NOBODY
@@ -507,14 +500,14 @@ class Coordination:
         )
 
     def _has_met(self, peer: PeerID) -> bool:
-        """Whether `peer` has shown us a certificate, or, in an open run, has told us or the directory anything."""
+        """True if `peer` has shown us a certificate or, in an open run, has sent us or the directory anything."""
         members = self._endpoint.members
         if not members.is_open:
             return members.access_level(peer) is not AccessLevel.STRANGER
         return peer in self._came_s or self._discovery.knows(peer)
 
     async def _answer_status(self, source: PeerID, message: StatusRequest) -> msgspec.Struct:
-        """Say how the run is doing. If another peer coordinates, ask that one."""
+        """Return the status of the run. If another peer coordinates, ask that peer."""
         mine, coordinator = self.status(), self._core.coordinator
         if mine is not None:
             return mine
@@ -532,21 +525,18 @@ class Coordination:
             return Refusal(reason=f"cannot reach the coordinator ({error})")
 
     async def _ping_for(self, source: PeerID, message: PingRequest) -> msgspec.Struct:
-        """Ping a member in the coordinator's place, which cannot reach it or fears so."""
+        """Ping a member for the coordinator, which cannot reach it or suspects so."""
         plan = self._core.plan
         if plan is None or source != plan.coordinator or not plan.has(message.peer):
-            return Refusal(reason="pings nobody for the sender")
+            return Refusal(reason="pings only for the coordinator")
         try:
             return await self._endpoint.ask(message.peer, Ping(), Ping, timeout_s=self._spec.swarm.heartbeat_s)
         except ShoalError as error:
-            return Refusal(reason=f"gets no answer either ({error})")
+            return Refusal(reason=f"no answer to our ping either ({error})")
 
     def _why_not_enter(self, source: PeerID, advert: Advert) -> str:
-        """Say why a newcomer may not enter; empty: it may. Only the coordinator refuses anybody, and a peer that was in
-        a plan of late is no newcomer.
-
-        An open run that has no plan yet takes all that come, so that it can begin.
-        """
+        """Say why a newcomer may not join; empty: it may. Only the coordinator refuses peers, and never one of a recent
+        plan. An open run without a plan admits all peers, so that it can begin."""
         plan, core = self._core.plan, self._core
         leads = core.is_coordinator or (plan is None and core.owner == self._endpoint.peer_id)
         if not leads or self._endpoint.gate.is_planned(source) or (plan is None and self._spec.swarm.open):
@@ -576,12 +566,12 @@ class Coordination:
         )
 
     def _failed(self, peer: PeerID, asked: msgspec.Struct, error: Exception, asked_s: float) -> None:
-        """Tell the core of a call that failed. A network that fails before the time is up has found nobody; one that
-        waits may have found a busy peer."""
+        """Report a failed call to the core. An early failure means that no process listens there; a timeout may mean a
+        busy peer."""
         if isinstance(error, ValueError):
             logger.warning("no %s for %s: %s", type(asked).__name__, peer[-8:], error)
             if isinstance(asked, TermRequest | PlanOffer):
-                return  # asked again it would be as large, and so are the others': the proposal waits for its end
+                return  # a retry would be as large, for other peers too: let the proposal expire
         took_s = self._clock.now_s() - asked_s
         is_answer = isinstance(error, Unreachable) and not error.is_silence
         refused = is_answer and took_s < REFUSED_TIMEOUTS * self._timeout_s
@@ -603,7 +593,7 @@ class Coordination:
             self._reports.failed(sent)
             self._note_refusal(error)
             self._failed(target, heartbeat, error, asked_s)
-            await self._discovery.meet()  # it may have moved, or we have never heard where it is
+            await self._discovery.meet()  # its address may have changed or be unknown
             return
         except asyncio.CancelledError:
             self._reports.failed(sent)
@@ -634,9 +624,8 @@ class Coordination:
         self.turned_away = error.reason if often and isinstance(error, Refused) else ""
 
     def _end(self, own: Heartbeat) -> bytes:
-        """Our signature under the run's end, once all that we hold has come to it; empty before that. A light member
-        signs with the last version's weights, which it has as most holders name them: its state may take an hour yet.
-        """
+        """Sign the run's end once all that we hold has reached it; empty before. A learner signs with the last
+        version's weights, because its state may take an hour more."""
         plan, steps = self._core.plan, self._spec.training.steps
         takes_part = own.stage is not None and (own.synced or own.light is not None)
         if plan is None or own.era != plan.era or not (own.held or takes_part):
@@ -660,7 +649,7 @@ class Coordination:
                     async with asyncio.timeout(self._spec.swarm.heartbeat_s):
                         await self._moved_on.wait()
         if not self._core.is_coordinator:
-            await self._beat(self._core.coordinator)  # what we did since the last one, which nobody else may report
+            await self._beat(self._core.coordinator)  # our last reports, which no other peer can send
             await self._endpoint.ask(self._core.coordinator, Leave(), Done, timeout_s=self._timeout_s)
 
     async def _look_up(self) -> None:

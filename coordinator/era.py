@@ -1,15 +1,15 @@
-"""Where an era begins, and when a stage has no peer left from which its state could come. Pure.
+"""Decides when a stage has lost its state, and where the next era begins. Pure.
 
 Versions grow within an era. An era ends when a stage has lost every holder of its state: at once if all of them are
-dead, after three heartbeats if one lives and may only be fetching. The next one begins from the newest snapshot that is
-whole on the disks of the peers that are left, or from the run's seed. An era's number is never used twice: what is on
-disks, or under way, under the old number belongs to another history.
+dead, after three heartbeats if one lives and may be downloading it. The next era begins from the newest snapshot that
+is complete on the disks of the remaining peers, or from the run's seed. An era number is never reused, because data on
+disks or in flight under the old number belongs to another history.
 
-The era's first plan is `fresh`: members without state begin from its beginning. The first commit is followed by a plan
-that is not fresh, so that a peer that restarts, or comes late, fetches from the others instead of beginning the era a
-second time. If a newer snapshot is whole except for disks that are not here, the run waits for them: thirty heartbeats,
-or as long as the peers that are here would take to train the same steps again, whichever is longer. A swarm that was
-switched off as a whole comes back by the same rule.
+The era's first plan is `fresh`: members without state start from the era's beginning. After the first commit comes a
+plan that is not fresh, so that a peer that restarts or joins late downloads the state instead of starting the era a
+second time. If a newer snapshot is complete except for absent disks, the run waits for them: thirty heartbeats, or as
+long as training the same steps again would take, whichever is longer. A swarm that was switched off as a whole recovers
+by the same rule.
 """
 
 from collections import Counter
@@ -26,25 +26,25 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.spec import ModelSpec
 
 PATIENCE_HEARTBEATS = 3.0
-"""A living holder may be without its state, or may not have said that it has it, for so long: it may be fetching it."""
+"""How long a living holder may lack its state, or not have reported it: it may be downloading it."""
 MISSING_HEARTBEATS = 30.0
-"""The run waits at least so long for the disks that would make a newer snapshot whole, before it goes on without
-them."""
+"""Minimum wait for the disks that would make a newer snapshot complete."""
 RESIGNED_HEARTBEATS = 3.0
-"""A coordinator that has given up those disks keeps the role for so long, to make the plan that does without them."""
+"""A coordinator that has given up waiting for disks keeps the role this long, to make the plan without them."""
 SAFE_COPIES = 2
-"""Each layer of a snapshot is on so many disks before older snapshots may go: any one of the disks may fail."""
+"""Each layer of a snapshot must be on this many disks before older snapshots may be deleted, so that one disk may fail.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disks:
-    """The snapshots on disks, by (era, version): which peers have which layers."""
+    """The snapshots on disks: (era, version) -> peer -> its layers."""
 
     parts: Mapping[tuple[int, int], Mapping[PeerID, frozenset[str]]]
 
     @classmethod
     def of(cls, holdings: Iterable[tuple[PeerID, Sequence[Holding]]]) -> "Disks":
-        """Collect what peers say of their disks. Snapshots of version 0 are left out, since the seed makes those."""
+        """Collect the holdings that peers report. Skip version 0, which the seed can rebuild."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for peer, held in holdings:
             for holding in held:
@@ -54,8 +54,7 @@ class Disks:
         return cls(parts=parts)
 
     def only(self, certified: Callable[[tuple[int, int]], frozenset[str] | None]) -> "Disks":
-        """Leave out what nobody has to believe. Args: certified: (era, version) -> the layers of it that are certified;
-        None: all that is there counts."""
+        """Keep only certified layers. Args: certified: (era, version) -> its certified layers; None: all count."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for age, by_peer in self.parts.items():
             sound = certified(age)
@@ -66,28 +65,28 @@ class Disks:
 
     @property
     def newest(self) -> tuple[int, int] | None:
-        """The last (era, version) of which any layer is on a disk."""
+        """The last (era, version) with any layer on a disk."""
         return max(self.parts, default=None)
 
     @property
     def era_max(self) -> int:
-        """The last era of any snapshot; -1: there is none."""
+        """The last era of any snapshot; -1: none."""
         return max((era for era, _ in self.parts), default=-1)
 
     def layers(self, snapshot: tuple[int, int]) -> frozenset[str]:
-        """The layers of `snapshot` that are on some disk."""
+        """Return the layers of `snapshot` that are on any disk."""
         return frozenset().union(*self.parts.get(snapshot, {}).values())
 
     def covers(self, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
-        """Whether each of `layers` is on some disk."""
+        """True if each of `layers` is on a disk."""
         return self.layers(snapshot).issuperset(layers)
 
     def newest_whole(self, layers: Collection[str]) -> tuple[int, int] | None:
-        """The last (era, version) of which every layer is on some disk."""
+        """Return the last (era, version) with every layer on a disk."""
         return next((snapshot for snapshot in sorted(self.parts, reverse=True) if self.covers(snapshot, layers)), None)
 
     def newest_safe(self, layers: Collection[str]) -> tuple[int, int] | None:
-        """The last (era, version) of which every layer is on `SAFE_COPIES` disks: nobody needs an older one."""
+        """Return the last (era, version) with every layer on `SAFE_COPIES` disks; older ones are not needed."""
         for snapshot in sorted(self.parts, reverse=True):
             copies = Counter(layer for held in self.parts[snapshot].values() for layer in held)
             if all(copies[layer] >= SAFE_COPIES for layer in layers):
@@ -95,12 +94,12 @@ class Disks:
         return None
 
     def has(self, peer: PeerID, snapshot: tuple[int, int], layers: Iterable[str]) -> bool:
-        """Whether `peer` alone has all of `layers`."""
+        """True if `peer` alone has all of `layers`."""
         return self.parts.get(snapshot, {}).get(peer, frozenset()).issuperset(layers)
 
 
 class HolderWatch:
-    """Knows since when each stage, and each placed expert, has had no holder of its state."""
+    """Tracks since when each stage, and each placed expert, has had no holder of its state."""
 
     def __init__(self, heartbeat_s: float, now_s: float) -> None:
         self._heartbeat_s = heartbeat_s
@@ -118,12 +117,12 @@ class HolderWatch:
         *,
         behind: Collection[int] = (),
     ) -> tuple[int, ...]:
-        """The groups of `plan` whose state nobody will hold again unless the run goes back.
+        """Return the groups of `plan` with lost state, which only a roll-back can restore.
 
         Args:
-            holders: by group, the peers that hold its state now, or could make it without the others.
-            behind: groups of which a living peer has said that it holds their state, at a version too old to believe
-                it: its next heartbeat may say more.
+            holders: by group, the peers that hold its state now, or can rebuild it alone.
+            behind: groups with a state that a living peer reports at a version too old to count; its next heartbeat may
+                report a newer one.
         """
         lost = []
         for index in range(len(plan.stages) + len(plan.experts)):
@@ -131,7 +130,7 @@ class HolderWatch:
                 self._held[index] = now_s, holders[index]
                 continue
             last_s, former = self._held.get(index, (self._begun_s, _members(plan, index)))
-            # A peer that has died will not come back with what was in its memory.
+            # A restarted peer has lost the state in its memory.
             has_died = former.isdisjoint(alive) and index not in behind
             if now_s >= last_s + PATIENCE_HEARTBEATS * self._heartbeat_s or has_died:
                 lost.append(index)
@@ -140,27 +139,23 @@ class HolderWatch:
         return tuple(lost)
 
     def is_hopeless(self, now_s: float, *, relearn_s: float = 0.0) -> bool:
-        """Whether the wait for disks that are not here is over. Ask only while a stage has lost its state.
-
-        Args: relearn_s: how long it would take to train again what those disks have. The wait is as long as that, so
-            that waiting in vain and training again in vain cost the same at most.
-        """
+        """True if the wait for absent disks is over. Call only while a stage has lost its state.
+        Args: relearn_s: time to train the steps on those disks again. The wait is at least this long, so that waiting
+        in vain and training in vain cost the same at most."""
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         self._wait_s = max(MISSING_HEARTBEATS * self._heartbeat_s, relearn_s)
         return now_s >= self._lost_s + self._wait_s
 
     def is_waiting(self, now_s: float) -> bool:
-        """Whether the wait is on, or has ended a moment ago."""
+        """True during the wait and for `RESIGNED_HEARTBEATS` after it."""
         if self._lost_s is None:
             return False
         return now_s < self._lost_s + self._wait_s + RESIGNED_HEARTBEATS * self._heartbeat_s
 
 
 def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Disks:
-    """The snapshots of the peers that are alive, and what they carry from one layout to the next.
-
-    Args: among: if given, only of those peers that a plan with this layout would reach.
-    """
+    """Return the snapshots of the live peers, and the layers that they carry from one layout to the next.
+    Args: among: only peers that a plan with this layout would reach; None: all."""
     peers = roster.alive(now_s)
     if among is not None:
         members = {*among.spares, *(peer for stage in among.stages for peer in stage.peers)}
@@ -173,7 +168,7 @@ def disks_of(roster: Roster, now_s: float, *, among: Layout | None = None) -> Di
 def holders(
     live: Plan, roster: Roster, disks: Disks, model: ModelSpec, *, fresh: bool, now_s: float
 ) -> list[frozenset[PeerID]]:
-    """The peers that hold each group's state or, in a plan that is still `fresh`, could make it."""
+    """Return the peers that hold each group's state or, under a `fresh` plan, can rebuild it."""
     floor = _version_min(live, disks, model)
     holding: dict[int, set[PeerID]] = {}
     for peer, group, version in _said(live, roster, now_s):
@@ -189,18 +184,15 @@ def holders(
 
 
 def behind(live: Plan, roster: Roster, disks: Disks, model: ModelSpec, now_s: float) -> frozenset[int]:
-    """The groups of which a living peer has said that it holds their state, at a version that does not count."""
+    """Return the groups with a state that a living peer reports at a version that does not count."""
     floor = _version_min(live, disks, model)
     return frozenset(group for _, group, version in _said(live, roster, now_s) if version < floor)
 
 
 def _version_min(live: Plan, disks: Disks, model: ModelSpec) -> int:
-    """The lowest version that counts: a peer that reports an older one does not hold this era's state.
-
-    A peer that is more than one commit behind a whole snapshot has begun the era again without being told to. A member
-    may be one commit behind: its mate has committed, and died before it sent the sums that it owed. The member then
-    commits without that mate.
-    """
+    """Return the lowest version that counts: a peer at an older one does not hold this era's state. A peer more than
+    one commit behind a complete snapshot has restarted the era on its own. One commit behind is possible: a group peer
+    committed and crashed before it sent its sums, and the member then commits without it."""
     snapshot = disks.newest_whole(held_keys(model, placed=bool(live.experts)))
     if snapshot is None or snapshot[0] != live.era:
         return live.restore_version
@@ -208,9 +200,10 @@ def _version_min(live: Plan, disks: Disks, model: ModelSpec) -> int:
 
 
 def _said(live: Plan, roster: Roster, now_s: float) -> Iterator[tuple[PeerID, int, int]]:
-    """(peer, group, version) of all state that living peers say that they hold in this era."""
+    """Yield (peer, group, version) of all state that living peers report in this era."""
     num_stages = len(live.stages)
-    for peer in roster.alive(now_s):  # once: group by group, a thousand peers with hundreds of them take too long
+    # one pass: a loop over groups is too slow for a thousand peers with hundreds of groups
+    for peer in roster.alive(now_s):
         beat = roster.presences[peer].heartbeat
         if beat is None or beat.era != live.era:
             continue
@@ -222,12 +215,12 @@ def _said(live: Plan, roster: Roster, now_s: float) -> Iterator[tuple[PeerID, in
 
 
 def is_last_holder(peer: PeerID, plan: Plan, held: Sequence[frozenset[PeerID]]) -> bool:
-    """Whether no peer but `peer` holds the state of some group. Args: held: by group, its holders now (`holders`)."""
+    """True if only `peer` holds the state of some group. Args: held: by group, its holders now (`holders`)."""
     return any((now or _members(plan, group)) == {peer} for group, now in enumerate(held))
 
 
 def group_name(plan: Plan, group: int) -> str:
-    """The group's name for people."""
+    """Return the group's name for people."""
     if group < len(plan.stages):
         return f"stage {group}"
     entry = plan.experts[group - len(plan.stages)]
@@ -239,11 +232,11 @@ def _members(plan: Plan, group: int) -> frozenset[PeerID]:
 
 
 def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: ModelSpec, *, placed: bool) -> Beginning:
-    """The beginning of the era after all that any peer here has heard of, from the newest snapshot that is whole on
-    `disks`."""
+    """Return the beginning of the next era, after all eras that any peer has reported: the newest snapshot that is
+    complete on `disks`."""
     heard = (seen.heartbeat.era for seen in roster.presences.values() if seen.heartbeat)
     last = live.era if live else 0
-    # Whoever claims a later one is not believed: the plan that begins after it would be a jump that nobody follows.
+    # A later era is not believed: no peer would follow a plan with such a jump.
     era_max = (last + ERA_JUMP_MAX if live else ERA_MAX) - 1
     era = 1 + max(last, *(era for era in (*heard, *(era for era, _ in disks.parts)) if era <= era_max), 0)
     from_era, version = disks.newest_whole(held_keys(model, placed=placed)) or (0, 0)
@@ -251,6 +244,6 @@ def next_beginning(live: Plan | None, roster: Roster, disks: Disks, model: Model
 
 
 def stages_on(disks: Disks, peer: PeerID, snapshot: tuple[int, int], plan: Plan, model: ModelSpec) -> tuple[int, ...]:
-    """The stages of `plan` of which `peer` has all layers of `snapshot` on its disk."""
+    """Return the stages of `plan` for which `peer` has all layers of `snapshot` on its disk."""
     ranges = (group_keys(model, plan, index) for index in range(len(plan.stages)))
     return tuple(index for index, keys in enumerate(ranges) if disks.has(peer, snapshot, keys))

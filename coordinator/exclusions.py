@@ -1,5 +1,4 @@
-"""The orders that put keys out of the run, as far as this peer knows them, and the votes for orders of a majority.
-Pure."""
+"""Collects the exclusion orders that this peer knows, and the votes for orders of a majority. Pure."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,16 +14,16 @@ from shoal.protocol.plan import Plan, SignedPlan
 
 _UNDO = " (`shoal readmit` on the host undoes it)"
 _NAMED_MAX = 4
-"""An order of more keys is told as so many names and a number."""
+"""Maximum number of names in one sentence; the remaining keys are counted."""
 
 
 class Exclusions:
-    """The orders of exclusion that hold.
+    """The valid exclusion orders.
 
     Args:
-        owner: of the run; its order needs no votes.
-        holds: checks a signature under an order.
-        plans: the live plan, and the one before it while some peers still vote by that.
+        owner: the run's owner, whose order needs no votes.
+        holds: checks a signature of an order.
+        plans: the live plan, and its predecessor while some peers still vote by that.
     """
 
     def __init__(self, *, owner: PeerID, holds: Holds, plans: Callable[[], Sequence[SignedPlan]]) -> None:
@@ -32,15 +31,14 @@ class Exclusions:
         self._orders: tuple[Exclusion, ...] = ()
         self._voted: dict[tuple[str, bytes], Exclusion] = {}
         self.excluded = Excluded()
-        """Who is out by these orders."""
 
     @property
     def orders(self) -> tuple[bytes, ...]:
-        """The orders that the next plan must carry."""
+        """The orders that the next plan must contain."""
         return tuple(order.encode() for order in self._orders)
 
     def note(self, order: Exclusion) -> bool:
-        """Take note of an order, or of a vote for one. Returns: whether the order holds and is news."""
+        """Record an order, or a vote for one. Returns: whether the order is valid and new."""
         if not self._is_news(order):
             return False
         if not order.signature:
@@ -50,7 +48,7 @@ class Exclusions:
         return self._take(order)
 
     def proves(self, data: bytes) -> bool:
-        """Whether an order holds that is in a plan for which we are asked to vote."""
+        """True if an order in an offered plan is valid."""
         try:
             order = open_exclusion(data, PeerID(""))
         except RemoteError:
@@ -59,18 +57,18 @@ class Exclusions:
         return known or exclusion_holds(order, owner=self._owner, plans=self._plans(), holds=self._holds)
 
     def obeyed(self, plan: Plan) -> None:
-        """A plan is live, so its voters have checked its orders."""
+        """Take the orders of a live plan; its voters have checked them."""
         for data in plan.exclusions:
             with suppress(RemoteError):
                 self._take(open_exclusion(data, PeerID("")))
 
     def lacks(self, plan: Plan) -> tuple[bytes, ...]:
-        """The orders that we know and the plan does not carry: its coordinator has not heard of them."""
+        """Return the known orders that the plan does not contain, because its coordinator does not know them."""
         carried = set(plan.exclusions)
         return tuple(data for data in self.orders if data not in carried)
 
     def _is_news(self, order: Exclusion) -> bool:
-        """Whether the order tells us more than ours do: it names a new key, or is the owner's newest order."""
+        """True if the order names a new key, or is the owner's newest order."""
         if not {key for known in self._orders for key in known.keys}.issuperset(order.keys):
             return True
         return bool(order.signature) and all(order.number > known.number for known in self._orders if known.signature)
@@ -78,15 +76,15 @@ class Exclusions:
     def _take(self, order: Exclusion) -> bool:
         if not self._is_news(order):
             return False
-        # The owner's orders name all that it ever excluded, so that a later one replaces those before. An order with a
-        # key that no other one names stays, whatever becomes of the owner's file: plans must not forget a key.
+        # Each order of the owner names every key that it ever excluded, so it replaces earlier ones. An order with a
+        # key of its own stays, even if the owner's file is lost, because plans must never lose a key.
         kept = tuple(
             known
             for known in self._orders
             if not set(known.keys).issubset(order.keys) or (known.signature and known.number > order.number)
         )
         orders = (*kept, order)
-        # A plan has room for so many; one place is kept for the owner's.
+        # A plan has room for EXCLUSIONS_MAX orders; one place is kept for the owner's.
         if len(orders) > EXCLUSIONS_MAX - (not order.signature):
             return False
         if sum(len(known.encode()) for known in orders) > EXCLUSION_BYTES_MAX:
@@ -96,10 +94,8 @@ class Exclusions:
         return True
 
     def told(self, name_of: Callable[[PeerID], str]) -> tuple[str, ...]:
-        """Say who is out, by whose order, and what undoes it: a sentence for each order.
-
-        Args: name_of: a member's name, or an empty text.
-        """
+        """Return a sentence for each order: the excluded keys, the signer, and the command that undoes it.
+        Args: name_of: a member's name, or an empty text."""
         told, twice = [], set(self.excluded.keys)
         for order in self._orders:
             twice.difference_update(order.keys)
@@ -109,11 +105,13 @@ class Exclusions:
                 names.append(f"{len(keys) - _NAMED_MAX} more")
             if names:
                 told.append(f"excluded by {_said_orderer(order)}: {', '.join(names)}{_UNDO}")
-        told += [f"excluded, as two that came by it are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)]
+        told += [
+            f"excluded because two of its members are: the invite {invite_name(key)}{_UNDO}" for key in sorted(twice)
+        ]
         return tuple(told)
 
     def _with_votes_so_far(self, order: Exclusion) -> Exclusion:
-        """Add up votes. A peer that votes tells everybody, and everybody adds up."""
+        """Add up votes. Each vote is sent to every peer, so every peer can count."""
         bases = {plan.digest: plan.plan for plan in self._plans()}
         self._voted = {name: voted for name, voted in self._voted.items() if name[0] in bases}
         if order.base not in bases:
@@ -131,7 +129,7 @@ class Exclusions:
 
 
 def _said_key(key: bytes, order: Exclusion, name_of: Callable[[PeerID], str]) -> str:
-    """Name an excluded key for people, as `shoal readmit` understands it."""
+    """Name an excluded key for people, in a form that `shoal readmit` accepts."""
     if order.invites and order.invites[order.keys.index(key)] == key:
         return f"the invite {invite_name(key)}"
     peer = peer_id_of(key)

@@ -1,21 +1,21 @@
-"""The coordinator's failure detector: before it believes that a member is gone, it looks for itself. Pure.
+"""Detects failed members. The coordinator checks a suspicion itself before it removes a member. Pure.
 
-| what makes it look                    | what it finds              | what it concludes                               |
+| suspicion                             | observation                | conclusion                                      |
 |---------------------------------------|----------------------------|-------------------------------------------------|
-| a heartbeat is late                   | the ping is answered, or a | alive, if slow: it stays                        |
+| a heartbeat is late                   | the ping is answered, or a | alive but slow: it stays                        |
 |                                       | frame or call of it comes  |                                                 |
 | a member cannot reach another         | two pings refused in a row | its process is gone: out                        |
 | (`Heartbeat.silent`)                  | no answer                  | out after its timeout (`roster`), or after half |
-| a first refusal: everybody is pinged, |                            | of it if two neighbours cannot reach it either  |
-| as all who die together are one plan  | refused, and a group's     | given time to come back: a network daemon that  |
-|                                       | state is nowhere else      | died is there again sooner than a snapshot is   |
-| a ping stays unanswered: two others   | it answers one of them     | alive, and out of our reach: the role goes to   |
-| are asked to ping as well             |                            | who reaches it (`leader.py`)                    |
+|                                       |                            | of it if two neighbours cannot reach it either  |
+| a first refusal: all are pinged, so   | refused, and no other peer | gets time to return: a crashed network daemon   |
+| that one plan removes all that failed | holds its group's state    | restarts faster than a snapshot is restored     |
+| a ping stays unanswered: two others   | it answers one of them     | alive but unreachable for us: transfer the role |
+| are asked to ping it too              |                            | to a peer that reaches it (`leader.py`)         |
 
-A process that was stopped keeps its connections and answers nothing, so silence alone needs time. The reports of other
-members alone need the coordinator's own finding, since what they cannot reach may be their own link. And the
-coordinator's own finding may be its own link, so others ping for it (SWIM, Das et al. 2002). Their word that somebody
-is alive counts for `VOUCHED_HEARTBEATS` at most, or one liar could keep the dead in the plan.
+A suspended process keeps its connections and answers nothing, so silence alone needs a timeout. Reports of other
+members need the coordinator's own check, because their own links may be broken. The coordinator's link may be broken
+too, so others ping for it (SWIM, Das et al. 2002). Their word that a member is alive counts for at most
+`VOUCHED_HEARTBEATS`; otherwise one liar could keep a dead member in the plan.
 """
 
 import math
@@ -31,30 +31,29 @@ from shoal.protocol.plan import Plan
 
 PING_HEARTBEATS = 0.25
 AGAIN_HEARTBEATS = 0.06
-"""The second try follows a refusal after so long."""
+"""Delay between a first refusal and the second ping."""
 RETURN_S = 3.0
-"""A member that alone holds a group's state is asked again for so long before its refusals count: twice as long as a
-peer's network daemon that died takes to come back on a busy machine (0.5 to 0.9 s on an idle one), however often
-members say that they live. Going back to a snapshot costs everybody more than this.
-"""
+"""How long a member with the only copy of a state may refuse before it counts as gone: twice the restart time of a
+peer's network daemon on a busy machine (0.5 to 0.9 s on an idle one). A roll-back costs more than this."""
 UNANSWERED_PATIENCE = 0.5
-"""Our own pings must go unanswered for this share of a member's timeout before two reports count: it may be busy."""
+"""Share of a member's timeout for which our own pings must stay unanswered before two reports count: it may be busy."""
 REPORTERS = 2
 ROLL_CALL_HEARTBEATS = 0.15
-"""A plan waits so long for the members that are pinged after a first refusal."""
+"""How long a plan waits for members that are pinged after a first refusal."""
 HELPERS = 2
 HELP_HEARTBEATS = 0.5
-"""Others are asked to ping a member that has owed us an answer for so long."""
+"""Others are asked to ping a member that has not answered us for this long."""
 VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
-"""A member that others have reached for so long, and we have not, is out of our reach; sooner it may just be slow."""
+"""A member that others have reached for this long, and we have not, is unreachable for us; before that it may be slow.
+"""
 TOGETHER_HEARTBEATS = 0.5
-"""A plan that drops a member waits so long for others whose timeout is about to end."""
+"""How long a plan that drops a member waits for others that are close to their timeout."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Inquiry:
-    """What is being found out about one member."""
+    """The state of the check of one member."""
 
     since_s: float
     ping_at_s: float
@@ -62,19 +61,19 @@ class Inquiry:
     answered: bool = False
     refused_s: float | None = None
     returns_by_s: float = -math.inf
-    """The time until which we hope to see the member again although it refuses us."""
+    """The member may return until this time although it refuses us."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
-    """The members that cannot reach it, in the order of their reports."""
+    """Neighbours that cannot reach the member, in the order of their reports."""
     help_at_s: float = math.inf
-    """When others are to be asked to ping it; inf: we have not pinged it ourselves yet."""
+    """When others are asked to ping the member; inf: we have not pinged it ourselves yet."""
     vouchers: dict[PeerID, None] = field(default_factory=dict)
-    """The members that it has answered while it did not answer us."""
+    """Members that it has answered while it did not answer us."""
     vouched_s: float = math.inf
-    """The time at which the first of them told us."""
+    """Time of the first such answer."""
 
 
 class FailureDetector:
-    """Doubts members, pings them, and tells the roster which of them are gone."""
+    """Suspects members, pings them, and tells the roster which of them are gone."""
 
     def __init__(self, *, me: PeerID, heartbeat_s: float) -> None:
         self._me, self._heartbeat_s = me, heartbeat_s
@@ -83,14 +82,14 @@ class FailureDetector:
         self._wait_until_s = -math.inf
 
     def begin(self, doubted: Collection[PeerID], now_s: float) -> None:
-        """A term of ours begins, or a sleep of ours ends: nothing is known but that the `doubted` were silent."""
+        """Start anew, in a new term or after a suspension: only the `doubted` are suspects."""
         self._inquiries.clear()
         self._dead = frozenset()
         for peer in doubted:
             self._suspect(peer, now_s)
 
     def report(self, reporter: PeerID, silent: Collection[PeerID], plan: Plan, now_s: float) -> None:
-        """`reporter` cannot reach the `silent` peers."""
+        """Record that `reporter` cannot reach the `silent` peers."""
         if not silent or not plan.has(reporter):
             return
         for peer in tuple(silent)[:LINKS_PER_HEARTBEAT_MAX]:
@@ -100,11 +99,11 @@ class FailureDetector:
                     inquiry.reporters[reporter] = None
 
     def heard(self, peer: PeerID) -> None:
-        """A heartbeat of `peer` has come."""
+        """Record a heartbeat of `peer`."""
         self._inquiries.pop(peer, None)
 
     def answered(self, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
-        """`peer` has answered our ping."""
+        """Record that `peer` has answered our ping."""
         inquiry = self._inquiries.get(peer)
         roster.signed(peer, now_s)
         if inquiry is None:
@@ -122,7 +121,7 @@ class FailureDetector:
         return [Note(text=f"{peer[-8:]} answers: only its links to {names} are broken")]
 
     def vouched(self, helper: PeerID, peer: PeerID, roster: Roster, now_s: float) -> list[Command]:
-        """`helper` has pinged `peer` for us and got an answer."""
+        """Record that `helper` has pinged `peer` for us and got an answer."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None or inquiry.answered:
             return []
@@ -131,11 +130,11 @@ class FailureDetector:
         inquiry.vouchers[helper] = None
         if now_s < inquiry.vouched_s + VOUCHED_HEARTBEATS * self._heartbeat_s:
             roster.signed(peer, now_s)
-        return [Note(text=f"{peer[-8:]} answers {helper[-8:]} and not us")] if is_news else []
+        return [Note(text=f"{peer[-8:]} answers {helper[-8:]} but not us")] if is_news else []
 
     def vouchers(self, now_s: float) -> frozenset[PeerID]:
-        """The members that have reached a peer which has not answered us, for each such peer that they first reached
-        `OUT_OF_REACH_HEARTBEATS` ago or earlier."""
+        """Return the members that reach a peer that we cannot, from `OUT_OF_REACH_HEARTBEATS` after their first answer
+        on."""
         apart_s = OUT_OF_REACH_HEARTBEATS * self._heartbeat_s
         lost = (inquiry for inquiry in self._inquiries.values() if now_s >= inquiry.vouched_s + apart_s)
         return frozenset(helper for inquiry in lost for helper in inquiry.vouchers)
@@ -143,14 +142,12 @@ class FailureDetector:
     def refused(
         self, peer: PeerID, roster: Roster, plan: Plan, *, irreplaceable: bool, took_s: float, now_s: float
     ) -> list[Command]:
-        """No process answers where `peer` was.
-
-        Args: irreplaceable: the state of some group would be lost with it.
-        """
+        """Record that a ping of `peer` was refused: no process listens there.
+        Args: irreplaceable: the state of some group would be lost with it."""
         inquiry = self._inquiries.get(peer)
         if inquiry is None:
             return []
-        if roster.is_dead(peer):  # a member has reported it since: it was given its time to come back, once
+        if roster.is_dead(peer):  # reported again since, but its time to return is over
             del self._inquiries[peer]
             return []
         if inquiry.refused_s is None:
@@ -161,8 +158,8 @@ class FailureDetector:
                     self._suspect(other, now_s)
             return []
         if now_s - took_s <= inquiry.refused_s:
-            return []  # under way when the first was refused: the same piece of news
-        if irreplaceable or inquiry.returns_by_s > -math.inf:  # silent by now, it is nobody's holder any more
+            return []  # sent before the first refusal: no new information
+        if irreplaceable or inquiry.returns_by_s > -math.inf:  # a silent peer no longer counts as holder
             inquiry.returns_by_s = inquiry.refused_s + RETURN_S
             if now_s < inquiry.returns_by_s:
                 return []
@@ -171,10 +168,8 @@ class FailureDetector:
         return [Note(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, roster: Roster, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
-        """Ping the members that are doubted, and count out those that neither two neighbours nor we can reach.
-
-        Args: awaited: members that are silent and may come back with what nobody else has; once they refuse us nobody
-            need wait for them.
+        """Ping suspects, and remove those that neither two neighbours nor we can reach.
+        Args: awaited: silent members that may return with the only copy of a state; the wait ends once they refuse us.
         """
         commands: list[Command] = []
         for peer in plan.members:
@@ -197,7 +192,7 @@ class FailureDetector:
             ):
                 del self._inquiries[peer]
                 roster.lose(peer)
-                commands.append(Note(text=f"{peer[-8:]} is gone: neither its neighbours reach it nor we"))
+                commands.append(Note(text=f"{peer[-8:]} is gone: its neighbours cannot reach it, and neither can we"))
                 continue
             if now_s >= inquiry.help_at_s and unanswered:
                 inquiry.help_at_s = now_s + self._heartbeat_s
@@ -211,7 +206,7 @@ class FailureDetector:
         return commands
 
     def _helpers(self, peer: PeerID, inquiry: Inquiry, roster: Roster, plan: Plan, now_s: float) -> list[PeerID]:
-        """The members that are asked to ping `peer`: those that have reached it, then those that work with it."""
+        """Return the members to ask for a ping of `peer`: first those that have reached it, then its neighbours."""
         able = [
             other
             for other in plan.members
@@ -222,26 +217,25 @@ class FailureDetector:
         return able[:HELPERS]
 
     def _end_unless_refused(self, peer: PeerID) -> None:
-        """A member has been silent for too long, which settles what was to be found out; but whether it may come back
-        with its state, for which others wait, is said by its refusals alone."""
+        """End the check of a member after its timeout. If it may return with its state, keep the check, because only
+        its refusals end that wait."""
         inquiry = self._inquiries.get(peer)
         if inquiry is not None and inquiry.returns_by_s == -math.inf:
             del self._inquiries[peer]
 
     @property
     def are_open(self) -> bool:
-        """Whether a member owes us an answer, so that we are about to know whether it is gone."""
+        """True if a ping is unanswered, so that a result is near."""
         return any(inquiry.pinged and not inquiry.answered for inquiry in self._inquiries.values())
 
     def is_settled(self, roster: Roster, plan: Plan, now_s: float) -> bool:
-        """Whether to plan now: not while a member has just died and we are about to know whether others died with
-        it."""
+        """True if the coordinator may plan now: no check is about to end after another member's failure."""
         dead = frozenset(peer for peer in plan.members if peer != self._me and roster.is_gone(peer, now_s))
         if not dead <= self._dead:
             self._wait_until_s = now_s + TOGETHER_HEARTBEATS * self._heartbeat_s
         self._dead = dead
         if any(now_s < inquiry.returns_by_s for inquiry in self._inquiries.values()):
-            return False  # nobody can train without it, so a plan without the others gains nothing
+            return False  # no training without this member, so a plan without the others gains nothing
         if not dead or now_s >= self._wait_until_s:
             return True
         return not any(self._is_imminent(peer, inquiry, roster, now_s) for peer, inquiry in self._inquiries.items())

@@ -1,10 +1,10 @@
-"""What a peer does while another one coordinates: it watches the coordinator, and if that is gone and it is this peer's
-turn, it asks for the next term. Pure.
+"""A peer's part while another peer coordinates: it watches the coordinator, and requests the next term in its turn if
+the coordinator fails. Pure.
 
-Before a candidate asks for a term it holds a pre-vote: it asks the members whether they miss the coordinator too and
-would grant the term. Nobody promises anything by an answer. So a peer that lost only its own way to the coordinator, or
-half of a cut network, spends no terms: the coordinator keeps the members' votes and goes on when the cut is healed
-(Ongaro's thesis on Raft, section 9.6). The pre-vote costs one round trip of a take-over, and none of a hand-over.
+A candidate first holds a pre-vote: it asks the members whether they miss the coordinator too and would grant the term.
+An answer promises nothing. So a peer that has lost only its own connection, or half of a partitioned network, spends no
+terms: the coordinator keeps the members' votes and continues after the partition heals (Ongaro's thesis on Raft,
+section 9.6). A pre-vote adds one round trip to a take-over, and none to a planned transfer.
 """
 
 import random
@@ -20,19 +20,18 @@ from shoal.protocol.plan import Plan, SignedPlan
 from shoal.protocol.quorum import is_quorum
 
 CLOSE_PEERS = 2
-"""How many of the next in turn ping the coordinator. The second one is there in case the first has died with the
-coordinator. If more of them pinged, the coordinator of a thousand peers would get thousands of calls a second."""
+"""Number of next peers in rank that ping the coordinator. The second is there in case the first fails together with the
+coordinator. With more, the coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
-"""Each next in turn waits so much longer before it tries, besides the three round trips that the one before it needs.
-"""
+"""Extra wait of each further peer in rank, in addition to the three round trips of the one before it."""
 STAGGER_ROUND_TRIPS = 3.0
 GIVES_WAY_HEARTBEATS = 0.4
 BACK_OFF_HEARTBEATS = 0.5
 SOUNDING_HEARTBEATS = 3.0
-"""A pre-vote lasts for so long. A member that backs the coordinator at first will have seen for itself by then."""
+"""Duration of a pre-vote, enough for a member that backs the coordinator at first to check for itself."""
 
 ASK_AGAIN_HEARTBEATS = 0.5
-"""A question that has not been answered for so long counts as lost."""
+"""A question without an answer counts as lost after this time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class PreVote:
     expires_at_s: float
     agreed: set[PeerID]
     waiting: dict[PeerID, float] = field(default_factory=dict)
-    """The members that have been asked, and until when not to ask them again."""
+    """Members that have been asked -> the time until which they are not asked again."""
 
 
 class Agreed(NamedTuple):
@@ -54,11 +53,7 @@ class Agreed(NamedTuple):
 
 
 class Follower:
-    """One peer's part while another peer coordinates.
-
-    Args:
-        run, me, owner: as in the core.
-    """
+    """One peer's part while another peer coordinates."""
 
     def __init__(
         self, *, run: str, me: PeerID, owner: PeerID, heartbeat_s: float, rng: random.Random, now_s: float
@@ -73,16 +68,16 @@ class Follower:
         self._turn: tuple[Plan | None, int | None] = None, None
 
     def is_brisk(self, now_s: float) -> bool:
-        """Whether something waits for less than half a heartbeat."""
+        """True if a pre-vote or pings need the short tick."""
         return self._pre_vote is not None or self.watch.is_brisk(now_s)
 
     def hold_off(self, until_s: float) -> None:
-        """Do not ask for a term before `until_s`: another peer has the term, or our proposal came to nothing."""
+        """Do not request a term before `until_s`: another peer has the term, or our proposal has failed."""
         self._not_before_s = max(self._not_before_s, until_s)
 
     def gives_way(self, candidate: PeerID, plan: Plan, now_s: float) -> None:
-        """We have told `candidate` that we miss the coordinator too. If it comes before us, it tries first: otherwise
-        the two of us would share the members' promises and neither would have a majority."""
+        """Let `candidate`, which we support, try first if it ranks before us. Otherwise we would split the members'
+        promises."""
         theirs = election.standing(self._run, plan.term, plan.coordinator, plan.members, candidate)
         ours = self._standing(plan)
         if theirs is not None and ours is not None and theirs < ours:
@@ -90,12 +85,11 @@ class Follower:
             self.hold_off(now_s + GIVES_WAY_HEARTBEATS * self._heartbeat_s)
 
     def back_off(self, now_s: float) -> None:
-        """Our proposal came to nothing. The wait is random, so that two candidates that met do not meet again."""
+        """Wait after a failed proposal, for a random time so that two candidates do not collide again."""
         self._pre_vote, self._is_asking = None, False
         self.hold_off(now_s + (1 + 2 * self._rng.random()) * BACK_OFF_HEARTBEATS * self._heartbeat_s)
 
     def obeys(self, plan: Plan, *, new_term: bool, replaced: PeerID | None, now_s: float) -> None:
-        """A new plan is live."""
         self._is_asking = self._is_asking and not new_term
         self._pre_vote = None
         self.watch.obeys(plan, new_term=new_term, replaced=replaced, now_s=now_s)
@@ -103,11 +97,8 @@ class Follower:
     def work(
         self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, term: int
     ) -> tuple[list[Command], Agreed | None]:
-        """Ping the coordinator if that is ours to do; ask the others about it if it is silent and it is our turn.
-
-        Args:
-            busy: a proposal of ours is under way.
-            term: the next term that we could have.
+        """Ping the coordinator if that is our task; hold a pre-vote if it is silent and it is our turn.
+        Args: busy: a proposal of ours is under way. term: the next term that we could have.
         Returns: (commands, what a majority agrees to if our own opinion is one).
         """
         plan = live.plan
@@ -120,14 +111,14 @@ class Follower:
             self._pre_vote, self._is_asking = None, False
         if turn is None or busy or now_s < self.watch.suspect_at_s:
             return commands, None
-        # A peer that has begun to ask goes on when it learns of a later plan of the same coordinator, whoever is next.
+        # A peer that has begun to ask continues under a later plan of the same coordinator, whatever its rank there.
         stagger_s = STAGGER_HEARTBEATS * self._heartbeat_s + STAGGER_ROUND_TRIPS * self.watch.round_trip_s
         due_s = self.watch.suspect_at_s + (0 if self._is_asking else turn) * stagger_s
         if now_s < max(due_s, self._not_before_s):
             return commands, None
         pre_vote = self._pre_vote
         if pre_vote is None:
-            commands.append(Note(text=f"coordinator {plan.coordinator[-8:]} is silent, asking who misses it"))
+            commands.append(Note(text=f"coordinator {plan.coordinator[-8:]} is silent: asking the other members"))
             self._is_asking = True
             pre_vote = self._pre_vote = PreVote(
                 base=live,
@@ -138,12 +129,12 @@ class Follower:
             )
         if now_s >= pre_vote.expires_at_s:
             self.back_off(now_s)
-            text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator: it stays"
+            text = f"{len(pre_vote.agreed)} of {len(plan.electors)} miss the coordinator, no majority: it stays"
             return [*commands, Note(text=text)], None
         return commands + self._ask(pre_vote, now_s), self._agreed(pre_vote)
 
     def count(self, event: Answered) -> Agreed | None:
-        """A member has told us its opinion. Returns: what a majority agrees to with it."""
+        """Count a member's answer. Returns: what a majority agrees to with it."""
         pre_vote = self._about(event.asked)
         if pre_vote is None or not isinstance(event.reply, TermGrant):
             return None
@@ -152,7 +143,7 @@ class Follower:
             pre_vote.agreed.add(event.peer)
         elif event.reply.term >= pre_vote.term:
             self._term_max = event.reply.term
-            pre_vote.term = event.reply.term + 1  # who agreed to a lower term agrees to this
+            pre_vote.term = event.reply.term + 1  # consent to a lower term covers this one
         return self._agreed(pre_vote)
 
     def unanswered(self, peer: PeerID, asked: TermRequest) -> None:
@@ -161,7 +152,7 @@ class Follower:
             pre_vote.waiting.pop(peer, None)
 
     def _agreed(self, pre_vote: PreVote) -> Agreed | None:
-        """What a majority agrees to; that ends the pre-vote."""
+        """Return what a majority agrees to, and end the pre-vote then."""
         if not is_quorum(pre_vote.agreed, pre_vote.base.plan, self._owner):
             return None
         self._pre_vote = None

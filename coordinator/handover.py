@@ -1,4 +1,4 @@
-"""What a coordinator leaves to the next one, cut to what a message takes. Pure."""
+"""Selects what a coordinator transfers to the next one, within the size of a message. Pure."""
 
 import msgspec
 
@@ -9,25 +9,23 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX
 from shoal.protocol.messages import Advert, HandOver
 
 ADVERTS_MAX = 64
-"""How many adverts are handed over. The successor hears from every peer within a heartbeat anyway; the adverts spare it
-that wait for most of them."""
+"""Maximum number of adverts in a transfer. They spare the successor the wait for most heartbeats."""
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
-"""A hand-over that is too large for a message goes without these, in this order. From some hundreds of peers on the
-plan leaves no room for all of it. The roster names 64 peers only; plans and absences are for people; records choose
-among placements; without loads the heir leaves a hot expert's shares as they are until it has measured where tokens go;
-without unreachable pairs it may make groups of peers that cannot talk, until they say so;
-without arrivals it may count out a peer whose heartbeats come late for as long as it has not learned that.
-"""
+"""Fields to drop, in this order, from a transfer that is too large for a message; from some hundreds of peers on the
+plan leaves no room for all. The roster names 64 peers only; plans and absences are for people; records choose among
+placements. Without loads the heir keeps a hot expert's shares until it has measured where tokens go; without
+unreachable pairs it may group peers that cannot talk, until they report it; without arrivals it may remove a peer with
+late heartbeats until it has learned its rhythm."""
 
 
 def adverts(roster: Roster, now_s: float) -> tuple[tuple[PeerID, Advert], ...]:
-    """The adverts of peers that are alive."""
+    """Return the adverts of live peers, at most `ADVERTS_MAX`."""
     known = ((peer, roster.presences[peer].advert) for peer in roster.alive(now_s))
     return tuple((peer, advert) for peer, advert in known if advert is not None)[:ADVERTS_MAX]
 
 
 def fitting(handover: HandOver) -> HandOver:
-    """Drop from `handover` what makes it larger than a message. A plan that is that large alone goes nowhere."""
+    """Drop fields from `handover` until it fits in a message. A plan that is too large alone cannot be sent at all."""
     for name in LEAST_NEEDED:
         if len(msgspec.msgpack.encode(handover)) + ENVELOPE_BYTES <= CONTROL_BYTES_MAX:
             break

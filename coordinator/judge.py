@@ -1,18 +1,18 @@
-"""Judges a plan before this peer votes for it: is there anything in it that this peer knows to be wrong? Pure.
+"""Judges a plan before this peer votes for it: does it contradict what this peer knows? Pure.
 
-A plan need not be the best one; it must only not contradict what a voter knows. What a voter does not know is no
-objection, or a run of strangers would stand still. So before it objects a voter asks the members that a plan leaves
-out, or the holders of the state that a plan throws away, where they stand. Their answers count, and silence does not.
+A plan need not be the best one. What a voter does not know is no objection, otherwise a run of strangers would stand
+still. Before it objects, a voter asks the removed members, or the holders of the state that a plan discards, for their
+standing. Their answers count; silence does not.
 
 | a plan                                        | is refused if                                                        |
 |-----------------------------------------------|----------------------------------------------------------------------|
 | leaves this peer out                          | this peer does not leave                                             |
 | leaves out a member that was heard just now   | the member answers that it stays                                     |
-| throws the state of the live layout away      | every stage and every expert has a member that answers: I hold it    |
+| discards the state of the live layout         | every stage and every expert has a member that holds its state       |
 | has shares or bandwidths                      | one is two million times another of its stage                        |
 | has many members that this peer has not met   | they are more than all others                                        |
 
-Until the answers are here the voter says "not yet", and is asked again at the coordinator's next tick.
+Until the answers arrive the voter replies "not yet", and the coordinator asks again at its next tick.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,28 +25,28 @@ from shoal.protocol.messages import Heartbeat, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan
 
 HEARD_HEARTBEATS = 2.0
-"""A member that was heard within this time is asked whether it is gone. A coordinator takes at least three for a
-silence that means death, so most plans after a death need no question."""
+"""A removed member that was heard within this time is asked whether it is gone. A coordinator's timeout is at least
+three heartbeats, so most plans after a failure need no question."""
 ANSWER_HEARTBEATS = 0.5
-"""A voter waits so long for the answers. A process that is not there refuses at once."""
+"""How long a voter waits for the answers. A missing process refuses at once."""
 ASKED_MAX = 64
-"""A voter asks so many members about one plan."""
+"""Maximum number of members that a voter asks about one plan."""
 APART_MAX = 1e6
 """The largest share or bandwidth over the smallest within a stage: a data centre's card beside a single core. A
-proposer keeps to it whatever its members claim, and a voter objects to twice as much."""
+proposer stays within it for any claims of its members, and a voter objects to twice as much."""
 UNMET_MIN = 16
-"""A voter need not have met so many members: a small run may grow all at once."""
+"""A plan may always have this many members that a voter has not met: a small run may grow at once."""
 
 
 class Acquaintance(msgspec.Struct, frozen=True):
-    """What a driver knows of the peers that a plan names, or leaves out."""
+    """A driver's knowledge of the peers that a plan adds or drops."""
 
     heard: frozenset[PeerID] = frozenset()
-    """The members that the plan leaves out of which something came within `HEARD_HEARTBEATS`."""
+    """Dropped members of which a message arrived within `HEARD_HEARTBEATS`."""
     excluded: frozenset[PeerID] = frozenset()
-    """The members that the plan's orders put out of the run."""
+    """Members that the plan's orders exclude."""
     unmet: frozenset[PeerID] = frozenset()
-    """The newcomers of which this peer has neither heard nor seen a certificate."""
+    """Newcomers of which this peer has neither heard nor seen a certificate."""
 
 
 NOBODY = Acquaintance()
@@ -63,18 +63,14 @@ class Inquiry:
 
 
 class Judge:
-    """One voter's judgement of the plans that it is offered.
-
-    Args:
-        name_of: names a peer for people.
-    """
+    """One voter's judgement of the plans that it is offered."""
 
     def __init__(self, *, me: PeerID, heartbeat_s: float, revision: int, name_of: Callable[[PeerID], str]) -> None:
         self._me, self._heartbeat_s, self._revision, self._name_of = me, heartbeat_s, revision, name_of
         self._inquiry: Inquiry | None = None
 
     def questions(self, offered: SignedPlan, live: Plan, knows: Acquaintance, now_s: float) -> tuple[PeerID, ...]:
-        """Return the members to ask where they stand before `offered` is judged; each is asked once."""
+        """Return the members to ask for their standing before `offered` is judged; each is asked once."""
         if self._inquiry is not None and self._inquiry.digest == offered.digest:
             return ()
         plan = offered.plan
@@ -87,22 +83,19 @@ class Judge:
         return peers
 
     def told(self, peer: PeerID, standing: Standing | None) -> None:
-        """`peer` has said where it stands. None: it did not answer."""
+        """Record the standing of `peer`. None: it did not answer."""
         if self._inquiry is not None and peer in self._inquiry.waiting:
             self._inquiry.waiting.discard(peer)
             if standing is not None:
                 self._inquiry.told[peer] = standing
 
     def is_waiting(self, now_s: float) -> bool:
-        """Whether an answer may still come."""
+        """True if an answer may still come."""
         return self._inquiry is not None and bool(self._inquiry.waiting) and now_s < self._inquiry.expires_at_s
 
     def flaw(self, offered: SignedPlan, live: Plan, knows: Acquaintance, *, own: Heartbeat | None, leaves: bool) -> str:
         """Say what is wrong with `offered`; empty: nothing that we know of.
-
-        Args:
-            own: what we last said of ourselves.
-            leaves: we are about to leave the run.
+        Args: own: our last heartbeat. leaves: we are about to leave the run.
         """
         plan, told = offered.plan, self._inquiry.told if self._inquiry is not None else {}
         for peer in _left_out(plan, live, knows):
@@ -130,16 +123,16 @@ def _left_out(plan: Plan, live: Plan, knows: Acquaintance) -> list[PeerID]:
 
 
 def _goes_back(plan: Plan, live: Plan) -> bool:
-    """Whether the plan throws away what the live layout has trained: it does not go on where that layout ends."""
+    """True if the plan discards what the live layout has trained, instead of continuing where that layout ends."""
     ended = live.ends_at > 0 and (plan.restore_era, plan.restore_version) == (live.era, live.ends_at)
     return plan.era != live.era and not ended
 
 
 def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -> set[int]:
-    """The groups of `live` whose state some peer says that it holds, at a version that counts."""
+    """Return the groups of `live` with a state that a peer reports, at a version that counts."""
     held = [(peer, group, version) for peer, each in said.items() for group, version in _held_by(each, live)]
-    # A holder that is behind the version at which the plan begins has nothing to lose. But a version that nobody has
-    # reached, the coordinator aside, is no version of this run. What is certified is looked at beside this judgement.
+    # A holder behind the version at which the plan begins loses nothing. But a version that no peer except the
+    # coordinator has reached is no version of this run. Certificates are checked elsewhere.
     version_max = max((version for peer, _, version in held if peer != plan.coordinator), default=0)
     is_reached = plan.restore_era == live.era and plan.restore_version <= version_max
     floor = plan.restore_version if is_reached else 0

@@ -1,5 +1,5 @@
-"""The coordinator's part, while this peer has the role. It finds out which members are there, asks for the next layout,
-and gives the role away at the term's end. Pure."""
+"""The coordinator's part: it checks which members are alive, asks for the next layout, and transfers the role at the
+term's end. Pure."""
 
 import math
 from collections.abc import Collection
@@ -18,37 +18,33 @@ from shoal.protocol.quorum import is_quorum
 from shoal.protocol.spec import SwarmSpec
 
 HEAD_HEARTBEATS = 10.0
-"""The coordinator renews the directory's record of the chain this often."""
+"""Interval at which the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
-"""How often a coordinator that hears no majority looks into the directory: the others may have another coordinator."""
+"""Interval at which a coordinator without a majority reads the directory: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
-"""A term goes on for so long beyond its end, until a doubt about a member is resolved and planned for, or until the
-search after a loss has ended. An heir has heard nobody yet and would give every member its time anew."""
+"""A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished. An heir has
+heard no heartbeat yet and would give every member its full timeout again."""
 SEARCH_HEARTBEATS = 3.0
-"""The search after a loss may take so long, and the vote on its result with it."""
+"""Time for the search after a loss, and for the vote on its result."""
 LEAST_TERM_HEARTBEATS = 5.0
-"""A coordinator that cannot reach a member whom others reach gives the role away, but has it for so long: where nobody
-reaches everybody the role would not rest."""
+"""A coordinator that cannot reach a member that others reach transfers the role, but only after this time: otherwise
+the role would never rest where no peer reaches all others."""
 PLAN_HEARTBEATS = 0.5
-"""The coordinator looks this often whether another plan would be better. It looks at once when a peer comes, is heard
-for the first time, or dies."""
+"""Interval at which the coordinator checks for a better plan. It checks at once when a peer joins, is first heard, or
+fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepRole:
-    """The role stays with us for another term."""
+    """We keep the role for another term."""
 
 
 Want = Layout | KeepRole | None
-"""What to propose: a layout, another term of ours, or nothing."""
+"""The next proposal: a layout, another term of ours, or nothing."""
 
 
 class Leader:
-    """The coordinator's leadership term, from its first plan to the heir's.
-
-    Args:
-        policy: says which layout should come next, from its view of the swarm; shared with the core.
-    """
+    """The coordinator's leadership term, from its first plan to the heir's."""
 
     def __init__(self, *, me: PeerID, owner: PeerID, swarm: SwarmSpec, policy: ReplanPolicy, now_s: float) -> None:
         self._me, self._owner, self._policy = me, owner, policy
@@ -59,44 +55,40 @@ class Leader:
         self._plan_at_s = now_s
         self._members: frozenset[PeerID] = frozenset()
         self._lost_s = -math.inf
-        """The time at which the live plan lost a member."""
         self._known: tuple[tuple[PeerID, ...], bool] = (), False
-        """The peers that were alive when it last looked, and whether it had heard all of them."""
+        """The live peers at the last look, and whether all of them had been heard."""
 
     def begin(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
-        """A term of ours begins.
-
-        Args: silent: the coordinator whose silence brought the term, if that is why it begins.
-        """
+        """Begin a term of ours. Args: silent: the coordinator that failed and so caused the term, if any."""
         self._transfer.begin(now_s)
         self._begun_s = now_s
         self._head_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
         self._members, self._lost_s = frozenset(plan.members), -math.inf
         self._policy.begin_term(plan, now_s, continuing=continuing, silent=silent)
-        # Nothing is asked of a dead coordinator that no plan names any more, as after a reset.
+        # A dead coordinator outside the plan, as after a reset, needs no check.
         self._detector.begin((silent,) if silent in plan.members else (), now_s)
 
     def excuse(self, now_s: float) -> None:
-        """This peer slept, so no silence until now counts against anybody."""
+        """Restart all timeouts, because this peer was suspended."""
         self._policy.view.roster.excuse_all(now_s)
         self._detector.begin((), now_s)
 
     def hasten(self, due_s: float) -> None:
-        """The role should move on at `due_s`, if it would not do so before."""
+        """Move the end of the term forward to `due_s`."""
         self._transfer.hasten(due_s)
 
     def lost(self, now_s: float, *, outbid: bool) -> None:
-        """A plan of ours came to nothing."""
+        """Handle a failed plan of ours."""
         self._policy.unsettle()
         if outbid:
-            # A majority may have promised our term away to somebody who then fell silent: only a later helps.
+            # A majority may have promised our term to a candidate that then failed: only a later term helps.
             self._transfer.hasten(now_s + self._heartbeat_s)
 
     # --- what others say ---
 
     def heard(self, peer: PeerID, heartbeat: Heartbeat, plan: Plan, now_s: float) -> None:
-        """A heartbeat has come, and the view has noted it. The peers that it calls silent are looked for at the next
-        tick, and the next plan is looked for if it tells of a state that is signed or of the end of the live layout."""
+        """Handle a heartbeat that the view has recorded. Check the peers that it calls silent at the next tick, and
+        plan at once if it attests a state or reports the end of the live layout."""
         if heartbeat.attested or (plan.ends_at and heartbeat.carried is not None):
             self._plan_at_s = now_s
         self._detector.heard(peer)
@@ -131,12 +123,9 @@ class Leader:
     def work(
         self, live: SignedPlan, now_s: float, *, eligible: bool, busy: bool, outranked: bool, sequence: int
     ) -> tuple[list[Command], Want]:
-        """Do what is due, and say what should be proposed.
-
-        Args:
-            eligible: we may coordinate the next term too.
-            busy: a proposal of ours is under way.
-            outranked: there is word of another coordinator's plan above ours.
+        """Do what is due, and choose what to propose.
+        Args: eligible: we may coordinate the next term too. busy: a proposal of ours is under way. outranked: another
+        coordinator's plan above ours is known.
         Returns: (commands, what to propose).
         """
         roster = self._policy.view.roster
@@ -174,15 +163,15 @@ class Leader:
         return commands + more, want
 
     def _heirs(self, plan: Plan, vouchers: Collection[PeerID], now_s: float) -> list[PeerID]:
-        """The peers that may have the role next, first in turn first; of those that as many members reach, who reaches
-        one that is out of our reach."""
+        """Return the possible heirs, first choice first. Among peers that equally many members reach, prefer those that
+        reach a member that we cannot."""
         view = self._policy.view
         order = view.successors(plan, now_s)
         return sorted(order, key=lambda peer: (view.num_unreached(peer, plan, now_s), peer not in vouchers))
 
     def _finds_out(self, plan: Plan, now_s: float) -> bool:
-        """Whether we are about to know what an heir would have to find out again: whether a member is gone, or how to
-        make up for a loss."""
+        """True if we are about to learn what an heir would have to find out again: whether a member is gone, or the
+        best layout after a loss."""
         roster, heartbeat_s = self._policy.view.roster, self._heartbeat_s
         finds_out = (
             self._detector.are_open

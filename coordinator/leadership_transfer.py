@@ -1,14 +1,13 @@
-"""When the coordinator gives the role away, and which heirs it has asked. Pure."""
+"""Decides when the coordinator transfers the role, and to which heir. Pure."""
 
 from collections.abc import Sequence
 
 from shoal.protocol.identity import PeerID
 
 PATIENCE_HEARTBEATS = 1.25
-"""An heir has so long to make its first plan, and some round trips more: asking for the term and for votes takes
-two."""
+"""Time for an heir's first plan, plus some round trips: requesting the term and the votes takes two."""
 ROUND_TRIPS = 6.0
-"""How many of our round trips to the heir are added; the heir's own to the members may be three times as long."""
+"""Number of our round trips to the heir that are added; the heir's own to the members may be three times as long."""
 
 
 class LeadershipTransfer:
@@ -22,30 +21,29 @@ class LeadershipTransfer:
         self._passed_over: set[PeerID] = set()
 
     def begin(self, now_s: float) -> None:
-        """A term begins."""
+        """Begin a term."""
         self._due_s = now_s + self._term_s
         self._asked, self._passed_over = None, set()
 
     def hasten(self, due_s: float) -> None:
-        """The role should move on at `due_s`, if it would not do so before."""
+        """Move the end of the term forward to `due_s`."""
         self._due_s = min(self._due_s, due_s)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an heir has been asked and has time to make its plan. Until then this peer makes none."""
+        """True if an heir has been asked and still has time for its plan. Meanwhile this peer makes none."""
         return self._asked is not None
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to ask an heir now, for the first time or because the last one did not take the role."""
+        """True if an heir should be asked now: the term is over, or the last heir did not take the role."""
         return now_s >= (self._asked_until_s if self._asked is not None else self._due_s)
 
     def may_wait(self, now_s: float, by_s: float) -> bool:
-        """Whether the role has been due for less than `by_s`, and no heir has been asked."""
+        """True if the role has been due for less than `by_s`, and no heir has been asked."""
         return self._asked is None and now_s < self._due_s + by_s
 
     def next(self, order: Sequence[PeerID], now_s: float) -> PeerID | None:
-        """The next peer of `order` to ask, first in turn first; None: nobody is left, and the role stays for a
-        while."""
+        """Return the next peer of `order` to ask; None: all have been asked, and the role stays for a while."""
         self._asked = next((peer for peer in order if peer not in self._passed_over), None)
         if self._asked is None:
             self._passed_over = set()
@@ -56,11 +54,11 @@ class LeadershipTransfer:
         return self._asked
 
     def accepted(self, peer: PeerID, round_trip_s: float, now_s: float) -> None:
-        """`peer` takes the role; asking it took `round_trip_s`."""
+        """Record that `peer` takes the role; asking it took `round_trip_s`."""
         if peer == self._asked:
             self._asked_until_s = now_s + self._patience_s + ROUND_TRIPS * round_trip_s
 
     def declined(self, peer: PeerID, now_s: float) -> None:
-        """`peer` will not take the role, or cannot be reached."""
+        """Record that `peer` will not take the role, or cannot be reached."""
         if peer == self._asked:
             self._asked_until_s = now_s

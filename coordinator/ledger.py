@@ -1,14 +1,14 @@
-"""Knows what has been committed, from the reports that each stage's leader sends with its heartbeats. Pure.
+"""Knows what has been committed, from the reports in the heartbeats of each stage's leader. Pure.
 
-A report may come twice (the reply to a heartbeat was lost, or the role moved on meanwhile), late, or for a step of
-which the coordinator before us got the other half. Each (stage, step) counts once. A step is told once: when the last
-stage's report is here, which alone knows the loss, and either all stages have reported or `PATIENCE_HEARTBEATS` are
-over since all have committed it.
+A report may arrive twice (a heartbeat's reply was lost, or the role moved), late, or for a step whose other reports
+went to the previous coordinator. Each (stage, step) counts once. A step is reported to the node once: when the last
+stage's report, which alone has the loss, is here, and either all stages have reported or `PATIENCE_HEARTBEATS` have
+passed since all committed it.
 
-A report is one peer's word, so it is kept until enough others confirm it. A step is told, its loss shown and the rate
-reckoned with it, once the last stage's version, as most of its members report it (`confirmations`), has passed it.
+A report is one peer's claim. A step, its loss and its effect on the rate count only once a majority of the last stage's
+members has passed it (`confirmations`).
 
-When the run goes back (a new era), so does the ledger: steps above the beginning happen, and are told, again.
+When the run rolls back (a new era), the ledger does too: steps above the beginning happen, and are reported, again.
 """
 
 import math
@@ -21,41 +21,38 @@ from shoal.coordinator.token_rate import AGE_S_MAX, TokenRate
 from shoal.protocol.messages import CommitReport, HandOver, ValidationReport
 
 HISTORY_STEPS = 1024
-"""The records of so many steps are kept; a report for an older one counts as a repetition."""
+"""Number of steps with records; a report for an older one counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step, for the log and the live view. `duplicates` and `given_up` are sums over the stages that have
-    reported."""
+    """One step, for the log and the live view. `duplicates` and `given_up` are sums over the reporting stages."""
 
     step: int
     """Counts from 0; after step s, versions are s + 1."""
     loss: float | None
     validation: ValidationReport | None
-    """The newest validation, told once; None: there was no new one since the record before."""
+    """The newest validation, told once; None: no new one since the previous record."""
     tokens_per_s: float
     staleness_mean: float
-    """Steps, the mean over the stages that have reported."""
+    """Mean staleness in steps over the stages that have reported."""
     duplicates: int
     given_up: int
     dissenting: int
-    """How many members had another state than their group after the commit."""
+    """Number of members that differed from their group's state after the commit."""
     era: int
     term: int
     peers: int
     gradient_norm: float | None = None
-    """The 2-norm of the whole model's reduced gradient before clipping; None: not every group has told its part."""
+    """The 2-norm of the whole model's reduced gradient before clipping; None: not every group has reported its part."""
 
     @property
     def validation_loss(self) -> float | None:
-        """The loss of the newest validation."""
         return self.validation.loss if self.validation is not None else None
 
     @property
     def validation_step(self) -> int | None:
-        """The version that was validated."""
         return self.validation.step if self.validation is not None else None
 
 
@@ -74,11 +71,10 @@ class Ledger:
         tokens_per_step: int,
     ) -> None:
         self.era = 0
-        """The era of everything in the ledger."""
         self._num_stages = num_stages
         self._num_experts = num_experts
         self._stages_before = 0, num_stages
-        """The version at which the era began, and how many stages reported the steps before it."""
+        """The version at which the era began, and the number of stages before it."""
         self._steps = steps
         self._microbatches = microbatches
         self._validates = validates
@@ -87,7 +83,7 @@ class Ledger:
         self._expert_groups: dict[int, set[int]] = {}
         """Step -> the groups of placed experts that have reported it."""
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
-        """The last stage's report of each step that the stage's members have not confirmed, and when it came."""
+        """Step -> the last stage's report, not yet confirmed by that stage's members, and its arrival time."""
         self._untold: dict[int, float] = {}
         self._told: deque[int] = deque(maxlen=HISTORY_STEPS)
         self._validation: ValidationReport | None = None
@@ -95,19 +91,19 @@ class Ledger:
         self._versions = [0] * num_stages
         self._expert_versions = [0] * (num_stages * num_experts)
         self.loss: float | None = None
-        """The loss of the newest step that is known."""
+        """The loss of the newest known step."""
         self._loss_step = -1
         self.validation_loss: float | None = None
         self.validation_step: int | None = None
         """The version that was validated."""
         self._norms: dict[int, dict[int, float]] = {}
-        """The 2-norm of the gradient of a group's layers: step -> group -> norm. Placed experts are groups too."""
+        """Step -> group -> 2-norm of the gradient of its layers. Placed experts are groups too."""
         self.staleness_mean = 0.0
         self.pace = TokenRate(tokens_per_step=tokens_per_step)
 
     @property
     def step(self) -> int:
-        """How many steps every stage has committed."""
+        """The number of steps that every stage has committed."""
         return min(self._versions)
 
     @property
@@ -117,22 +113,21 @@ class Ledger:
 
     @property
     def done(self) -> bool:
-        """Whether every stage has committed the last step, its experts too, and the result has been validated."""
+        """True if all stages and experts have committed the last step, and the result has been validated."""
         if any(version < self._steps for version in self._expert_versions):
             return False
         validated = self._validation is not None and self._validation.step >= self._steps
         return self.step >= self._steps and (validated or not self._validates)
 
     def divide(self, num_stages: int) -> None:
-        """The run's first layout has so many stages."""
+        """Set the number of stages of the run's first layout."""
         if num_stages != self._num_stages:
             self._num_stages = num_stages
             self._versions = [self.step] * num_stages
             self._expert_versions = [self.step] * (num_stages * self._num_experts)
 
     def rewind(self, era: int, version: int, *, num_stages: int) -> None:
-        """Only `era` counts from now on, which begins at `version` with so many stages. The steps before `version`
-        happened, whatever became of their era."""
+        """Roll back to `version`, where `era` begins with `num_stages` stages. Keep the steps before `version`."""
         self.era = era
         self._stages_before, self._num_stages = (version, self._num_stages), num_stages
         self.pace.begin_era(era, version)
@@ -151,7 +146,7 @@ class Ledger:
         self._confirm()
 
     def note_version(self, stage: int | None, version: int) -> None:
-        """Most holders of `stage`, or of that group of experts, say that their state is at `version`."""
+        """Record that most holders of a group are at `version`. Stages come first, then groups of experts."""
         if stage is not None and 0 <= stage < self._num_stages:
             self._versions[stage] = min(max(self._versions[stage], version), self._steps)
         elif stage is not None and 0 <= stage - self._num_stages < len(self._expert_versions):
@@ -160,7 +155,7 @@ class Ledger:
         self._confirm()
 
     def note_commits(self, reports: Iterable[CommitReport], now_s: float) -> list[str]:
-        """Note reports. Returns: what is wrong with those that contradict themselves, which do not count."""
+        """Record reports. Returns: the flaws of inconsistent reports, which do not count."""
         flaws = []
         for report in reports:
             oldest = max(0, self.version_max - HISTORY_STEPS)
@@ -187,10 +182,8 @@ class Ledger:
         return flaws
 
     def _confirm(self, *, flush: bool = False) -> None:
-        """Count the steps that the last stage's leader has reported and its members have confirmed by now.
-
-        Args: flush: count also the steps right behind those, which other coordinators will hear confirmed.
-        """
+        """Count the steps that the last stage's leader has reported and its members have confirmed.
+        Args: flush: also count the steps right after those; other coordinators will see them confirmed."""
         confirmed = self._versions[-1]
         while flush and confirmed in self._unconfirmed:
             confirmed += 1
@@ -204,13 +197,13 @@ class Ledger:
                 self.loss, self._loss_step = report.loss, report.step
 
     def _trim(self, table: dict[int, Any]) -> None:
-        """Cut a table to `HISTORY_STEPS`: first goes what claims to be far ahead of everybody, then the oldest."""
+        """Cut a table to `HISTORY_STEPS`: first drop steps far in the future, then the oldest."""
         while len(table) > HISTORY_STEPS:
             last = max(table)
             del table[last if last >= self.version_max + HISTORY_STEPS else min(table)]
 
     def _note_expert(self, report: CommitReport) -> None:
-        """Note that a group of experts has committed, and its norm: nothing else of it is counted."""
+        """Record the commit of a group of experts, and its norm; nothing else of it is counted."""
         if report.stage < self._num_stages + len(self._expert_versions):
             self._expert_groups.setdefault(report.step, set()).add(report.stage)
             self._note_norm(report)
@@ -222,8 +215,8 @@ class Ledger:
             self._norms.setdefault(report.step, {})[report.stage] = norm
 
     def _flaw(self, report: CommitReport) -> str:
-        """Say what is wrong with a report; empty: nothing. Every microbatch is in the ledger once, or given up; one
-        that came again is counted as a duplicate."""
+        """Say what is wrong with a report; empty: nothing. Every microbatch must be counted once or given up; repeated
+        ones are duplicates."""
         held, lost, again = report.microbatches, report.given_up, report.duplicates
         if held >= 0 and lost >= 0 and again >= 0 and held + lost == self._microbatches:
             return ""
@@ -233,9 +226,8 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """Note the losses of validations. Such a loss is one member's word, since only a peer that computes it again
-        could confirm it. But it is of a version that the stages' members have confirmed; the leader of stage 0 repeats
-        it until they have."""
+        """Record validation losses. Such a loss is one member's claim, which only a recomputation could confirm. But
+        its version must be confirmed; the leader of stage 0 repeats the report until it is."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue
@@ -244,7 +236,7 @@ class Ledger:
                 self.validation_loss, self.validation_step = report.loss, report.step
 
     def take_over(self, will: HandOver, now_s: float) -> None:
-        """Take over what the coordinator before us knew and we do not. Of another era only the run's rate counts."""
+        """Take over what the previous coordinator knew and we do not. From another era only the run's rate counts."""
         self.pace.take_over(will.pace, now_s)
         if will.era != self.era:
             return
@@ -257,10 +249,8 @@ class Ledger:
         self.staleness_mean = will.staleness_steps_mean
 
     def tell(self, now_s: float, *, term: int, peers: int, flush: bool = False) -> list[StepRecord]:
-        """The records of the steps that are due, in the order of steps: a step waits for those before it.
-
-        Args: flush: all that have a loss are due.
-        """
+        """Return the records of the steps that are due, in the order of steps: a step waits for those before it.
+        Args: flush: all that have a loss are due."""
         records = []
         self._confirm(flush=flush)
         waits = False
@@ -268,12 +258,12 @@ class Ledger:
             by_stage = self._reports.get(step, {})
             complete = len(by_stage) == self._stages_of(step)
             if step == self._steps - 1:
-                complete = self.done  # the run's last record carries its last validation
+                complete = self.done  # the run's last record contains its last validation
             if step >= self.step:
-                self._untold[step] = now_s  # some stage is still at it, and cannot have reported
+                self._untold[step] = now_s  # some stage has not committed it, so it cannot have reported
             due = flush or complete or now_s >= self._untold[step] + self._patience_s
             waits = waits or not due
-            if not waits:  # nor does an earlier step wait: people read steps in their order
+            if not waits:  # an earlier step is not waiting: people read steps in their order
                 del self._untold[step]
                 self._told.append(step)
                 records.append(self._record(step, by_stage, now_s, term=term, peers=peers))
@@ -306,12 +296,11 @@ class Ledger:
         )
 
     def _stages_of(self, step: int) -> int:
-        """How many stages report the step."""
         begun, before = self._stages_before
         return before if step < begun else self._num_stages
 
     def has_reported(self, version: int) -> bool:
-        """Whether every stage, and every group of placed experts, has reported the step that made `version`."""
+        """True if every stage, and every group of placed experts, has reported the step that made `version`."""
         step = version - 1
         if step < 0:
             return True

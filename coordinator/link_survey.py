@@ -1,18 +1,17 @@
 """Chooses the links that peers should measure next. Pure.
 
-The coordinator asks for what it does not know (`HeartbeatReply.probe`). Before the first plan each peer measures a few
-links with each heartbeat, as nothing else is on the lines yet. While the run trains a spare measures one link with each
-heartbeat until a few are known, so that a search can find a place for it. Everybody else measures one link at a time:
-one towards a spare of which nobody has told, else one that the plan uses and that was measured half a minute ago, else
-one that is not known, else one that was measured long ago; and the links in use far more often while the run is slower
-than what is known can explain. If several links of one peer have become slow by then, everybody measures the link
-towards it: a search that knew of those alone would move its traffic to the others. Before all that a peer tries those
-that say they cannot reach it, and now and then those that it cannot reach (`reachability.py`). Of several candidates a
-peer measures the link towards the network card that has rested longest, so that no line answers many probes at once.
+The coordinator asks for unknown links (`HeartbeatReply.probe`). Before the first plan each peer measures a few links
+with each heartbeat, because the lines are idle. While the run trains, a standby measures one link with each heartbeat
+until a search can place it. Every other peer measures one link at a time, in this order: towards an unknown standby, in
+use and a minute old, unknown, old. Links in use are measured far more often while the run is slower than the figures
+explain. If several links of one peer have become slow, all peers measure their link towards it; otherwise a search
+would move its traffic to its other links. Before all that, a peer tries the peers that report it as unreachable, and
+now and then those that it cannot reach (`reachability.py`). Among several candidates it takes the network card that has
+rested longest, so that no line answers many probes at once.
 
-Peers that name one machine share a network card (`Advert.machine`), and two of them that probe at once see half of it
-each. So before the first plan they take turns with what leaves their machine, and what one of them knows of another
-machine counts for all. Towards each other they measure one link each, which shows that they are where they say.
+Peers that name one machine share a network card (`Advert.machine`), and simultaneous probes would see half of it each.
+So before the first plan they take turns with links that leave their machine, and a measurement of one of them counts
+for all. Between them one link each is measured, to check that they are where they say.
 """
 
 import math
@@ -26,34 +25,29 @@ from shoal.protocol.limits import PROBES_PER_REPLY_MAX
 from shoal.protocol.plan import Plan
 
 PARTNERS_FIRST = 8
-"""The first plan knows so many links of each peer, or all in a smaller swarm; so does the first search with a spare."""
+"""Known links of each peer before the first plan, or before the first search with a standby; all in a smaller swarm."""
 PARTNERS_ENOUGH = 48
-"""A peer with so many known links measures no more: the others are estimated from them."""
+"""A peer with this many known links measures no more: the others are estimated from them."""
 APART_HEARTBEATS = 15.0
 """The time between two probes of a peer while the run trains."""
 STALE_S = 300.0
 IN_USE_STALE_S = 60.0
-"""A link is measured again after so long, the second if the plan uses it."""
+"""Ages at which a link is measured again: `STALE_S`, or `IN_USE_STALE_S` if the plan uses it."""
 DOUBT_HEARTBEATS = 2.0
 DOUBT_STALE_S = 10.0
-"""The same, where the run is slower than what is believed can explain."""
+"""The same while the run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""Where a peer's line may have become slow its links are all measured again, so many a heartbeat, unless they have been
-for so long."""
+"""If a peer's line may have become slow, all its links that are older than `SUSPECT_STALE_S` are measured again, this
+many a heartbeat."""
 CONFIRM_HEARTBEATS = 3.0
-"""The answer to such a request is here after so many: two probes and the next heartbeat."""
+"""Time for the answer to such a request: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
-"""A link that was asked for and has not been told of by then is asked for again."""
+"""A requested link without a report is requested again after this time."""
 
 
 class LinkSurvey:
-    """Who measures the link towards whom.
-
-    Args:
-        links: what is known.
-        reach: which pairs cannot reach each other.
-    """
+    """Assigns link measurements to peers."""
 
     def __init__(self, links: LinkBook, heartbeat_s: float, reach: Reachability) -> None:
         self._links = links
@@ -61,29 +55,29 @@ class LinkSurvey:
         self._heartbeat_s = heartbeat_s
         self._machines: dict[PeerID, str] = {}
         self._asked_s: dict[tuple[PeerID, PeerID], float] = {}
-        """(from, towards) -> when that link was asked for last."""
+        """(from, towards) -> time of the last request."""
         self._turn = 0
         self._probed: dict[str, int] = {}
-        """Peer or network card -> the turn in which anybody was asked last to measure its link towards it."""
+        """Peer or network card -> turn of the last request to measure a link towards it."""
         self._asker_s: dict[PeerID, float] = {}
         self._leaving: dict[str, tuple[PeerID, float]] = {}
-        """Network card -> who was asked last to measure what leaves it, and when."""
+        """Network card -> the peer last asked to measure links that leave it, and when."""
         self._suspected_s: dict[PeerID, float] = {}
         """Peer -> when its line was first suspected to have become slow."""
         self._rests_s: dict[PeerID, float] = {}
-        """When the next one may measure its link towards such a peer."""
+        """Suspected peer -> when the next link towards it may be measured."""
 
     def forget(self) -> None:
-        """We coordinate now: what we asked for in an earlier term of ours does not count."""
+        """Drop our requests of an earlier term."""
         self._machines, self._asked_s, self._probed, self._asker_s, self._leaving = {}, {}, {}, {}, {}
         self._suspected_s, self._rests_s = {}, {}
 
     def hear(self, peer: PeerID, machine: str) -> None:
-        """`peer` says on which machine it is; empty: on one of its own."""
+        """Record the machine of `peer`; empty: one of its own."""
         self._machines[peer] = machine
 
     def is_enough(self, peers: Sequence[PeerID], now_s: float) -> bool:
-        """Whether a first plan can be made: enough links of each machine are known, or known not to be there."""
+        """True if a first plan is possible: enough links of each machine are known, or known to be unreachable."""
         known: dict[str, set[PeerID]] = {}
         size = Counter(self._card(peer) for peer in peers)
         for peer in peers:
@@ -95,12 +89,12 @@ class LinkSurvey:
         )
 
     def is_falling(self, peers: Collection[PeerID]) -> bool:
-        """Whether a link between two of these seems to have become slow, and a few more reports will tell."""
+        """True if a link between two of these may have become slow, and a few more reports will decide."""
         return self._links.is_falling(peers)
 
     def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:
-        """Whether one of these may have a slow line, and another of them has not measured its link towards it since, or
-        was asked to less than `CONFIRM_HEARTBEATS` ago, so that its figure is not here yet."""
+        """True if one of these may have a slow line and figures of another's link towards it are still expected: not
+        measured since, or requested less than `CONFIRM_HEARTBEATS` ago."""
         suspects = self._suspects(now_s).intersection(peers)
         lately_s = now_s - CONFIRM_HEARTBEATS * self._heartbeat_s
         return any(
@@ -119,15 +113,15 @@ class LinkSurvey:
         return peer != other and self._asked_s.get((peer, other), -math.inf) < since_s
 
     def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> bool:
-        """Whether enough links of `peer` to others are known to find a place for it."""
+        """True if enough links of `peer` to others are known to place it."""
         return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
     def _found_from(self, peer: PeerID, now_s: float) -> set[PeerID]:
-        """The peers towards which `peer` has measured its link, or to which it has none."""
+        """Return the peers to which `peer` has measured its link, or has none."""
         return self._links.known_from(peer) | self._reach.cannot_reach(peer, now_s)
 
     def choose(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> tuple[PeerID, ...]:
-        """The peers towards which `peer` should measure its link before the first plan."""
+        """Return the peers to which `peer` should measure its link before the first plan."""
         card = self._card(peer)
         mates = self.mates(peer, others)
         known = self._links.known_from(peer)
@@ -145,15 +139,13 @@ class LinkSurvey:
         return chosen
 
     def mates(self, peer: PeerID, others: Iterable[PeerID]) -> tuple[PeerID, ...]:
-        """Those of `others` that name the same machine as `peer`."""
+        """Return those of `others` that name the same machine as `peer`."""
         return tuple(p for p in others if p != peer and self._card(p) == self._card(peer))
 
     def choose_one(self, peer: PeerID, plan: Plan, now_s: float, *, in_doubt: bool = False) -> tuple[PeerID, ...]:
-        """The peer towards which `peer` should measure its link while the run trains; mostly nobody.
-
-        Args: in_doubt: the run is far slower than what is believed of devices and links, so the links that it uses are
-            measured as often as their lines bear.
-        """
+        """Return the peer to which `peer` should measure its link while the run trains; usually none.
+        Args: in_doubt: the run is far slower than the figures explain, so the links in use are measured as often as
+        their lines bear."""
         if tried := self._to_try(peer, plan, now_s):
             return self._chosen(peer, tried, now_s, most=1)
         if peer in plan.spares and not self.is_known(peer, plan.members, now_s):
@@ -185,7 +177,7 @@ class LinkSurvey:
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _to_confirm(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
-        """Choose members whose line may have become slow, and towards which `peer` has not measured its link since."""
+        """Return members with a possibly slow line, towards which `peer` has not measured its link since."""
         return [
             other
             for other in self._suspects(now_s)
@@ -195,8 +187,8 @@ class LinkSurvey:
         ]
 
     def _to_try(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
-        """Choose members that `peer` should try to reach: those that say they cannot reach `peer`, if `peer` has said
-        nothing of them; if there are none, those that `peer` failed to reach when it last tried, a while ago."""
+        """Return members that `peer` should try to reach: those that report it as unreachable, unless `peer` has
+        reported on them; otherwise those that `peer` failed to reach at its last try, a while ago."""
         apart_s = UNANSWERED_HEARTBEATS * self._heartbeat_s
         accused = [
             other
@@ -212,11 +204,11 @@ class LinkSurvey:
         return self._machines.get(peer) or peer
 
     def _is_in_turn(self, peer: PeerID, mates: Sequence[PeerID], now_s: float) -> bool:
-        """Whether nobody else behind the same card is at it, and it is not somebody else's turn."""
+        """True if no other peer behind the same card is measuring or has the next turn."""
         if not mates or (last := self._leaving.get(self._card(peer))) is None:
             return True
         asker, asked_s = last
-        beats = 2.0 if asker == peer else 1.0  # one of the mates that has not been asked for so long has gone
+        beats = 2.0 if asker == peer else 1.0  # the peer that had the turn is gone
         return now_s >= asked_s + beats * self._heartbeat_s
 
     def _chosen(self, peer: PeerID, candidates: Iterable[PeerID], now_s: float, *, most: int) -> tuple[PeerID, ...]:

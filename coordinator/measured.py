@@ -1,13 +1,12 @@
-"""Keeps what peers report to have measured until a plan needs it. Pure.
+"""Keeps the measurements that peers report until a plan needs them. Pure.
 
-Claims are not trusted, so what other peers have measured counts first. For a link, the receiver's figure bounds the
-sender's, and of two round trips over one link the longer counts: a peer that claims a better link than there is gains
-nothing, and one that claims a worse link only loses work. For a device, the seconds that its microbatches took count
-before what its probe said.
+Claims are not trusted, so measurements by other peers count first. For a link, the receiver's figure bounds the
+sender's, and of two round trips over one link the longer counts: a peer gains nothing by claiming a better link, and
+loses work by claiming a worse one. For a device, the measured seconds of its microbatches count before its probe.
 
-Until others have seen a peer at work it is worth at most the median of those that have been seen, whatever it claims of
-its device and its line: six peers that boast, beside six that work, get what six usual ones would. If a peer works, and
-lies about its own seconds, only `BOAST_MEASURED` bounds what it gains.
+Until others have seen a peer at work, it counts at most as the median of those that have been seen, for any claims
+about its device and its line: six boasting peers beside six working ones get the work of six average ones. The gain of
+a peer that works and lies about its own seconds is bounded by `BOAST_MEASURED` only.
 """
 
 import math
@@ -25,45 +24,43 @@ from shoal.protocol.messages import LinkReport
 from shoal.protocol.topology import Bools, Floats
 
 STEADY_REPORTS = 16
-"""The average is over so many reports, in the logarithm; after that each new one moves it by 1/16. Noise of +-10 %
-leaves 1 %."""
+"""Reports in the logarithmic average; after that each new one moves it by 1/16. Noise of +-10 % leaves 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""Figures that are off by more than a factor of `ODD`, so many in a row and in one direction, are no noise: they are
-believed at once."""
+"""A figure replaces the average at once after this many reports in a row that differ by more than a factor of `ODD` in
+one direction: that is no noise."""
 SPEED_REPORTS = 3
-"""A device's figure counts after so many reports: its first forward pays for everything that is done once."""
+"""Reports before a device's figure counts, because its first forward includes one-time costs."""
 LINKS_KEPT_MAX = 64
-"""How many links of each reporter are kept, those that it spoke of last. An honest reporter tells of no more."""
+"""Links kept of each reporter, the last reported ones. An honest reporter reports no more."""
 BOAST = 4.0
-"""A sender is believed to be up to so many times faster than what the receiver has seen arrive, which errs low."""
+"""A sender's rate is believed up to this multiple of the rate that the receiver has seen, which errs low."""
 BOAST_CLAIMED = 16.0
-"""A claim counts up to so many times the usual one while nobody has been measured, as before the first plan. The
-boundaries between stages are made of such claims, and cards and processors do differ that much."""
+"""Bound of a claim over the median claim before anything is measured, as before the first plan. Stage boundaries depend
+on these claims, and cards and processors do differ that much."""
 BOAST_MEASURED = 64.0
-"""What a device says of its own work counts up to so many times the usual figure: a data centre's card among
-processors."""
+"""Bound of a device's report about its own work over the median: a data centre's card among processors."""
 PROBES_CERTAIN = 3
-"""The best of so many probes is what a link carries; the best of fewer is a lower bound."""
+"""Number of probes of which the best is the link's rate; the best of fewer is a lower bound."""
 SUSPECT_LINKS = 2
-"""A peer's line may have become slow once so many links of it have."""
+"""Number of slow links that make a peer's line suspect."""
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
-"""It has become slow once so many links have, as a part of the other peers and in all."""
+"""A line counts as slow once this fraction of its links, and at least `SLOW_LINE_MIN` of them, have become slow."""
 CLAIM_MIN = 2.0
-"""Bytes/s. A claim of nothing comes as 1 (`MeasuredPeer.of`)."""
+"""Bytes/s. A claim of nothing arrives as 1 (`MeasuredPeer.of`)."""
 RATE_MAX = 1e12
 """Bytes/s and, in seconds, the inverse: figures beyond are no measurements."""
 
 
 class Smoothed:
-    """A positive figure, without its noise but with its changes."""
+    """A positive figure with its noise removed, which still follows changes."""
 
     __slots__ = ("_odd", "count", "log")
 
     def __init__(self) -> None:
         self.count = 0
         self.log = math.nan
-        """The figure's logarithm; NaN: there is no figure yet."""
+        """The figure's logarithm; NaN: none yet."""
         self._odd = 0
 
     @property
@@ -72,7 +69,7 @@ class Smoothed:
 
     @property
     def is_falling(self) -> bool:
-        """Whether the last reports are far less than those before, and too few to be believed."""
+        """True if the last reports are far below the average, but too few to be believed."""
         return self._odd < 0
 
     def add(self, figure: float) -> None:
@@ -91,7 +88,7 @@ class Smoothed:
 
 @dataclass(slots=True)
 class _Link:
-    """What one peer says of its link with another."""
+    """One peer's report about its link with another."""
 
     round_trip_s: Smoothed
     sent: Smoothed
@@ -101,14 +98,13 @@ class _Link:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MeasuredNetwork:
-    """The links between peers, in the order of a snapshot; NaN: nobody has measured it. Rows are senders."""
+    """The links between peers, in the order of a snapshot; NaN: not measured. Rows are senders."""
 
     latency_s: Floats
     """[N, N], one way."""
     bytes_per_s: Floats
-    """[N, N]"""
     is_certain: Bools
-    """[N, N], where several probes agree that a link is no faster; elsewhere its rate is a lower bound."""
+    """[N, N], True if several probes agree that a link is no faster; elsewhere its rate is a lower bound."""
 
 
 class LinkBook:
@@ -117,12 +113,12 @@ class LinkBook:
     def __init__(self) -> None:
         self._links: dict[PeerID, OrderedDict[PeerID, _Link]] = {}
         self.targets: set[PeerID] = set()
-        """The peers towards which another one has probed its link."""
+        """Peers towards which another peer has probed its link."""
         self._fallen: dict[tuple[PeerID, PeerID], float] = {}
         """(from, towards) -> bytes/s of each link that has become slow and has stayed so."""
 
     def note(self, reporter: PeerID, reports: Iterable[LinkReport]) -> None:
-        """Note the links in a heartbeat of `reporter`, which may say anything."""
+        """Record the links in a heartbeat of `reporter`, which is not trusted."""
         for report in islice(reports, LINKS_PER_HEARTBEAT_MAX):
             if report.peer == reporter:
                 continue
@@ -148,18 +144,18 @@ class LinkBook:
                 self._fallen.pop((reporter, target), None)
 
     def keep(self, peers: Collection[PeerID]) -> None:
-        """Forget what all other peers have said."""
+        """Forget the reports of all other peers."""
         self._links = {peer: links for peer, links in self._links.items() if peer in peers}
         self.targets = {t for links in self._links.values() for t, link in links.items() if link.num_probes}
         self._fallen = {pair: rate for pair, rate in self._fallen.items() if pair[0] in peers and pair[1] in peers}
 
     def seen_by_others(self) -> frozenset[PeerID]:
-        """The peers from which another peer has received anything."""
+        """The peers from which another peer has received data."""
         links = ((peer, link) for links in self._links.values() for peer, link in links.items())
         return frozenset(peer for peer, link in links if link.received.count)
 
     def is_falling(self, peers: Collection[PeerID]) -> bool:
-        """Whether a link between two of these seems to have become slow, and a few more reports will tell."""
+        """True if a link between two of these may have become slow, and a few more reports will decide."""
         among = set(peers)
         return any(
             link.sent.is_falling
@@ -169,8 +165,8 @@ class LinkBook:
         )
 
     def suspects(self) -> dict[PeerID, int]:
-        """The peers whose line may have become slow, and how many of their links have: several, and more than of each
-        peer at the other ends."""
+        """Return the peers with a possibly slow line -> number of their slow links: several, and more than at any peer
+        at the other ends."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._fallen:
             ends.setdefault(reporter, set()).add(target)
@@ -182,7 +178,7 @@ class LinkBook:
         }
 
     def _has_slow_line(self, num_others: int) -> set[PeerID]:
-        """The peers of which so many links have become slow that what is known of the others is out of date."""
+        """Return the peers with so many slow links that older figures of their other links are out of date."""
         return {peer for peer, slow in self.suspects().items() if slow >= max(SLOW_LINE_MIN, SLOW_LINE * num_others)}
 
     def _is_out_of_date(self, sender: PeerID, receiver: PeerID, slow_lines: set[PeerID]) -> bool:
@@ -193,11 +189,9 @@ class LinkBook:
         return {target for target, link in self._links.get(peer, {}).items() if link.num_probes}
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """Bytes/s at which each peer sends, over its usual link, as far as its receivers bear it out.
-
-        A peer that has not been measured is as fast as it claims, but no faster than the median of the others; if it
-        claims nothing it is as fast as that median. The shares of a reduction must not hang on what is not known.
-        """
+        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. A peer without
+        measurements counts as it claims, at most as the median of the others, or as that median if it claims nothing.
+        The shares of a reduction must not depend on unknown rates."""
         measured: dict[PeerID, float] = {}
         found: dict[PeerID, float] = {}
         for peer, claim in claims.items():
@@ -211,7 +205,7 @@ class LinkBook:
         return {peer: found.get(peer, max(usual, claim)) for peer, claim in claims.items()}
 
     def _sent(self, sender: PeerID, receiver: PeerID) -> float | None:
-        """Bytes/s; None: the receiver has not seen any."""
+        """Return bytes/s; None: the receiver has not seen data."""
         said = self._links[sender][receiver].sent
         links = self._links.get(receiver)
         seen = links.get(sender) if links is not None else None
@@ -220,7 +214,7 @@ class LinkBook:
         return min(said.value, BOAST * seen.received.value)
 
     def network(self, peers: Sequence[PeerID]) -> MeasuredNetwork:
-        """The links between `peers`, in their order."""
+        """Return the links between `peers`, in their order."""
         number = {peer: index for index, peer in enumerate(peers)}
         slow_lines = self._has_slow_line(len(peers) - 1)
         found = [
@@ -256,13 +250,13 @@ class LinkBook:
 
 
 class SpeedBook:
-    """How fast devices are with the stage that they hold."""
+    """The speeds of devices with the stage that they hold."""
 
     def __init__(self) -> None:
         self._speeds: dict[PeerID, tuple[object, Smoothed]] = {}
 
     def note(self, peer: PeerID, place: object, flop_per_s: float) -> None:
-        """Note a device's speed from a heartbeat; at another `place` it is another figure."""
+        """Record a device's speed from a heartbeat; another `place` starts a new average."""
         held, speed = self._speeds.get(peer, (None, None))
         if speed is None or held != place:
             speed = Smoothed()
@@ -279,13 +273,13 @@ class SpeedBook:
         return speed.value if speed is not None and speed.count >= SPEED_REPORTS else None
 
     def speeds(self, claims: dict[PeerID, float], *, seen: Collection[PeerID]) -> dict[PeerID, float]:
-        """FLOP/s of every peer. A measured peer counts as measured. Any other counts as claimed, times what claims have
-        been worth at measured peers, but no more than their median, and no more than what it says of its own work.
+        """Return the FLOP/s of every peer. A measured peer counts as measured. Any other counts as claimed, times the
+        ratio of measurements to claims, but at most as the measured median and as its own report.
 
-        A microbatch's forward is slower than a probe's single layer, for every device alike. Without that factor a peer
-        that has not been measured would look faster than the rest.
+        The ratio is there because a microbatch's forward is slower than the single layer of a probe, on every device.
+        Without it, unmeasured peers would look faster than the rest.
 
-        Args: seen: the peers that others have seen at work; what the rest say of their own work is a claim.
+        Args: seen: the peers that others have seen at work; the other peers' reports of their own work are claims.
         """
         found = {peer: speed for peer in claims if peer in seen and (speed := self.measured(peer)) is not None}
         worth = median(found[peer] / claims[peer] for peer in found) if found else 1.0
@@ -298,7 +292,7 @@ class SpeedBook:
 
 
 def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict[PeerID, float]:
-    """What claims are believed, given what has been measured of other peers."""
+    """Bound claims by the measurements of other peers."""
     if measured:
         most = median_low(measured.values())
     elif claimed:
@@ -307,6 +301,6 @@ def bounded(claimed: dict[PeerID, float], measured: dict[PeerID, float]) -> dict
 
 
 def _add(smoothed: Smoothed, figure: float) -> None:
-    """Add a figure unless it is none: 0 says that it is not known, and what cannot be is not believed."""
+    """Add a figure unless it is impossible or 0, which means unknown."""
     if 1.0 / RATE_MAX <= figure <= RATE_MAX * 1e6:
         smoothed.add(figure)

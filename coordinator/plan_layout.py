@@ -1,7 +1,7 @@
-"""The layout of a plan: which peer is to hold which layers. Pure.
+"""The layout of a plan: the assignment of layers to peers. Pure.
 
-There are two types of a layout. A search works on a `Placement`, by device numbers of one topology. A `Layout` is in
-the words of the plan: stages with their members' shares, and spares.
+A layout has two types. A search works on a `Placement`, by device numbers of one topology. A `Layout` has the plan's
+own terms: stages with their members' shares, and standbys.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from shoal.protocol.plan import Foreseen, Plan, Stage
 from shoal.protocol.wire_format import Formats
 
 NO_MOVES = "new shares"
-"""The reason of a layout in which everybody stays."""
+"""The reason of a layout in which no peer moves."""
 
 Places = tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]
-"""(first layer, last layer, members) of each stage, and the spares."""
+"""(first layer, last layer, members) of each stage, and the standbys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,30 +25,31 @@ class Beginning:
     version: int = 0
     from_era: int = 0
     loses: bool = True
-    """Whether the run may have been further than `version`."""
+    """True if the run may have trained past `version`, so that work is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The stages and spares that the next plan is to have. `reason` is one sentence for people."""
+    """The stages and standbys of the next plan. `reason` is one sentence for people."""
 
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...]
     reason: str
     beginning: Beginning | None = None
-    """Where the run goes back to with this layout; None: it goes on in the era of the plan before it."""
+    """The start of a new era with this layout, after a roll-back or a division; None: the previous plan's era
+    continues."""
     ends_at: int = 0
-    """The version at which this layout gives way to `following` (`Plan.ends_at`); 0: it does not."""
+    """The version at which `following` replaces this layout (`Plan.ends_at`); 0: no end is set."""
     following: tuple[Stage, ...] = ()
-    """The stages after these; without an end, members fetch what they lack for them."""
+    """The stages after these. Members download their missing layers, before an end is set."""
     foreseen: Foreseen | None = None
-    """How fast `stages` should be; None: nobody could say."""
+    """Predicted throughput of `stages`; None: no prediction."""
     formats: Formats | None = None
-    """How tensors travel (`Plan.formats`); None: not chosen yet."""
+    """The formats of tensors (`Plan.formats`); None: not chosen yet."""
 
     @classmethod
     def of(cls, plan: Plan, reason: str) -> "Layout":
-        """The layout of `plan` once more: nobody moves, and what was foreseen of it stands."""
+        """Return the layout of `plan` unchanged, with its prediction."""
         return cls(
             stages=plan.stages,
             spares=plan.spares,
@@ -60,12 +61,12 @@ class Layout:
         )
 
     def places(self) -> Places:
-        """The layout without shares: two layouts with equal places move nobody."""
+        """The layout without shares: equal places mean that no peer moves."""
         return _places(self.stages, self.spares)
 
 
 def places_of(plan: Plan) -> Places:
-    """The places of a plan's members, without shares."""
+    """Return the places of a plan's members, without shares."""
     return _places(plan.stages, plan.spares)
 
 

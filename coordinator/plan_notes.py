@@ -1,4 +1,4 @@
-"""Keeps the reasons of the last plans for people: a status tells them, whichever peer coordinates. Pure."""
+"""Keeps the reasons of the last plans for the status, across coordinators. Pure."""
 
 import math
 from collections import deque
@@ -16,26 +16,26 @@ REASON_CHARS_MAX = 160
 
 
 class PlanNotes:
-    """The plans that this peer has obeyed, and those that coordinators before it told of."""
+    """The plans that this peer has obeyed, and those that earlier coordinators reported."""
 
     def __init__(self) -> None:
         self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)
-        """(since when, what)."""
+        """(time, note)."""
 
     def obey(self, plan: Plan, now_s: float) -> None:
-        """Note a live plan."""
+        """Record a live plan."""
         reason = plan.reason[:REASON_CHARS_MAX]
         self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
 
     def judge(self, outcome: str) -> None:
-        """Note what comes of the live plan, in place of what was noted of it before."""
+        """Set the outcome of the live plan."""
         if self._notes:
             at_s, note = self._notes[-1]
             self._notes[-1] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
 
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
-        """Put another coordinator's notes from before our own first one in front. Of the plans that both know, take
-        what it has seen come of them, and their age, if it has known them for longer."""
+        """Prepend another coordinator's notes that are older than our first one. For plans that both know, take its
+        outcome, and its age if that is greater."""
         notes = tuple(notes)
         told_s = {
             (note.term, note.sequence): now_s - max(0.0, note.seconds_ago)
@@ -67,7 +67,7 @@ class PlanNotes:
 
 
 def _cut(note: PlanNote) -> PlanNote:
-    """Cut a note to the length of ours, whoever tells it."""
+    """Cut a received note to our limits."""
     coordinator = PeerID(note.coordinator[:PEER_ID_CHARS_MAX])
     reason, outcome = note.reason[:REASON_CHARS_MAX], note.outcome[:REASON_CHARS_MAX]
     return msgspec.structs.replace(note, coordinator=coordinator, reason=reason, outcome=outcome)

@@ -1,7 +1,6 @@
-"""The rounds that lead to a plan: from the question for a term, over the votes, to a live plan that everybody is told
-of. Pure.
+"""Leads one plan through its rounds: request the term, collect the votes, announce the live plan. Pure.
 
-The proposer runs one ballot at a time and returns how it has ended; this module begins ballots and acts on their ends.
+The proposer runs one ballot at a time and returns its result; this module begins ballots and acts on their results.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +32,7 @@ from shoal.protocol.plan import Mandate, SignedPlan
 
 
 class PlanRounds:
-    """Begins proposals, and acts on how they end.
-
-    Args:
-        adopt: obeys a plan if it is above ours.
-    """
+    """Begins proposals, and acts on their results. Args: adopt: obeys a plan if it is above ours."""
 
     def __init__(
         self,
@@ -60,7 +55,7 @@ class PlanRounds:
         if not watch.head_known:
             return []
         if watch.run_exists(now_s):
-            return [Note(text="waiting for word of the plan that this run has")]
+            return [Note(text="waiting for the plan of this run")]
         found, reason = self._policy.first_plan(now_s, own=own)
         match found:
             case Layout():
@@ -76,22 +71,22 @@ class PlanRounds:
                 return [Note(text=reason)]
 
     def reported(self, sequence: int, now_s: float) -> list[Command]:
-        """A peer says that it obeys the plan of this sequence."""
+        """Handle a peer's report that it obeys the plan of this sequence."""
         live = self._chain.live
         if sequence <= (live.plan.sequence if live else 0):
             return []
         self._follower.watch.is_behind(now_s)
-        return [LookUp()]  # the chain has gone on without us
+        return [LookUp()]  # the chain has grown without us
 
     def remind(self, peer: PeerID, reply: HeartbeatReply) -> list[Command]:
-        """`peer` has answered our heartbeat. If it coordinates our plan and knows only a lower term, its disk has
-        failed it: it gets its plan back."""
+        """Handle the reply to our heartbeat. If our coordinator knows only a lower term, it has lost its disk: send it
+        its plan."""
         live = self._chain.live
         forgot = live is not None and live.plan.coordinator == peer != self._me and reply.term < live.plan.term
         return [Ask(peer=peer, message=PlanLive(plan=live.link))] if live and forgot else []
 
     def reset(self, reset: Reset, base: SignedPlan, mandate: Mandate, now_s: float) -> list[Command]:
-        """The owner lets us make the next plan alone."""
+        """Make the next plan alone, with the owner's mandate."""
         commands = self._adopt(base, now_s)
         live = self._chain.live
         if live is None:
@@ -112,7 +107,7 @@ class PlanRounds:
         return [*commands, Note(text=layout.reason), Reply(message=Done())]
 
     def pursue(self, want: Want, live: SignedPlan, now_s: float) -> list[Command]:
-        """Propose what `Leader.work` has found. We coordinate."""
+        """Propose the result of `Leader.work`. We coordinate."""
         match want:
             case Layout():
                 return self._conclude(self._proposer.propose(live, self._policy.foreseen(want, now_s), now_s), now_s)
@@ -122,11 +117,11 @@ class PlanRounds:
                 return []
 
     def inherit(self, live: SignedPlan, now_s: float) -> list[Command]:
-        """The coordinator has handed the role to us: ask for its next term."""
+        """Request the next term, which the coordinator has transferred to us."""
         return self._conclude(self._proposer.campaign(live, now_s, handed_over=True), now_s)
 
     def succeed(self, agreed: Agreed | None, now_s: float) -> list[Command]:
-        """Ask for the coordinator's term, if a majority would grant it."""
+        """Request the coordinator's term, if a majority would grant it."""
         if agreed is None or self._proposer.is_busy:
             return []
         base, term = agreed
@@ -134,7 +129,7 @@ class PlanRounds:
         return [note, *self._conclude(self._proposer.campaign(base, now_s, handed_over=False, term=term), now_s)]
 
     def count(self, event: Answered, now_s: float) -> list[Command]:
-        """A member has granted a term, voted, or refused."""
+        """Count a member's answer to a request for the term or a vote."""
         match event.reply:
             case TermGrant() as reply:
                 agreed = reply.granted
@@ -146,7 +141,7 @@ class PlanRounds:
         return notes + self._conclude(self._proposer.count(event, agreed, reply.term, reply.reason, now_s), now_s)
 
     def _refused(self, event: Answered, now_s: float) -> list[Command]:
-        """A member knows something to be wrong with our plan."""
+        """Handle a member's objection to our plan."""
         assert isinstance(event.reply, PlanVote)
         view, plan = self._policy.view, self._proposer.offered(event.asked)
         if plan is None or self._chain.live is None:
@@ -157,30 +152,30 @@ class PlanRounds:
         return [Note(text=text)] if text else []
 
     def sounded(self, event: Answered, now_s: float) -> list[Command]:
-        """A member has said whether it would grant us a term."""
+        """Count a member's answer to our pre-vote."""
         assert isinstance(event.reply, TermGrant)
         agreed = self._follower.count(event) if self._chain.takes_term(event.reply.term + 1) else None
         return self.succeed(agreed, now_s)
 
     def press(self, now_s: float) -> list[Command]:
-        """Time has passed: questions are repeated, or the proposal expires."""
+        """Repeat unanswered questions, or let the proposal expire."""
         return self._conclude(self._proposer.press(now_s), now_s) if self._proposer.is_busy else []
 
     def searched(self, event: Searched) -> list[Command]:
-        """A search has ended. What it has found becomes a plan at the next look, if it still fits."""
+        """Handle the end of a search. Its result becomes a plan at the next look, if it still fits."""
         wanted = self._policy.searched(event)
         if event.is_bug:
             return [Alarm(text=event.reason)]
         return [Note(text=event.reason)] if wanted else []
 
     def _conclude(self, progress: Progress, now_s: float) -> list[Command]:
-        """Act on how the proposal has ended. Returns: the proposer's commands and those that follow from its end."""
+        """Act on the result of a proposal. Returns: the proposer's commands and further ones."""
         commands, outcome = progress
         match outcome:
             case Carried() as won:
                 commands = commands + self._went_live(won.plan, won.voters, now_s)
                 if won.plan.plan.coordinator != self._me and self._chain.live is won.plan:
-                    # A dead coordinator's plan is finished; ours in the same term comes on top of it.
+                    # This finishes a dead coordinator's plan; our own plan follows in the same term.
                     ask = self._proposer.campaign(won.plan, now_s, handed_over=won.handed_over, term=won.term)
                     return commands + self._conclude(ask, now_s)
                 return commands

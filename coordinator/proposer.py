@@ -1,4 +1,4 @@
-"""Carries one proposal at a time, from the question for its term to a majority of votes. Pure."""
+"""Runs one proposal at a time, from the request for its term to a majority of votes. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from shoal.protocol.plan import Plan, SignedPlan, Stage, vote_body
 from shoal.protocol.quorum import is_quorum
 
 PROPOSAL_HEARTBEATS = 5.0
-"""Members have so long to answer. After that a new proposal is made, for the swarm as it is by then."""
+"""How long members may take to answer. After that a new proposal is made, from the then current view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """A majority of the electors among `voters` has voted for `plan`, which is live and carries their votes. The plan
+    """A majority of the electors among `voters` has voted for `plan`, which is live and contains their votes. The plan
     need not be ours."""
 
     plan: SignedPlan
@@ -35,28 +35,28 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """The proposal came to nothing. `outbid`: a member has promised a higher term than ours."""
+    """The proposal has failed. `outbid`: a member has promised a higher term than ours."""
 
     reason: str
     outbid: bool
 
 
 Progress = tuple[list[Command], Carried | GivenUp | None]
-"""(what to do next, how the proposal has ended). None: it goes on, or there is no proposal."""
+"""(what to do next, result). None: the proposal continues, or there is none."""
 
 
 class Proposer:
-    """Asks for terms and votes in this peer's name.
+    """Requests terms and votes in this peer's name.
 
     Args:
-        chain: this peer's own. Its vote is the first that each proposal gets, unless it would be the last as well.
+        chain: this peer's own. Its vote is the first for each proposal, unless it alone would decide.
         sign: signs a plan in our name; deterministic.
         vouch: signs the body of a vote in our name.
-        holds: checks the signature under another peer's vote.
-        is_fresh: whether a plan on this base is made before anything was committed in its era.
-        experts: says who is to hold which expert.
-        certificates: which versions the next plan certifies.
-        roll: makes the roll of a plan, which has none yet, from the plan before it.
+        holds: checks the signature of another peer's vote.
+        is_fresh: True if nothing has been committed in the era of this base plan.
+        experts: places experts on members.
+        certificates: chooses the versions that the next plan certifies.
+        roll: makes a plan's roll from the previous plan.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class Proposer:
         return self._ballot is not None
 
     def offered(self, asked: msgspec.Struct) -> Plan | None:
-        """The plan that `asked` offers, if it is offered still."""
+        """The plan that `asked` offers, if the offer is still open."""
         ballot = self._ballot
         return ballot.plan.plan if ballot is not None and ballot.plan is not None and ballot.is_about(asked) else None
 
     def drop(self) -> bool:
-        """A plan above the proposal's base is live. Returns: whether there was a proposal."""
+        """End the proposal, because a plan above its base is live. Returns: whether there was one."""
         dropped, self._ballot = self._ballot is not None, None
         return dropped
 
     def campaign(self, base: SignedPlan, now_s: float, *, handed_over: bool, term: int = 0) -> Progress:
-        """Ask for `term`, or for the next term that may be had, and propose the base's layout in it."""
+        """Request `term`, or the next possible term, and propose the base's layout in it."""
         term = term or max(self._chain.granted_term, base.plan.term, self._term_max) + 1
         if not self._chain.grant(self._me, term, base).granted:
             return [], None
@@ -123,16 +123,13 @@ class Proposer:
         return self._offer(self.make(base, base.plan.term, layout, now_s), now_s)
 
     def count(self, event: Answered, agreed: bool, term: int, reason: str, now_s: float) -> Progress:
-        """A member has answered.
-
-        Args: term: the highest term that the member has promised.
-        """
+        """Count a member's answer. Args: term: the highest term that the member has promised."""
         ballot = self._ballot
         if ballot is None or not ballot.is_about(event.asked):
             return [], None
         ballot.waiting.discard(event.peer)
         if not self._chain.takes_term(term + 1):
-            return [], None  # nobody would believe the one above it, which we should have to ask for
+            return [], None  # no peer would believe the next term, which we would have to request
         if event.accepted is not None and isinstance(event.reply, TermGrant):
             ballot.learn(event.reply.accepted_term, event.accepted)
         if agreed and ballot.plan is None:
@@ -141,20 +138,21 @@ class Proposer:
             signature = event.reply.signature if isinstance(event.reply, PlanVote) else b""
             plan = ballot.plan
             if plan is not None and not self._holds(event.peer, signature, vote_body(ballot.term, plan.digest)):
-                return [], None  # with it nobody would believe that the plan is live
+                return [], None  # such a vote would make the plan's proof invalid
             ballot.agreed[event.peer] = signature
             return self._advance(now_s)
         if term == ballot.term and ballot.handed_over and ballot.plan is None:
-            # It was promised to an heir before us, which has not made it: else the coordinator would not have asked us.
+            # The term was promised to an earlier heir, which has failed; otherwise the coordinator would not have asked
+            # us.
             return self.campaign(ballot.base, now_s, handed_over=True, term=term + 1)
         if term == ballot.term and ballot.plan is None:
             ballot.promised.add(event.peer)
             if ballot.is_hopeless:
-                return [], self._given_up(f"{len(ballot.promised)} have promised it to another", outbid=True)
+                return [], self._given_up(f"{len(ballot.promised)} have promised it to another candidate", outbid=True)
         if isinstance(event.reply, PlanVote) and event.reply.unfit:
             ballot.refused.add(event.peer)
             if ballot.is_hopeless:
-                return [], self._given_up(f"{len(ballot.refused)} have refused it: {reason}", outbid=False)
+                return [], self._given_up(f"{len(ballot.refused)} have refused the plan: {reason}", outbid=False)
         if term > ballot.term:
             self._term_max = max(self._term_max, term)
             return [], self._given_up(f"{event.peer[-8:]} {reason}", outbid=True)
@@ -165,7 +163,7 @@ class Proposer:
             self._ballot.waiting.discard(event.peer)
 
     def press(self, now_s: float) -> Progress:
-        """Time has passed: ask the members again that have not answered, or give up."""
+        """Ask silent members again, or give up after the deadline."""
         ballot = self._ballot
         assert ballot is not None
         if now_s < ballot.expires_at_s:
@@ -183,10 +181,7 @@ class Proposer:
         mandate: bytes = b"",
         reign: int | None = None,
     ) -> SignedPlan:
-        """Sign a plan with this layout, on `base`.
-
-        Args: reign: the reign that a mandate begins; None: the base's.
-        """
+        """Sign a plan with this layout, on `base`. Args: reign: the reign that a mandate begins; None: the base's."""
         sequence = self.next_sequence(base)
         self._sequence_max = sequence
         before, begins = base.plan if base else None, layout.beginning
@@ -224,7 +219,7 @@ class Proposer:
         return self._sign(msgspec.structs.replace(plan, roll=self._roll(before, plan, now_s)))
 
     def next_sequence(self, base: SignedPlan | None) -> int:
-        """A sequence above the base's and above all that we have offered or voted for, so that one (term, sequence)
+        """Return a sequence above the base's and all that we have offered or voted for, so that one (term, sequence)
         never names two plans."""
         voted = self._chain.accepted.plan.sequence if self._chain.accepted else 0
         return max(base.plan.sequence if base else 0, voted, self._sequence_max) + 1
@@ -241,27 +236,27 @@ class Proposer:
         ballot = self._ballot
         assert ballot is not None
         ballot.offer(plan, now_s + self._patience_s)
-        # Another's plan, which we finish, is judged like any that we are offered: we are asked for our vote, too.
+        # We judge another peer's plan that we finish like any offered plan: we are asked for our vote, too.
         is_ours = plan.plan.coordinator == self._me
         if is_ours and self._chain.vote(self._me, ballot.term, plan, ballot.base).accepted:
             ballot.agreed |= self._own_vote(ballot.base, vote_body(ballot.term, plan.digest))
         return self._begun(now_s)
 
     def _begun(self, now_s: float) -> Progress:
-        """Ask everybody for the term or for votes, after our own vote is settled, and go on if that is enough."""
+        """Ask all electors for the term or for votes, once our own vote is settled, and advance if that is enough."""
         commands: list[Command] = [Persist(record=self._chain.record()), *self._ask()]
         more, outcome = self._advance(now_s)
         return commands + more, outcome
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
-        """Give our own vote, signed if there is a `body`, unless it alone is a majority. A vote that carries a plan
-        alone must be on disk before the plan goes live, so in that case we ask ourselves as we ask everybody else."""
+        """Return our own vote, signed if there is a `body`, unless it alone is a majority. A vote that decides alone
+        must be on disk before the plan goes live; then we ask ourselves like any other peer."""
         if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._vouch(body) if body else b""}
 
     def _advance(self, now_s: float) -> Progress:
-        """Go from the term to the votes, or from the votes to a live plan, if a majority agrees."""
+        """Advance from the term to the votes, or from the votes to a live plan, if a majority agrees."""
         ballot = self._ballot
         if ballot is None or not ballot.carried:
             return [], None
@@ -285,7 +280,7 @@ class Proposer:
 
 
 def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Set `since` for each member: as in `before`, a plan of this era, if the member has the same place there, else
+    """Set `since` for each member: the value of `before`, a plan of this era, if the place is the same there, else
     `sequence`."""
     held = {
         (index, stage.first_layer, stage.last_layer, member.peer): member.since
@@ -306,7 +301,7 @@ def _since(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple
 
 
 def _sane(stage: Stage) -> Stage:
-    """Raise shares and bandwidths that are too small beside the stage's largest: a member may claim any speed."""
+    """Raise very small shares and bandwidths relative to the stage's largest, because a member may claim any speed."""
     share = max(m.share for m in stage.members) / APART_MAX
     bandwidth = max(m.bandwidth for m in stage.members) / APART_MAX
     if all(m.share >= share and m.bandwidth >= bandwidth for m in stage.members):
@@ -319,13 +314,13 @@ def _sane(stage: Stage) -> Stage:
 
 
 def _rollbacks(before: Plan | None, begins: Beginning | None) -> int:
-    """Count the run's roll-backs, the era that `begins` included. A new era is none if the layout before it has just
-    ended, or if all peers had stopped."""
+    """Count the run's roll-backs, including the era that `begins`. A new era is none if it follows the end of its
+    layout, or if all peers had stopped."""
     told = before.rollbacks if before else 0
     goes_back = begins is not None and begins.loses and not (before and _ends_with(before, begins))
     return told + goes_back
 
 
 def _ends_with(before: Plan, begins: Beginning) -> bool:
-    """Whether the era that `begins` goes on where the layout of `before` ends."""
+    """True if the era that `begins` continues where the layout of `before` ends."""
     return before.ends_at > 0 and (begins.from_era, begins.version) == (before.era, before.ends_at)

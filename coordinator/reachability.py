@@ -1,18 +1,17 @@
 """Knows which pairs of peers cannot reach each other, though others reach both. Pure.
 
-Two peers behind routers may never meet, and a pair that has met may lose each other. Each peer tells how many tries
-towards another have failed since that one last answered (`LinkReport.num_failed`).
+Two peers behind routers may never connect, and a connected pair may lose its connection. Each peer reports how many
+tries to reach another have failed since that one last answered (`LinkReport.num_failed`).
 
-**Whose word counts.** A pair is unreachable if both of its ends say so, at least one try each and `TRIES_MIN` together,
-and have not met for `PATIENCE_HEARTBEATS` since; of two that have never met one try each is enough. So nobody can keep
-two others apart, and a peer that calls everybody unreachable is believed by nobody. What two liars say of each other
-costs their own pair. A peer that has lost its network fails towards everybody and everybody fails towards it; it is
-silent soon, and then the failure detector's business. Lost: one end's word. A peer could choose with whom its mates are
-not to work, and who is not to coordinate. Where only one end has tried, the coordinator asks the other end to try as
-well (`LinkSurvey`).
+**Evidence.** A pair is unreachable if both of its ends report it, with at least one try each and `TRIES_MIN` together,
+and have not connected for `PATIENCE_HEARTBEATS`; if they have never connected, one try each is enough. So no third peer
+can separate two others, a peer that calls all others unreachable is not believed, and two liars only harm their own
+pair. A peer without network fails towards all others and soon falls silent, which the failure detector handles. Lost:
+the report of one end is enough. A peer could then choose its partners, or exclude a
+coordinator. If only one end has tried, the coordinator asks the other end to try as well (`LinkSurvey`).
 
-**How it ends.** When either end gets an answer of the other, which it tells with the next heartbeat; or when nobody has
-said so for `EXPIRY_HEARTBEATS`. Until then the coordinator asks both ends to try again, every `RETRY_HEARTBEATS`.
+**End.** A pair is reachable again when either end reports an answer of the other, or when no report has arrived for
+`EXPIRY_HEARTBEATS`. Until then the coordinator asks both ends to try again, every `RETRY_HEARTBEATS`.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,13 +24,13 @@ from shoal.protocol.messages import LinkReport, UnreachablePair
 
 TRIES_MIN = 3
 PATIENCE_HEARTBEATS = 2.0
-"""Both ends must have said so for so long. A connection that breaks is often there again at once."""
+"""Both ends must report the failure for this long. A broken connection often returns at once."""
 RETRY_HEARTBEATS = 30.0
 EXPIRY_HEARTBEATS = 150.0
 CLAIMS_KEPT_MAX = 64
-"""How many claims of each peer are kept, those that it made last."""
+"""Claims kept of each peer, the latest ones."""
 TOLD_MAX = 64
-"""A coordinator tells the next one of so many pairs."""
+"""Maximum number of pairs in a leadership transfer."""
 
 Pair = tuple[PeerID, PeerID]
 """The lesser identifier first."""
@@ -43,25 +42,23 @@ def pair_of(one: PeerID, other: PeerID) -> Pair:
 
 @dataclass(slots=True)
 class _Claim:
-    """One end's word."""
-
     tries: int
     since_s: float
     said_s: float
     has_met: bool = True
-    """Whether it has ever had an answer of the other."""
+    """True if it has ever had an answer of the other."""
 
 
 class Reachability:
-    """What both ends of each pair say of it."""
+    """The reports of both ends of each pair."""
 
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
         self._claims: dict[PeerID, dict[PeerID, _Claim]] = {}
-        """Who says it -> whom it cannot reach."""
+        """Reporter -> the peers that it cannot reach."""
 
     def note(self, reporter: PeerID, reports: Iterable[LinkReport], now_s: float) -> None:
-        """Note the links in a heartbeat of `reporter`, which may say anything."""
+        """Record the links in a heartbeat of `reporter`, which is not trusted."""
         for report in islice(reports, LINKS_PER_HEARTBEAT_MAX):
             if report.peer == reporter:
                 continue
@@ -75,7 +72,7 @@ class Reachability:
                 claims = self._claims.setdefault(reporter, claims)
                 claim = claims[report.peer] = _Claim(0, now_s, now_s)
             claim.tries, claim.said_s, claim.has_met = report.num_failed, now_s, report.round_trip_s > 0.0
-            claims[report.peer] = claims.pop(report.peer)  # spoken of last
+            claims[report.peer] = claims.pop(report.peer)  # latest last
             if len(claims) > CLAIMS_KEPT_MAX:
                 del claims[next(iter(claims))]
 
@@ -83,7 +80,7 @@ class Reachability:
         self._claims = {}
 
     def keep(self, peers: Collection[PeerID]) -> None:
-        """Forget what all other peers have said, and what was said of them."""
+        """Forget the reports of all other peers, and reports about them."""
         self._claims = {
             peer: {target: claim for target, claim in claims.items() if target in peers}
             for peer, claims in self._claims.items()
@@ -91,7 +88,7 @@ class Reachability:
         }
 
     def pairs(self, now_s: float, among: Collection[PeerID] | None = None) -> frozenset[Pair]:
-        """The pairs that cannot reach each other. Args: among: only pairs of these; None: all."""
+        """Return the pairs that cannot reach each other. Args: among: only pairs of these; None: all."""
         return frozenset(
             (one, other)
             for one, claims in self._claims.items()
@@ -102,26 +99,26 @@ class Reachability:
         )
 
     def cannot_reach(self, peer: PeerID, now_s: float) -> frozenset[PeerID]:
-        """The peers that `peer` cannot reach."""
+        """Return the peers that `peer` cannot reach."""
         return frozenset(other for other in self._claims.get(peer, ()) if self._is_apart(peer, other, now_s))
 
     def failed_from(self, peer: PeerID) -> frozenset[PeerID]:
-        """The peers that `peer` says it cannot reach, whatever they say."""
+        """Return the peers that `peer` reports as unreachable, without a check of the other ends."""
         return frozenset(self._claims.get(peer, ()))
 
     def accused_by_others(self, peer: PeerID) -> frozenset[PeerID]:
-        """The peers that say they cannot reach `peer`, of which `peer` has said nothing."""
+        """Return the peers that report `peer` as unreachable, and on which `peer` has not reported."""
         own = self._claims.get(peer, {})
         return frozenset(other for other, claims in self._claims.items() if peer in claims and other not in own)
 
     def tell(self, now_s: float) -> tuple[UnreachablePair, ...]:
-        """The pairs for the next coordinator."""
+        """Return the pairs for the next coordinator."""
         told = ((self._said_s(one, other), one, other) for one, other in self.pairs(now_s))
         newest = sorted(told, key=lambda each: (-each[0], each[1:]))[:TOLD_MAX]
         return tuple(UnreachablePair(one, other, now_s - said_s) for said_s, one, other in newest)
 
     def take_over(self, pairs: Iterable[UnreachablePair], now_s: float) -> None:
-        """Believe the coordinator before us, as if both ends had said so at that time."""
+        """Believe the previous coordinator, as if both ends had reported the pair at that time."""
         for pair in islice(pairs, TOLD_MAX):
             if pair.one == pair.other or not 0.0 <= pair.age_s < EXPIRY_HEARTBEATS * self._heartbeat_s:
                 continue

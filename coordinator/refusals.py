@@ -1,4 +1,4 @@
-"""Remembers for people which plans members have refused, and why. Pure."""
+"""Remembers, for people, which plans members have refused, and why. Pure."""
 
 from collections import OrderedDict
 
@@ -6,21 +6,20 @@ from shoal.protocol.identity import PeerID
 
 REASON_CHARS_MAX = 160
 TOLD_S = 600.0
-"""A refusal is told for so long, and noted as news again after that."""
+"""A refusal is shown for this long; after that the same refusal is news again."""
 KEPT_MAX = 64
 TOLD_MAX = 3
-"""A status has lines for so many."""
+"""Lines of refusals in a status."""
 
 
 class Refusals:
-    """The refusals that this peer has said or heard."""
+    """The refusals that this peer has made or heard."""
 
     def __init__(self) -> None:
         self._noted: OrderedDict[tuple[PeerID, str], tuple[float, str]] = OrderedDict()
-        """(voter, reason) -> (when, sentence)."""
 
     def note(self, voter: PeerID, name: str, sequence: int, reason: str, now_s: float) -> str:
-        """Note that `voter` has refused the plan of this sequence. Returns: the sentence; empty: it is no news."""
+        """Record that `voter` has refused the plan of this sequence. Returns: the sentence; empty: it is no news."""
         reason = "".join(filter(str.isprintable, reason))[:REASON_CHARS_MAX]
         at_s, _ = self._noted.get((voter, reason), (-TOLD_S, ""))
         if now_s < at_s + TOLD_S:

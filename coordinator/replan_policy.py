@@ -1,7 +1,7 @@
-"""Says which layout should come next, and when, from the coordinator's view of the swarm. Pure.
+"""Chooses the next layout and its time, from the coordinator's view of the swarm. Pure.
 
-A change is answered at once with a repaired layout, and a search for a better one is asked for behind it
-(`search_schedule`). A stage whose state nobody holds any more takes the run back to a snapshot (`era`).
+A change is answered at once with a repaired layout, followed by a search for a better one (`search_schedule`). If a
+stage's state is lost, the run rolls back to a snapshot (`era`).
 """
 
 import math
@@ -26,49 +26,43 @@ from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
 
 LOOKING_FOR_FIRST = "looking for a first layout"
 NOTHING_TO_READ = (
-    "the run was saved, and no peer that is here can read a whole snapshot of it: waiting for a peer that can "
+    "the run was saved, but no present peer can read a complete snapshot: waiting for one that can "
     "(another `seed` or `name` in the run file makes a new run)"
 )
-"""The reason of a coordinator whose own snapshots are damaged or gone."""
+"""The reason of a coordinator with damaged or lost snapshots of its own."""
 RETURN_S_MAX = 600.0
-"""The run waits at most so long for a silent peer that has what nobody else has."""
+"""Longest wait for a silent peer that holds the only copy of a state."""
 NOTICE_HEARTBEATS = 3.0
-"""A plan that ends at a version is known to everybody after so long: our view of the versions is a heartbeat old, and
-the plan needs two round trips and the votes."""
+"""Time until all members know a plan that ends at a version: our view of the versions is a heartbeat old, and the plan
+needs two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
-"""The same, where no step is left in case it takes longer."""
+"""The same without a reserve of one step."""
 NOTICE_STEPS_MAX = 256
 NOTICE_TIMES_MAX = 16
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
-"""A layout that is to end is kept after all if nothing has moved for so long, whichever is more."""
+"""A planned end of a layout is called off if no download or step has progressed for the longer of these two times."""
 SEEN_AHEAD_S = 30.0
-"""How quickly state comes ahead is known after so long."""
+"""Minimum time to measure the rate of downloads ahead of a change."""
 FIGURES_HEARTBEATS = 15.0
-"""A search waits so long at most for figures that are changing: three reports in a row make a new one."""
+"""Longest wait of a search for changing figures: three reports in a row make a new one."""
 FETCH_S_MAX = 600.0
-"""No search begins while members fetch the state of new places, for so long at most."""
+"""No search begins while members download the state of new places, for at most this long."""
 CERTIFY_HEARTBEATS = 2.0
-"""A plan that only certifies a version comes so long after the one before it at the earliest."""
+"""Minimum time after the previous plan for a plan that only certifies a version."""
 TOLD_HEARTBEATS = 4.0
-"""Within so many everybody has told what is on its disk, copies that it was asked for a moment ago included."""
+"""Time until every peer has reported the contents of its disk, including copies requested just before."""
 NETWORK_PEERS_MAX = 256
-"""The links between more peers are put together for searches alone, since that takes too long for a plan that must
-come at once. The shares of a repaired plan then follow speeds only, and state for another division is fetched ahead in
-any case."""
+"""Only searches collect the links of a larger swarm, because an urgent plan cannot wait for that. The shares of a
+repaired plan then follow speeds only, and state for another division is always downloaded ahead."""
 
 Next = Layout | SearchJob | None
 """A layout to propose, a search to run, or neither."""
 
 
 class ReplanPolicy:
-    """Decides what follows from the view.
-
-    Args:
-        view: the swarm as this peer knows it.
-        allocator: makes layouts.
-        has_lost_all: whether there were snapshots on this peer's disk and none of them can be read.
-    """
+    """Chooses layouts from the view. Args: has_lost_all: True if this peer's disk had snapshots and none of them can be
+    read."""
 
     def __init__(
         self, view: ClusterView, allocator: Allocator, *, has_lost_all: Callable[[], bool] = lambda: False
@@ -81,36 +75,37 @@ class ReplanPolicy:
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._era = 0
         self._ends_s, self._notice = 0.0, 1
-        """When we announced the end of the live layout, or our term began, and how much later than usual we put it."""
+        """When we set the end of the live layout, or our term began, and how many times the usual notice we gave."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
-        """What the members of the following layout lacked when that last became less, and when that was."""
+        """The smallest number of bytes that the members of the following layout still lacked, and when it was reached.
+        """
         self._following: tuple[Stage, ...] = ()
         self._follows_s = 0.0
-        """The stages after the live plan's, and when they were new to us."""
+        """The stages after the live plan's, and when we first saw them."""
         self._change: Change | None = None
-        """What it costs to go on to these stages, as the first look after `SEEN_AHEAD_S` foresees it."""
+        """The cost of the change to these stages, predicted once after `SEEN_AHEAD_S`."""
         self._ended_s: float | None = None
-        """The time at which the live layout was first seen to be finished: every stage had committed its last version,
-        and every layer of that version had a holder. None: it is not finished."""
+        """When the live layout was first seen to be finished: every stage had committed its last version, and every
+        layer of that version had a holder. None: it is not finished."""
         self._too_few_s = math.inf
-        """The last sign of those with whom a stage was lost, where too few peers are left for so many stages."""
+        """The last sign of life of the lost stage's members; inf unless too few peers are left for the number of
+        stages."""
         self.awaited: frozenset[PeerID] = frozenset()
-        """Silent members without whom the run would go back, and for whom it waits."""
+        """Silent members that the run waits for, because it would have to roll back without them."""
         self._live_s = -math.inf
-        """When the live plan was new to us."""
         self._places: Places | None = None
         self._placed_s = 0.0
-        """When the live plan's places were new to us."""
+        """When we first saw the live plan's places."""
         self._due_s = math.inf
-        """When the search became due that is due now; inf: none is."""
+        """When the pending search became due; inf: none is."""
         self._settled_for: Swarm | None = None
-        """The swarm for which the live plan, or the refusal to make another, is right."""
+        """The swarm for which the live plan, or the decision against another, is right."""
 
-    # --- what has happened ---
+    # --- inputs ---
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """A plan is live, whichever peer coordinates it. Args: leads: as in `ClusterView.obey`."""
+        """Record a live plan of any coordinator. Args: leads: as in `ClusterView.obey`."""
         self.view.obey(plan, now_s, leads=leads)
         self._live_s = now_s
         if places_of(plan) != self._places:
@@ -122,7 +117,8 @@ class ReplanPolicy:
             self.awaited = frozenset()
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
-        """We coordinate now, or still (`continuing`). Args: silent: as in `ClusterView.begin_term`."""
+        """Begin a term as coordinator, or continue as such (`continuing`). Args: silent: as in
+        `ClusterView.begin_term`."""
         searched = self.view.begin_term(plan, now_s, continuing=continuing, silent=silent)
         self._settled_for = self._ended_s = self._unfetched_bytes = None
         if not (continuing and self._holders.is_waiting(now_s)):
@@ -133,29 +129,28 @@ class ReplanPolicy:
             self._schedule.begin_term(plan, now_s, searched=searched, unreachable=unreachable)
 
     def settle(self, live: Plan, now_s: float) -> None:
-        """The swarm as it is now has been provided for."""
+        """Record that the current swarm has its plan."""
         self._settled_for = self._swarm(self.view.measured(live.era, now_s), now_s)
 
     def unsettle(self) -> None:
-        """A plan came to nothing: the swarm is still to be provided for."""
+        """Record that a plan has failed, so that the swarm still needs one."""
         self._settled_for = None
         self.view.forget_inherited()
         self._schedule.forget()
 
     def searched(self, event: Searched) -> bool:
-        """A search has ended. Returns: whether its result is still wanted."""
+        """Record the end of a search. Returns: whether its result is still wanted."""
         if not event.is_possible:
             self._schedule.give_up()
         return self._schedule.returned(event.job, event.layout, is_bug=event.is_bug)
 
-    # --- what should come next ---
+    # --- decisions ---
 
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
-        """The run's first layout, as soon as enough peers are alive.
-
-        Args: own: the snapshots on our disk. Without a plan nothing is certified: the owner goes by what it has itself.
-        Returns: (layout or search, why not yet).
-        """
+        """Return the run's first layout, as soon as enough peers are alive.
+        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own
+        snapshots.
+        Returns: (layout or search, why not yet)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
         if len(peers) < spec.swarm.min_peers:
@@ -175,7 +170,7 @@ class ReplanPolicy:
         layout, reason = (layout, layout.reason) if layout else self._repaired(peers, None, disks, now_s, sequence=1)
         if layout is None:
             return None, view.survey.shortage(peers) or reason
-        # If there are snapshots, all have died and forgotten their plans.
+        # If there are snapshots, all peers have stopped and lost their plans.
         beginning = self._beginning(None, disks)
         if awaited := self._awaited(disks, beginning, now_s):
             return None, awaited
@@ -184,13 +179,11 @@ class ReplanPolicy:
         return _restarted(layout, beginning, "restart from disk")
 
     def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Next, str]:
-        """A layout for the swarm as it is, if the swarm has changed and the layout would, or a stage's state is lost.
-
-        Returns: (layout or search, reason); an empty reason if there is nothing to say.
-        """
+        """Return a new layout if the swarm has changed and the layout should, or if a stage's state is lost.
+        Returns: (layout or search, reason); an empty reason if there is nothing to say."""
         view = self.view
         if view.roster.unheard(now_s):
-            return None, ""  # they will be heard or suspected shortly; until then we know too little to move anybody
+            return None, ""  # each will be heard or suspected soon; until then we know too little to move any peer
         view.compare(live, now_s)
         disks = view.disks(now_s)
         fresh = live.fresh and view.version_max <= live.restore_version
@@ -205,7 +198,7 @@ class ReplanPolicy:
             return self._end(live, disks, now_s)
         is_quiet = swarm == self._settled_for and not lost and not under_way
         if view.certificates.is_due and not (live.ends_at or lost or under_way):
-            # Whoever leaves may be the last that can vote for it.
+            # A leaving member may be the last that can vote for it.
             leaves = any(map(view.roster.draining, live.members))
             if leaves or (is_quiet and now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s):
                 certified = Layout.of(live, f"step {view.certificates.newest[1]} is certified")
@@ -216,24 +209,24 @@ class ReplanPolicy:
             return self._better(live, peers, disks, now_s, sequence=sequence)
         self.awaited, waits_for = self._may_return(live, lost[0], disks, now_s) if lost else (frozenset(), "")
         if waits_for:
-            return None, waits_for  # a plan without who is silent would count it out, and its state with it
+            return None, waits_for  # a plan now would remove the silent peer, and its state
         layout, reason = self._repaired(peers, live, disks, now_s, sequence=sequence)
-        too_few = layout is None and bool(lost)  # `min_peers` is about how a run begins
+        too_few = layout is None and bool(lost)  # `min_peers` applies to the start of a run only
         self._too_few_s = min(self._last_sign_s(live, lost, now_s), self._too_few_s) if too_few else math.inf
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
-            # By now everybody has said what it saved when the last holder said good-bye.
+            # By now all peers have reported what they saved when the last holder left.
             layout = self._divided_anew(peers, disks, now_s, sequence=sequence)
         divides = layout is not None and bounds_of(layout.stages) != bounds_of(live.stages)
         if layout is None:
             self._settled_for = swarm
             return None, reason
         if lost:
-            within = view.disks(now_s, among=layout)  # from others nobody could fetch a snapshot
+            within = view.disks(now_s, among=layout)  # other peers' snapshots cannot be downloaded
             beginning = self._beginning(live, within)
             what = f"{group_name(live, lost[0])} has no holder left"
-            if beginning.version == view.version_max == view.version_said > 0:  # noted by the last one that left
+            if beginning.version == view.version_max == view.version_said > 0:  # reported by the last member to leave
                 what, beginning = "the run was stopped", replace(beginning, loses=False)
-            # Where a part of the swarm trains on, an older snapshot at once is better than a newer one later.
+            # If a part of the swarm still trains, an older snapshot now is better than a newer one later.
             waits = beginning.version == 0 or not any(held)
             awaited = self._awaited(disks, beginning, now_s) if waits else ""
             if not awaited:
@@ -243,10 +236,10 @@ class ReplanPolicy:
                 return None, f"{what}: {awaited}"
         goes_on = live.following and not live.ends_at and is_whole
         if goes_on and bounds_of(layout.stages) == bounds_of(live.stages):
-            layout = replace(layout, following=live.following)  # members go on to fetch what they lack for it
+            layout = replace(layout, following=live.following)  # members continue to download their missing layers
         if layout.places() == places_of(live):
             if under_way:
-                # A peer that restarts, or comes to this plan late, must not begin the era again.
+                # A peer that restarts, or gets this plan late, must not begin the era again.
                 layout = replace(layout, reason=f"training is under way{' again' if live.era else ''}")
                 return layout, layout.reason
             if live.following and not goes_on:
@@ -258,14 +251,14 @@ class ReplanPolicy:
     def reset_plan(
         self, live: SignedPlan, reset: Reset, mandate: Mandate, now_s: float, *, sequence: int
     ) -> tuple[Layout | None, str]:
-        """A layout for the peers that the owner has found in reach. If state is lost with the others, a later plan
-        sees to that."""
+        """Return a layout for the reachable peers that the owner has found. A later plan handles state that is lost
+        with the others."""
         peers = tuple(
             MeasuredPeer.of(peer, advert, draining=False, synced_stage=live.plan.stage_of(peer))
             for peer, advert in sorted(dict(reset.roster).items())
         )
         if not peers:
-            return None, "the reset names nobody who is in reach"
+            return None, "the reset names no reachable peer"
         disks = self.view.disks(now_s)
         layout, reason = self._repaired(peers, live.plan, disks, now_s, sequence=sequence)
         if layout is None and mandate.era:
@@ -281,21 +274,20 @@ class ReplanPolicy:
         return replace(layout, reason=f"reset by the owner:{back} {layout.reason}", beginning=beginning), reason
 
     def foreseen(self, layout: Layout, now_s: float) -> Layout:
-        """`layout` with how its tensors are to travel and how fast its stages should be, for the plan that is made
-        of it."""
+        """Return `layout` with its formats and its predicted throughput, for the plan that is made of it."""
         if layout.foreseen is not None:
-            return layout  # it is the live one's, and so is what was foreseen of it
+            return layout  # it is the live layout with its prediction
         formats = layout.formats or self.view.choose_formats(layout.stages, now_s)
         foreseen = self.view.calibration.expected(self.view.foresee(layout.stages, now_s, formats), len(layout.stages))
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """Whether a snapshot may still become whole. A coordinator that has begun to wait for that keeps the role:
-        waiting may take longer than a term, and an heir would begin anew."""
+        """True while a snapshot may still become complete. A coordinator that waits for this keeps the role: the wait
+        may exceed a term, and an heir would start it anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float) -> HandOver:
-        """Put together what the next coordinator should know, as far as it fits into a message."""
+        """Build the message for the next coordinator, as much as fits."""
         return self.view.hand_over(live, now_s, searched=self._has_searched(live.plan, now_s))
 
     # --- inside ---
@@ -309,7 +301,7 @@ class ReplanPolicy:
     def _repaired(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, now_s: float, *, sequence: int
     ) -> tuple[Layout | None, str]:
-        """A layout at once, by rules that hardly move anybody."""
+        """Return a layout at once, by rules that move few peers."""
         knows = isinstance(self._allocator, Searching) and len(peers) <= NETWORK_PEERS_MAX
         snapshot = self.view.snapshot(peers, previous, disks, now_s, knows_network=knows)
         try:
@@ -319,8 +311,8 @@ class ReplanPolicy:
         return layout, layout.reason
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
-        """The time, by our clock, of the newest sign of life of any member of these groups. Before a member goes it
-        asks others to keep its state, so all that they keep of it was begun before that time."""
+        """Return the newest sign of life of any member of these groups, on our clock. A leaving member asks others to
+        keep its state before it goes, so every such copy was begun before this time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.sign_s(peer) for peer in peers if peer in roster.presences), default=now_s)
@@ -328,15 +320,15 @@ class ReplanPolicy:
     def _divided_anew(
         self, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int
     ) -> Layout | None:
-        """Another division into stages, for a run that goes back and has too few peers for the stages that it had;
-        None: a run could not begin with these peers either."""
+        """Return another division into stages, for a run that rolls back with too few peers for its stages; None: these
+        peers could not begin a run either."""
         layout, _ = self._repaired(peers, None, disks, now_s, sequence=sequence)
         return layout and replace(layout, reason=layout.reason.removeprefix(FIRST_PLAN))
 
     def _better(
         self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float, *, sequence: int
     ) -> tuple[Next, str]:
-        """Nothing has happened: what a search has found, or a search to begin."""
+        """Return the result of a search, or a search to begin, while the swarm is unchanged."""
         view, swarm = self.view, self._swarm(peers, now_s)
         if view.experts.is_due(live, view.ledger.step):
             placed = view.experts.place(live.stages, live, sequence=sequence)
@@ -354,7 +346,7 @@ class ReplanPolicy:
             return layout, layout.reason
         is_off, has_pace = view.calibration.is_off, view.ledger.pace.usual_step_s > 0.0
         if self._fetches(live, now_s):
-            return None, ""  # without those who are on their way to their places any other layout looks better
+            return None, ""  # without the members that still download, any other layout looks better
         is_due = not live.fresh and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
         self._due_s = min(now_s, self._due_s) if is_due else math.inf
         if is_due and not self._awaits_figures(live, now_s):
@@ -366,8 +358,8 @@ class ReplanPolicy:
         return None, ""
 
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
-        """Whether the next search must wait for newer figures: links are being measured again, or the run is slower
-        than the known figures explain. It waits for `FIGURES_HEARTBEATS` at most."""
+        """True if the next search must wait, for at most `FIGURES_HEARTBEATS`: links are being measured again, or the
+        run is slower than the figures explain."""
         patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
         links = self.view.survey.links
         return now_s < self._due_s + patience_s and (
@@ -377,7 +369,7 @@ class ReplanPolicy:
         )
 
     def _compared(self, peers: tuple[MeasuredPeer, ...], live: Plan, disks: Disks, now_s: float) -> Snapshot:
-        """A snapshot that knows how fast the live layout is, and what promises are worth."""
+        """Return a snapshot with the measured speed of the live layout and the error of predictions."""
         calibration = self.view.calibration
         return replace(
             self.view.snapshot(peers, live, disks, now_s, knows_network=True),
@@ -387,7 +379,7 @@ class ReplanPolicy:
         )
 
     def _fetches(self, live: Plan, now_s: float) -> bool:
-        """Whether a member has yet to get the state of its stage, and may."""
+        """True if a member still lacks the state of its stage and may get it."""
         if now_s >= self._placed_s + FETCH_S_MAX:
             return False
         return not all(self.view.roster.has_state(peer, live) for stage in live.stages for peer in stage.peers)
@@ -397,9 +389,9 @@ class ReplanPolicy:
     def _preparing(
         self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, layout: Layout, now_s: float
     ) -> tuple[Next, str]:
-        """The live layout, with `layout` as what follows it: members fetch what they lack for that, and the end is set
-        when they have it. If everybody has all it needs, or it costs less to fetch in the standstill, or experts are
-        placed, the end is set at once."""
+        """Return the live layout with `layout` as its successor: members download their missing layers, then the end is
+        set. Set the end at once if no layer is missing, if a download during a standstill is cheaper, or if experts are
+        placed."""
         announced = self._announced(live, layout, now_s)
         if announced[0] is None or live.experts or _holds_all(live, layout.stages):
             return announced
@@ -412,13 +404,13 @@ class ReplanPolicy:
         return prepared, reason
 
     def _prepared(self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, now_s: float) -> tuple[Next, str]:
-        """The end of the live layout, once its members have fetched what they can for the following one, or nothing
-        has come to them for long, or it comes so slowly that it costs less to stand still for the rest."""
+        """Return the end of the live layout once its members have downloaded what they can for the following one,
+        nothing has arrived for long, or a standstill for the rest is cheaper."""
         presences = self.view.roster.presences
         seen = {peer: presences.get(peer) for stage in live.following for peer in stage.peers}
         beats = {peer: p.heartbeat for peer, p in seen.items() if p is not None and p.heartbeat is not None}
         if len(beats) < len(seen) or any(beat.plan_sequence < live.sequence for beat in beats.values()):
-            return None, ""  # somebody has not obeyed the plan yet
+            return None, ""  # a member has not obeyed the plan yet
         left = {peer: max(0, beat.unfetched_bytes) for peer, beat in beats.items()}
         left_bytes = sum(left.values())
         if self._unfetched_bytes is None or left_bytes < self._unfetched_bytes:
@@ -438,8 +430,7 @@ class ReplanPolicy:
         left: Mapping[PeerID, int],
         now_s: float,
     ) -> bool:
-        """Whether state comes ahead so slowly that it costs less to stand still. Args: left: the bytes that members
-        lack."""
+        """True if downloads ahead are so slow that a standstill costs less. Args: left: the bytes that members lack."""
         fetched_s = now_s - self._follows_s
         if fetched_s < SEEN_AHEAD_S:
             return False
@@ -453,17 +444,15 @@ class ReplanPolicy:
     def _foreseen_change(
         self, live: Plan, peers: tuple[MeasuredPeer, ...], disks: Disks, following: Sequence[Stage], now_s: float
     ) -> Change | None:
-        """What it costs to go on to these stages; None: nobody can say, or it would take too long."""
+        """Return the cost of a change to these stages; None: no prediction, or the swarm is too large."""
         if len(peers) > NETWORK_PEERS_MAX:
             return None
         return following_change(self._compared(peers, live, disks, now_s), live, following)
 
     def _announced(self, live: Plan, layout: Layout, now_s: float, *, times: int = 1) -> tuple[Next, str]:
-        """The live layout, with the version at which it gives way to `layout`: late enough for every member to know it
-        before it comes to that version.
-
-        Args: times: how much later than usual.
-        """
+        """Return the live layout with the version at which `layout` replaces it, late enough that every member knows it
+        in time.
+        Args: times: multiplies the usual notice."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
@@ -483,11 +472,9 @@ class ReplanPolicy:
         return announced, announced.reason
 
     def _sooner(self, live: Plan, layout: Layout, now_s: float, *, ends_at: int) -> int:
-        """The version that every member knows of in time, if it costs less to make what has begun of the next step once
-        more than to wait until `ends_at`, by which all steps that have begun are over; else the one after that step.
-
-        A stage that is as far ahead of the others as it may be makes a whole step more after the next commit of theirs.
-        """
+        """Return the first version that every member knows in time, or the one after it, if that costs less than
+        waiting until `ends_at`. Ending early repeats the started part of the next step; until `ends_at` all started
+        steps are finished. A stage at its maximum lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.foresee(live.stages, now_s), view.foresee(layout.stages, now_s)
         if slow is None or quick is None:
@@ -508,15 +495,16 @@ class ReplanPolicy:
         return first + 1 if waits > 0.0 else ends_at
 
     def _is_whole(self, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
-        """Whether everybody of the plan is here and stays."""
+        """True if every member of the plan is present and stays."""
         here = {peer.peer for peer in peers if not peer.draining}
         return here.issuperset(live.members)
 
     def _end(self, live: Plan, disks: Disks, now_s: float) -> tuple[Next, str]:
-        """The layout after the live one, once every stage and placed expert is at the version at which that ends."""
+        """Return the layout after the live one, once every stage and placed expert is at the version at which that
+        ends."""
         view, version = self.view, live.ends_at
         if view.version_max > version:
-            # Stage 0 heard of it too late and has begun later steps, which are to be finished.
+            # Stage 0 learned of the end too late and has begun later steps, which must be finished.
             after = Layout(stages=live.following, spares=(), reason="another division into stages")
             return self._announced(live, after, now_s, times=min(2 * self._notice, NOTICE_TIMES_MAX))
         wanted = held_keys(view.spec.model, placed=view.places_experts)
@@ -524,9 +512,9 @@ class ReplanPolicy:
             self._ended_s = None
         elif self._ended_s is None:
             self._ended_s = now_s
-        # A group reports once its members have compared their states, so all of them have come to the end by then: what
-        # one alone carried might die with it. The reports may have gone to a coordinator before us, or never come, so
-        # they are not waited for for ever.
+        # A group reports after its members have compared their states, so all of them have reached the end by then; a
+        # layer with a single holder could be lost. The reports may have gone to a previous coordinator, or never come,
+        # so the wait is limited.
         patience_s = PATIENCE_HEARTBEATS * self._heartbeat_s
         late = self._ended_s is not None and now_s >= self._ended_s + patience_s
         if self._ended_s is not None and (late or view.ledger.has_reported(version)):
@@ -545,17 +533,14 @@ class ReplanPolicy:
     # --- when state is lost ---
 
     def is_irreplaceable(self, peer: PeerID, live: Plan, now_s: float) -> bool:
-        """Whether the state of a group of `live` would be lost with `peer`, or comes back with it."""
+        """True if the state of a group of `live` would be lost with `peer`, or returns with it."""
         return peer in self.awaited or self.view.is_irreplaceable(peer, live, now_s)
 
     def _may_return(self, live: Plan, group: int, disks: Disks, now_s: float) -> tuple[frozenset[PeerID], str]:
-        """Find the peers to wait for before the run goes back, and say so in a sentence; none, and empty: there is none
-        to wait for (any more).
-
-        A peer that holds the last state of `group` and falls silent may only have been stopped. The run waits for as
-        long as it would take to go back and to train again what would be lost, so that waiting in vain costs no more
-        than going back in vain.
-        """
+        """Find the peers to wait for before a roll-back, with a sentence that says so; none, and empty: do not wait.
+        A peer that holds the last state of `group` and falls silent may only be suspended. The run waits as long as
+        the roll-back and the repeated training would take, so waiting in vain costs no more than an unnecessary
+        roll-back."""
         view = self.view
         idle_s, step_s = view.ledger.pace.idle_s(now_s), view.ledger.pace.usual_step_s
         if idle_s is None:
@@ -576,11 +561,9 @@ class ReplanPolicy:
         return frozenset(silent), sentence
 
     def _awaited(self, disks: Disks, beginning: Beginning, now_s: float) -> str:
-        """Say what to wait for before the run goes back to `beginning`, in a sentence; empty: for nothing (any more).
-
-        A newer snapshot than that is on the disks that are here, but not all of it: a peer that comes back may have the
-        rest. A peer that left politely has saved its layers, and the others theirs, at one version.
-        """
+        """Say what to wait for before the run rolls back to `beginning`, in a sentence; empty: nothing. The present
+        disks have a part of a newer snapshot, and a returning peer may have the rest. A peer that left politely has
+        saved its layers at the same version as the others."""
         if beginning.version == 0 and self._has_lost_all():
             return NOTHING_TO_READ
         view, newest = self.view, disks.newest
@@ -589,7 +572,7 @@ class ReplanPolicy:
             claimed = view.claimed
             if claimed <= begins_at or (view.certificates.are_any and self._holders.is_hopeless(now_s)):
                 return ""
-            # Members that have just come back are signing it, or the run is of a time before certificates.
+            # Returning members are signing it now, or the run is older than certificates.
             return (
                 f"waiting until most holders of each stage have signed what they saved at step {claimed[1]} "
                 "(`shoal recover --era` goes by the owner's word instead)"
@@ -610,12 +593,12 @@ class ReplanPolicy:
 
 
 def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """The layers of each stage."""
+    """Return the layers of each stage."""
     return tuple(stage.layers for stage in stages)
 
 
 def _holds_all(live: Plan, following: Sequence[Stage]) -> bool:
-    """Whether every member of `following` holds all of its layers in the live layout."""
+    """True if every member of `following` holds all of its layers in the live layout."""
     for stage in following:
         for peer in stage.peers:
             now = live.stage_of(peer)
@@ -628,7 +611,7 @@ def _holds_all(live: Plan, following: Sequence[Stage]) -> bool:
 
 
 def _divided(live: Plan, version: int) -> str:
-    """Say what becomes of the stages of `live`."""
+    """Describe the change of stages after `live`."""
     before, after = len(live.stages), len(live.following)
     layers = ", ".join(f"{first}-{last}" for first, last in bounds_of(live.following))
     noun = "stage" if before == 1 else "stages"
@@ -638,24 +621,22 @@ def _divided(live: Plan, version: int) -> str:
 
 
 def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
-    """The live layout, which does not end after all."""
+    """Return the live layout without its planned end."""
     reason = f"the stages stay as they are: {why}"
     return Layout(stages=live.stages, spares=live.spares, reason=reason), reason
 
 
 def _swarm(peers: tuple[MeasuredPeer, ...], unreachable: frozenset[Pair]) -> Swarm:
-    """The facts of which a change must lead to a new layout at once. Speeds are not among them: they may lead to a
-    search. The memory that a peer claims changes when what it was given was too much.
-
-    Which peers hold their state matters only while somebody waits for that to be allowed to go.
-    """
+    """Return the facts that require a new layout at once when they change. Speeds are not among them; they may lead to
+    a search. A peer lowers its claimed memory when its place was too large. The holders of a state matter only while a
+    member drains and waits for a copy of its own."""
     draining = any(peer.draining for peer in peers)
     told = tuple((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if draining else None) for p in peers)
     return (*told, tuple(sorted(unreachable)))
 
 
 def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Layout, str]:
-    """`layout` as the beginning of a new era."""
+    """Return `layout` as the beginning of a new era."""
     where = f"version {beginning.version}" if beginning.version else "the seed"
     back = "back to" if beginning.loses else "goes on from"
     moves = "" if layout.reason == NO_MOVES else f", {layout.reason}"

@@ -9,28 +9,27 @@ from shoal.protocol.limits import REPORTS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import CommitReport, Heartbeat, ValidationReport
 
 WAITING_MAX = 4096
-"""How many reports are kept while nobody coordinates: an hour of one a second. Beyond that the oldest are forgotten."""
+"""Reports kept while there is no coordinator: an hour of one a second. Beyond that the oldest are dropped."""
 
 Report = CommitReport | ValidationReport
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A report, as it was when it came, and when it came."""
+    """A report with its arrival time."""
 
     report: Report
     since_s: float
 
     def now(self, now_s: float) -> Report:
-        """The report as it is to be sent: a commit is sent with its age."""
+        """Return the report to send; a commit contains its age."""
         if not isinstance(self.report, CommitReport):
             return self.report
         return msgspec.structs.replace(self.report, age_s=self.report.age_s + max(0.0, now_s - self.since_s))
 
 
 class ReportQueue:
-    """Reports leave oldest first, a few a heartbeat, and stay here until a coordinator has answered a heartbeat with
-    them."""
+    """A queue that sends the oldest reports first, a few a heartbeat, and keeps each until a coordinator has it."""
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque(maxlen=WAITING_MAX)
@@ -40,11 +39,9 @@ class ReportQueue:
         return len(self._waiting)
 
     def enclose(self, heartbeat: Heartbeat, now_s: float) -> tuple[Heartbeat, tuple[Waiting, ...]]:
-        """Take in `heartbeat`'s reports and give it the oldest ones instead.
-
-        Returns: (the heartbeat to send, what to call `arrived` or `failed` with). While one heartbeat with reports is
-            under way the next goes without.
-        """
+        """Queue `heartbeat`'s reports and replace them by the oldest ones.
+        Returns: (the heartbeat to send, the argument for `arrived` or `failed`). While a heartbeat with reports is in
+        flight, the next contains none."""
         known = [waiting.report for waiting in self._waiting]
         new: tuple[Report, ...] = (*heartbeat.commits, *heartbeat.validations)
         self._waiting.extend(Waiting(report, now_s) for report in new if report not in known)
@@ -57,13 +54,13 @@ class ReportQueue:
         return msgspec.structs.replace(heartbeat, commits=commits, validations=validations), sent
 
     def arrived(self, sent: tuple[Waiting, ...]) -> None:
-        """A coordinator has these reports."""
+        """Drop these reports, because a coordinator has them."""
         for waiting in sent:
-            if self._waiting and self._waiting[0] == waiting:  # else the full queue has forgotten it
+            if self._waiting and self._waiting[0] == waiting:  # otherwise the full queue has dropped it
                 self._waiting.popleft()
         self.failed(sent)
 
     def failed(self, sent: tuple[Waiting, ...]) -> None:
-        """Nobody says that a coordinator has these reports: they are sent again."""
+        """Send these reports again: no coordinator has confirmed them."""
         if sent and sent == self._sent:
             self._sent = ()

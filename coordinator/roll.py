@@ -1,11 +1,11 @@
-"""Makes the electoral roll of a plan: which members vote on the plan after it, and which are one voice. Pure.
+"""Makes the electoral roll of a plan: the members that vote on the next plan, and their groups. Pure.
 
-A vote follows work. The first roll has all that hold a place. Later a member comes on the roll once it has held a place
-for `PROBATION_HEARTBEATS`, and stays on it as long as it is a member: a re-division that takes its place for a moment
-takes no vote. Where fewer than `ELECTORS_MIN` are left, members that hold places join at once, the oldest first.
+A vote follows work. The first roll has all members with a place. Later a member joins the roll after
+`PROBATION_HEARTBEATS` in a place, and stays on it while it is a member: losing the place in a re-division takes no
+vote. If fewer than `ELECTORS_MIN` are left, members with places join at once, the oldest first.
 
-Members that came by one invite are one group, and stay one: a coordinator may not have been shown every certificate, so
-it puts newcomers into groups and moves nobody else. What the others know, they judge (`Electorate.flaw`).
+Members that came by one invite form one group for good. A coordinator may not have seen every certificate, so it
+assigns newcomers to groups and moves no other member. Voters check the groups by what they know (`Electorate.flaw`).
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -14,35 +14,31 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 
 PROBATION_HEARTBEATS = 120.0
-"""Two minutes where a heartbeat takes a second: two terms."""
+"""Two minutes at one heartbeat a second, which is two terms."""
 ELECTORS_MIN = 3
 
 Roll = tuple[tuple[int, ...], ...]
 """The type of `Plan.roll`."""
 InviteOf = Callable[[PeerID], bytes | None]
-"""Returns the key of the invite by which a member came; empty: the member needed none; None: it is not known."""
+"""Returns the key of a member's invite; empty: it needed none; None: unknown."""
 
 
 class Electorate:
-    """Decides who votes on the next plan, and which rolls this peer votes for.
-
-    Args:
-        invite_of: tells by which invite a member came, as far as this peer knows and votes are to be counted by it.
-    """
+    """Decides which members vote on the next plan, and which rolls this peer accepts."""
 
     def __init__(self, heartbeat_s: float, invite_of: InviteOf) -> None:
         self._probation_s = PROBATION_HEARTBEATS * heartbeat_s
         self._invite_of = invite_of
         self._placed_s: dict[PeerID, float] = {}
-        """Map each member that holds a place to the time since which it does, as far as we have seen."""
+        """Member with a place -> when it got the place, as far as we have seen."""
         self._came_s: dict[PeerID, float] = {}
-        """The same, of the members that we have seen come."""
+        """The same for members that we have seen arrive."""
         self._refused: set[PeerID] = set()
         """Members with which a roll was refused."""
         self._one_by_one = False
 
     def obey(self, plan: Plan, now_s: float, *, follows: bool) -> None:
-        """A plan is live. Args: follows: it is the successor of the plan that we obeyed before."""
+        """Record a live plan. Args: follows: it is the successor of the plan that we obeyed before."""
         holders = _holders(plan)
         came = [peer for peer in holders if peer not in self._placed_s] if follows else []
         self._placed_s = {peer: self._placed_s.get(peer, now_s) for peer in holders}
@@ -50,11 +46,12 @@ class Electorate:
         self._came_s.update(dict.fromkeys(came, now_s))
 
     def begin_term(self) -> None:
-        """We coordinate from now on."""
+        """Begin a term of ours."""
         self._refused, self._one_by_one = set(), False
 
     def refused(self, before: Plan, plan: Plan) -> None:
-        """A member has refused `plan`, ours. If its roll was why, the next ones find out with which newcomer."""
+        """Record that `plan`, ours, was refused. If its roll may be the reason, add newcomers one by one to find the
+        cause."""
         added = _on_roll(plan) - _on_roll(before)
         self._one_by_one = self._one_by_one or len(added) > 1
         if len(added) == 1:
@@ -80,12 +77,12 @@ class Electorate:
             added = holders
         if self._one_by_one and needed <= 0:
             added = added[:1]
-        # Plans had no rolls once: then groups are made anew.
+        # Plans of older releases have no rolls: make the groups anew.
         groups = [[peer for peer in group if plan.has(peer)] for group in before.groups_on_roll] if before.roll else []
         return self._numbered(plan, groups, added if before.roll else [*kept, *added])
 
     def _numbered(self, plan: Plan, groups: Iterable[list[PeerID]], added: Iterable[PeerID]) -> Roll:
-        """Put `added` on a roll that has these groups already: in that of the same invite, if there is one."""
+        """Add members to the groups of a roll: to the group of the same invite, if there is one."""
         found = [list(group) for group in groups if group]
         of_invite = {invite: group for group in found for peer in group if (invite := self._invite_of(peer))}
         for peer in added:
@@ -100,7 +97,7 @@ class Electorate:
         return tuple(sorted(tuple(sorted(at[peer] for peer in group)) for group in found))
 
     def are_enough(self, signed: Set[PeerID], signers: Sequence[PeerID]) -> bool:
-        """True if a majority has signed, and not the members of one invite alone where the signers came by several."""
+        """True if a majority has signed, from at least two invites if the signers joined by several."""
 
         def invites(peers: Iterable[PeerID]) -> int:
             return len({self._invite_of(peer) or peer for peer in peers})
@@ -108,7 +105,7 @@ class Electorate:
         return 2 * len(signed) > len(signers) and invites(signed) >= min(2, invites(signers))
 
     def flaw(self, plan: Plan, before: Plan, now_s: float, name_of: Callable[[PeerID], str]) -> str:
-        """Say why we do not vote for the roll of `plan`, the successor of `before`; empty: nothing that we know of."""
+        """Say why we reject the roll of `plan`, the successor of `before`; empty: nothing that we know of."""
         old, new = _on_roll(before), _on_roll(plan)
         kept = {peer for peer in old if plan.has(peer)}
         if gone := sorted(kept - new):
@@ -141,5 +138,5 @@ def _on_roll(plan: Plan) -> set[PeerID]:
 
 
 def _parted(plan: Plan, among: set[PeerID]) -> set[frozenset[PeerID]]:
-    """The groups of the roll, without all that are not in `among`."""
+    """Return the groups of the roll, restricted to `among`."""
     return {found for group in plan.groups_on_roll if (found := frozenset(group) & among)}

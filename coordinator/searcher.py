@@ -1,4 +1,4 @@
-"""Runs the searches that a core asks for where they block nobody, and brings back what they have found."""
+"""Runs the core's searches where they do not block the event loop, and returns their results."""
 
 import contextlib
 import logging
@@ -18,34 +18,30 @@ RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
 
 
 async def inline(work: Callable[[], object]) -> object:
-    """Run work at once: in virtual time nothing may take any."""
+    """Run work at once; in virtual time it must take no time."""
     return work()
 
 
 class Searcher:
-    """Runs one search after the other.
-
-    Args:
-        run_blocking: a thread in a live swarm, of which a search's kernels make good use; inline in virtual time.
-        tell: hears the result of each search.
-    """
+    """Runs one search after the other. Args: run_blocking: a thread in a live swarm, in which a search's kernels run in
+    parallel; inline in virtual time."""
 
     def __init__(self, allocator: Allocator, run_blocking: RunBlocking, *, tell: Callable[[Searched], object]) -> None:
         self._allocator, self._run_blocking, self._tell = allocator, run_blocking, tell
 
     async def prepare(self) -> None:
-        """Compile before there is anything to search. If that fails, the first search will say why."""
+        """Compile the kernels in advance. If that fails, the first search reports why."""
         if isinstance(self._allocator, Searching):
             with contextlib.suppress(ImportError):
                 await self._run_blocking(self._allocator.prepare)
 
     async def run(self, job: SearchJob) -> None:
-        """Search. Whatever goes wrong, the coordinator goes on with repaired layouts."""
+        """Search. After any error the coordinator continues with repaired layouts."""
         self._tell(await self._search(job))
 
     async def _search(self, job: SearchJob) -> Searched:
         allocator, found = self._allocator, list[tuple[Layout | None, str]]()
-        assert isinstance(allocator, Searching), "nobody else is asked to"
+        assert isinstance(allocator, Searching), "only a searching allocator is asked to"
         try:
             await self._run_blocking(lambda: found.append(allocator.search(job.snapshot, job.previous, seed=job.seed)))
         except ImportError as error:
@@ -60,8 +56,7 @@ class Searcher:
 
 
 def _failed(error: Exception) -> str:
-    """One line that says what broke and in which line of ours. The traceback is for the log at debug level: this one
-    goes to a terminal."""
+    """Return one line, for a terminal, with the error and its place; the traceback is in the debug log."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return f"a search for a layout broke down, and the plan stays: {what} ({Path(place.filename).name}:{place.lineno})"
+    return f"a search for a layout failed, and the plan stays: {what} ({Path(place.filename).name}:{place.lineno})"

@@ -1,13 +1,12 @@
-"""Says when every stage writes a snapshot of the same version, so that all of them together are a whole one. Pure.
+"""Decides when all stages write a snapshot of the same version, which together is a complete one. Pure.
 
-A peer tells in its heartbeats how long ago its stage last wrote a snapshot (`Heartbeat.unsaved_s`). Once that is too
-long ago for any peer, the coordinator names a version that no stage has come to yet, in its replies to heartbeats
-(`HeartbeatReply.save_at`). A stage that hears of it too late has no snapshot of that version; it goes on saying that it
-is unsaved, and the coordinator names another one. Nothing of this is handed over: what a new coordinator needs is in
-the next heartbeats.
+Heartbeats report how long ago each stage last wrote a snapshot (`Heartbeat.unsaved_s`). If that is too long for any
+peer, the coordinator's replies name a version that no stage has reached yet (`HeartbeatReply.save_at`). A stage that
+learns of it too late writes no snapshot, still reports itself as unsaved, and the coordinator names another version. A
+leadership transfer contains nothing of this: the next heartbeats tell a new coordinator all.
 
-A young run writes sooner: after `_FIRST_S`, and each time that it is twice as old. So a run that goes back loses half
-of its time at most, once its first snapshot and the copies of it are written.
+A young run saves sooner: after `_FIRST_S`, and each time that its age has doubled. So once the first snapshot is
+copied, a roll-back loses at most half of the run's time.
 """
 
 import math
@@ -17,18 +16,17 @@ from collections.abc import Iterable
 from shoal.protocol.messages import Heartbeat
 
 _NOTICE_HEARTBEATS = 2.5
-"""Every peer hears of a version so long ahead: a heartbeat of each peer until the version is named in the replies, with
-room for a heartbeat that is late."""
+"""Notice for each version: each peer's next heartbeat learns of it, with room for a late one."""
 _PACE_SAMPLES = 16
 _FIRST_S = 30.0
-"""Seconds until the first snapshot. Until then layers that one peer alone holds have no copy anywhere."""
+"""Seconds until the first snapshot. Before it, a layer with a single holder has no copy."""
 
 
 class SnapshotSchedule:
-    """Names the versions to save.
+    """Chooses the versions to save.
 
     Args:
-        interval_s: of the clock between two snapshots; 0: none by the clock.
+        interval_s: time between two snapshots; 0: none by the clock.
         lead_steps: how many versions one stage may be ahead of another.
     """
 
@@ -41,21 +39,18 @@ class SnapshotSchedule:
         self._look_at_s = -math.inf
 
     def begin(self) -> None:
-        """Another era begins, or a term of ours: versions have nothing to do with those before."""
+        """Start anew, in another era or in a term of ours: earlier versions say nothing."""
         self._save_at = 0
         self._pace.clear()
         self._look_at_s = -math.inf
 
     def is_due_to_look(self, now_s: float) -> bool:
-        """Whether to call `look` now: it reads every peer's heartbeat, and each heartbeat asks."""
+        """True if `look` should be called now; it reads every peer's heartbeat, so not each heartbeat may call it."""
         return self._interval_s > 0 and now_s >= self._look_at_s
 
     def look(self, beats: Iterable[Heartbeat], now_s: float, *, elapsed_s: float) -> None:
-        """Name a version if a snapshot is due.
-
-        Args:
-            beats: the newest of every peer that is alive, of the live era.
-            elapsed_s: since the run began.
+        """Choose a version if a snapshot is due.
+        Args: beats: the newest of every live peer in the live era. elapsed_s: since the run began.
         """
         self._look_at_s = now_s + self._heartbeat_s / 2
         members = [beat for beat in beats if beat.synced and beat.stage is not None]
@@ -64,7 +59,7 @@ class SnapshotSchedule:
         newest = max(beat.version for beat in members)
         self._pace.append((now_s, newest))
         if self._save_at > min(beat.version for beat in members):
-            return  # somebody has not come to it yet
+            return  # a member has not reached it yet
         self._save_at = 0
         if max(beat.unsaved_s for beat in members) >= min(self._interval_s, max(_FIRST_S, elapsed_s / 2.0)):
             ahead = math.ceil(self._steps_per_s * _NOTICE_HEARTBEATS * self._heartbeat_s)

@@ -1,7 +1,7 @@
-"""Keeps on disk what a peer has promised and obeys, so that a restart cannot make it vote twice.
+"""Stores what a peer has promised and obeys, so that it cannot vote twice after a restart.
 
-The file is the BLAKE3 digest of a msgpack record and then the record. Without the digest a record with a flipped bit in
-its term would be a record too.
+The file is the BLAKE3 digest of a msgpack record, then the record. Without the digest, a record with a flipped bit in
+its term would be accepted.
 """
 
 from pathlib import PurePosixPath
@@ -22,7 +22,7 @@ class PlanStore:
     """One `ChainRecord` in one file.
 
     Args:
-        disk: None: the record is kept in memory, for worlds whose peers do not come back.
+        disk: None: the record is kept in memory, for worlds in which peers never restart.
         path: the file; its folder is made with the first record.
     """
 
@@ -36,7 +36,7 @@ class PlanStore:
     def load(self, run: str) -> ChainRecord | None:
         """Read the record that was saved for `run`. Returns: None if nothing was ever saved.
         Raises: LocalError: the file cannot be read, is damaged, or belongs to another run. The peer must then not take
-            part under this identity: it does not know what it has promised.
+        part under this identity, because it does not know its promises.
         """
         if self._disk is not None:
             self._record = self._read(self._disk)
@@ -45,15 +45,13 @@ class PlanStore:
         return self._record
 
     def save(self, record: ChainRecord) -> None:
-        """Save `record`. The call returns only when it would survive a power cut.
-
-        Raises: LocalError: it cannot be written; the vote must then not be cast. After a crash the store may hold
-            `record` or the one before it.
-        """
+        """Save `record`. After this call it survives a power cut.
+        Raises: LocalError: it cannot be written; do not vote then. After a crash the store may hold `record` or the
+        previous one."""
         if record == self._record:
             return
         if self._disk is not None:
-            self._record = None  # until this is over nobody knows which one is there
+            self._record = None  # until the end of the write, either record may be there
             try:
                 self._write(self._disk, record)
             except OSError as error:
@@ -83,7 +81,7 @@ class PlanStore:
             raise self._damaged(str(error).splitlines()[0]) from error
 
     def _damaged(self, reason: str) -> LocalError:
-        # A peer without the file would come back under the same name and vote twice.
+        # A peer without the file would return under the same identity and vote twice.
         return LocalError(
             f"{self._where} is not a record of plans ({reason}), so this peer has forgotten its votes: restore the "
             "file, or give shoal a new --state-dir, with which it is a new peer"

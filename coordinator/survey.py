@@ -1,4 +1,4 @@
-"""Knows what peers have measured and where they have worked, and makes the snapshots of which plans are made. Pure."""
+"""Knows the measurements and former places of peers, and makes the snapshots from which layouts are made. Pure."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -17,7 +17,7 @@ from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
 
 FORMER_PLACES_MAX = 4096
-"""We remember of so many peers where they worked last."""
+"""Number of peers of which we remember the last place."""
 
 
 class Survey:
@@ -27,22 +27,20 @@ class Survey:
         self._spec = spec
         self._layer_costs = layer_costs(spec.model)
         self.workload = Workload.of(spec)
-        """What a step asks of the devices and lines, where tensors travel in the thinnest way that the run allows."""
+        """The demands of a step with the narrowest formats that the run allows."""
         self.takes = FormatBytes.of(spec)
-        """The bytes of activations and of sums in each format that a plan of this run may choose."""
+        """Bytes of activations and sums in each format that a plan of this run may choose."""
         told = trunk_costs(spec.model) if spec.swarm.expert_slots else self._layer_costs
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
-        """[L], what peers time as a forward (`Heartbeat.forward_s`): of placed experts nobody times any."""
+        """[L], the part of a forward that peers time (`Heartbeat.forward_s`); it contains no placed experts."""
         self._links, self._speeds = LinkBook(), SpeedBook()
         self.reach = Reachability(spec.swarm.heartbeat_s)
-        """Says which pairs of peers cannot reach each other."""
         self.links = LinkSurvey(self._links, spec.swarm.heartbeat_s, self.reach)
-        """Says which links are to be measured."""
         self._plan: Plan | None = None
         self._former: OrderedDict[PeerID, int] = OrderedDict()
 
     def obey(self, plan: Plan) -> None:
-        """A plan is live: a peer that has a stage in it may come back to that stage one day."""
+        """Record a live plan and the stage of each peer, to which it may return later."""
         self._plan = plan
         for index, stage in enumerate(plan.stages):
             for peer in stage.peers:
@@ -52,14 +50,14 @@ class Survey:
             self._former.popitem(last=False)
 
     def begin_term(self, plan: Plan) -> None:
-        """We coordinate now: forget the peers that are not there any more."""
+        """Begin a term of ours: forget the peers outside the plan."""
         self._links.keep(plan.members)
         self.reach.keep(plan.members)
         self.links.forget()
         self._speeds.keep(plan.members)
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
-        """Note the measurements in a heartbeat."""
+        """Record the measurements in a heartbeat."""
         self._links.note(peer, heartbeat.links)
         self.links.hear(peer, heartbeat.advert.machine)
         plan, stage, w = self._plan, heartbeat.stage, self.workload
@@ -67,18 +65,18 @@ class Survey:
             return
         if 0 <= stage < len(plan.stages):
             first, last = plan.stages[stage].first_layer, plan.stages[stage].last_layer
-            # The last stage's figure has forward and backward in one.
+            # The last stage runs forward and backward in one job.
             times = w.loss_per_forward if stage == len(plan.stages) - 1 else 1.0
             self._speeds.note(peer, (first, last), times * sum(self._told_flop[first:last]) / heartbeat.forward_s)
 
     def shortage(self, peers: tuple[MeasuredPeer, ...]) -> str:
-        """Say how much memory the run waits for; empty: the peers together have what the model takes at least."""
+        """Say how much memory the run lacks; empty: the peers together have the minimum for the model."""
         w = self.workload
         needed_gb = (w.resident_bytes(0, w.num_layers, members=1) + sum(w.layer_held_bytes)) / 1e9
         here_gb = sum(peer.memory_bytes for peer in peers if not peer.draining) / 1e9
         if here_gb >= needed_gb:
             return ""
-        here = "the peer that is here has" if len(peers) == 1 else f"the {len(peers)} peers that are here have"
+        here = "the one peer has" if len(peers) == 1 else f"the {len(peers)} peers have"
         return (
             f"waiting for peers with {needed_gb - here_gb:.1f} GB of memory in all: the model takes {needed_gb:.1f} GB "
             f"while it trains, and {here} {here_gb:.1f} GB"
@@ -87,11 +85,8 @@ class Survey:
     def snapshot(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, *, knows_network: bool
     ) -> Snapshot:
-        """All that a layout may depend on.
-
-        Args:
-            peers: as they describe themselves.
-            knows_network: whether to add what lies between them, which takes a while where there are many.
+        """Collect all inputs of a layout.
+        Args: knows_network: include the links between `peers`, which takes a while for many peers.
         """
         model = self._spec.model
         whole = disks.newest_whole(held_keys(model, placed=self._spec.swarm.expert_slots > 0))
@@ -114,7 +109,8 @@ class Survey:
                     homes=homes(p),
                     flop_per_s=speeds[p.peer],
                     upload_bytes_per_s=uploads[p.peer],
-                    memory_bytes=min(p.memory_bytes, whole_bytes),  # it could not hold more, whatever it claims
+                    # more than the whole model is not useful, whatever it claims
+                    memory_bytes=min(p.memory_bytes, whole_bytes),
                 )
                 for p in peers
             ),

@@ -1,4 +1,4 @@
-"""Puts the swarm into one message for people: which peer is where, and how far the run has come. Pure."""
+"""Builds the status of the swarm for people: the places of peers and the progress of the run. Pure."""
 
 from collections.abc import Collection, Sequence
 
@@ -36,16 +36,9 @@ def swarm_status(
     elapsed_s: float,
     now_s: float,
 ) -> SwarmStatus:
-    """Make the message.
-
-    Args:
-        plans: notes on the last live plans.
-        comparison: of the live layout.
-        unreachable: the pairs of peers that cannot reach each other.
-        disks: the snapshots that may be gone back to.
-        refusals: which plans were refused of late, in sentences.
-        owner: of the run.
-        elapsed_s: since the run began.
+    """Build the message.
+    Args: disks: the snapshots to which the run may roll back. refusals: recently refused plans, in sentences.
+    elapsed_s: since the run began.
     """
     ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
     shares = _shares(live)
@@ -89,7 +82,7 @@ def swarm_status(
 
 
 def status_before_the_plan(run: str, spec: RunSpec, owner: PeerID, waits_for: str) -> SwarmStatus:
-    """The message of a run that has no plan yet: nobody holds a stage, and it says what the first plan waits for."""
+    """Build the status of a run without a plan: no peer holds a stage, and `waits_for` is what the first plan needs."""
     return SwarmStatus(
         run=run,
         name=spec.name,
@@ -111,7 +104,7 @@ def status_before_the_plan(run: str, spec: RunSpec, owner: PeerID, waits_for: st
 
 
 def _experts(live: Plan, roster: Roster, experts: ExpertPlaces, listed: Sequence[PeerID]) -> tuple[ExpertStatus, ...]:
-    """The experts and their holders. Args: listed: the peers that the status names."""
+    """Return the experts and their holders. Args: listed: the peers that the status names."""
     positions = {peer: position for position, peer in enumerate(listed)}
     loads = [experts.load_shares(stage) for stage in range(len(live.stages))] if live.experts else []
     found = []
@@ -132,7 +125,6 @@ def _experts(live: Plan, roster: Roster, experts: ExpertPlaces, listed: Sequence
 
 
 def _shares(plan: Plan) -> dict[PeerID, float]:
-    """Each holder's share of its stage's traffic."""
     totals = [sum(member.share for member in stage.members) for stage in plan.stages]
     return {
         member.peer: member.share / total
@@ -142,6 +134,6 @@ def _shares(plan: Plan) -> dict[PeerID, float]:
 
 
 def _stage_key(plan: Plan, peer: PeerID) -> int:
-    """The peer's stage; spares come last."""
+    """Return the peer's stage; standbys come last."""
     stage = plan.stage_of(peer)
     return len(plan.stages) if stage is None else stage

@@ -1,17 +1,16 @@
-"""How fast the run is: tokens a second over the last minute, standstills included. Pure.
+"""Measures the run's speed: tokens a second over the last minute, standstills included. Pure.
 
-The run's progress is a curve: the tokens committed so far, over time. It is kept as marks, which are `MARK_S` or a step
-apart, whichever is longer, and is taken for straight between two of them. The rate is the rise of the curve in the
-window over the window's length: a run that stands still for as long as the window has a rate of zero.
+The run's progress is a curve of committed tokens over time. It is stored as marks, `MARK_S` or a step apart, whichever
+is longer, with straight lines between them. The rate is the rise of the curve in the window over the window's length: a
+run that stands still for a whole window has a rate of zero.
 
-The window ends now, or at the last commit while the next step takes no longer than steps usually take: a step that is
-under way is no standstill. The window is `WINDOW_S` long, or as long as `WINDOW_STEPS` of the usual steps if these are
-slow.
+The window ends now, or at the last commit while the next step is not slower than usual: a step in progress is no
+standstill. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
 
-The figure is the same whichever peer coordinates: marks cross the network with their ages, in a hand-over and in each
-reply to a heartbeat. So every peer could go on with the curve, whatever becomes of the coordinator. (Lost: a rate that
-each coordinator measures from the reports that reach it. After an outage these come all at once, and 15,481 tokens/s
-were shown during a standstill of 30 s; or they go to another peer, and 135 were shown for a real 430.)
+The figure is the same on every coordinator: marks travel with their ages, in a leadership transfer and in each reply to
+a heartbeat, so every peer can continue the curve. (Lost: a rate that each coordinator measures from its own reports.
+After an outage these arrive all at once, and 15,481 tokens/s were shown during a standstill of 30 s; or they go to
+another peer, and 135 were shown for a real 430.)
 """
 
 import math
@@ -28,42 +27,36 @@ WINDOW_STEPS = 4
 """Fewer steps say little about a rate."""
 MARK_S = 8.0
 MARKS_MAX = 20
-"""Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a run whose rate changes."""
+"""Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a run with a changing rate."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over its last marks, a minute at most if steps are short: what changes is seen after
-four of them."""
+"""A layout's rate is the median over its last marks, at most a minute with short steps; a change shows after four."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""A layout that has slowed down so much is seen to be slow after two marks of three."""
+"""A slowdown of a layout by this factor shows after two marks of three."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
-"""A step is late once it takes so many times what steps usually take, and at least `STANDS_S`."""
+"""A step is late after this multiple of the usual step time, and at least `STANDS_S`."""
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
-"""A run stands still once the next step takes so many times what steps usually take, and at least `STANDS_S`."""
+"""A run stands still if the next step takes this multiple of the usual time, and at least `STANDS_S`."""
 AGE_S_MAX = 7 * 24 * 3600.0
 
 
 @dataclass(slots=True)
 class _Mark:
-    """A point on the curve."""
-
     era: int
     step: int
     at_s: float
     num_steps: int
-    """The steps since the mark before."""
+    """The steps since the previous mark."""
     tokens: int
-    """The tokens since the mark before. Nobody knows over which time those of the oldest mark came."""
+    """The tokens since the previous mark; for the oldest mark the time span is unknown."""
 
 
 class TokenRate:
     """The run's recent progress, as far as this peer has heard of it.
-
-    Args:
-        tokens_per_step: what a step counts if its report has not come.
-    """
+    Args: tokens_per_step: counted for a step without a report."""
 
     def __init__(self, *, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
@@ -71,12 +64,12 @@ class TokenRate:
         self._begun = 0, 0
 
     def begin_era(self, era: int, version: int) -> None:
-        """The run went back to `version`: later steps run again, and their tokens count again."""
+        """Roll back to `version`: later steps run again, and their tokens count again."""
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """`step` was committed at `at_s`. If we hear of it late, it has already been counted as a whole step with the
-        first one behind it."""
+        """Record that `step` was committed at `at_s`. A step that we learn of late was already counted with the first
+        step after it."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))
@@ -94,10 +87,10 @@ class TokenRate:
         else:
             self._marks.append(_Mark(era, step, at_s, num_steps, tokens))
 
-    # --- what it says ---
+    # --- rates ---
 
     def tokens_per_s(self, now_s: float) -> float:
-        """The rate over the window; 0 before the second step."""
+        """Return the rate over the window; 0 before the second step."""
         if len(self._marks) < 2:
             return 0.0
         usual_s = self.usual_step_s
@@ -108,13 +101,10 @@ class TokenRate:
         return sum(_within(before, mark, end_s - length_s) for before, mark in pairwise(self._marks)) / length_s
 
     def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
-        """The tokens a second of a layout that has been at work since `version` of `era`, and over how many steps; (0,
-        0): these are too few.
-
-        This is a median over marks, which one standstill does not change. If the last of them say much less it is the
-        median of those; and if the step under way takes `SLOW_STEPS` times what steps usually take, it is no more than
-        that step's own.
-        """
+        """Return (tokens a second, steps behind it) of a layout that works since `version` of `era`; (0, 0): too few
+        steps. The rate is a median over marks, which one standstill does not change. If the last marks are much lower,
+        it is their median; and if the current step takes `SLOW_STEPS` times the usual one, it is at most that step's
+        rate."""
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
@@ -133,8 +123,8 @@ class TokenRate:
         return rate, num_steps
 
     def newest(self, now_s: float) -> float:
-        """The tokens a second of the last mark, or no more than those of the step under way if that is late; 0: not
-        known. This is quick and noisy: something else has to bear it out."""
+        """Return the tokens a second of the last mark, at most those of the current step if that is late; 0: unknown.
+        This is quick and noisy, so it needs a second witness."""
         if len(self._marks) < 2:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
@@ -144,12 +134,12 @@ class TokenRate:
         return min(rate, self._tokens_per_step / idle_s) if is_late else rate
 
     def commits_within(self, seconds: float, now_s: float, *, believed_s: float = 0.0) -> tuple[int, float] | None:
-        """How many commits are to be expected from `now_s` on for so long, if steps go on to take what the last ones
-        took, and the part of the step after these that is over by then; None before the second step.
+        """Return (expected commits in the next `seconds`, fraction of the following step done by then) at the current
+        pace; None before the second step.
 
         Args:
-            seconds: below 0: until so long ago, as if the commit that is due now were not.
-            believed_s: what a step should take. Once the one under way is late it takes that, or has taken longer.
+            seconds: negative: until that long ago, as if the commit that is due now were late.
+            believed_s: expected time of a step. A late step takes that, or the time that it has already taken.
         """
         if len(self._marks) < 2:
             return None
@@ -164,19 +154,18 @@ class TokenRate:
         return int(whole), part
 
     def idle_s(self, now_s: float) -> float | None:
-        """The time since the last commit; None: no commit is known."""
+        """Return the time since the last commit; None: no commit is known."""
         return max(0.0, now_s - self._marks[-1].at_s) if self._marks else None
 
     def stands_s(self, now_s: float) -> float:
-        """The time without a commit; 0 while that may be a step's usual time, or no commit is known."""
+        """Return the length of a standstill; 0 while a step may still be running, or no commit is known."""
         idle_s = self.idle_s(now_s)
         patience_s = max(STANDS_S, STANDS_STEPS * self.usual_step_s)
         return idle_s if idle_s is not None and idle_s > patience_s else 0.0
 
     @property
     def usual_step_s(self) -> float:
-        """Seconds; 0 before the second step. This is a median over marks: a standstill is in one mark alone, and so
-        does not change it."""
+        """Seconds; 0 before the second step. The median over marks ignores a standstill, which is in one mark only."""
         if len(self._marks) < 2:
             return 0.0
         return median((mark.at_s - before.at_s) / mark.num_steps for before, mark in pairwise(self._marks))
@@ -184,7 +173,7 @@ class TokenRate:
     # --- to others, and from them ---
 
     def tell(self, now_s: float) -> tuple[PaceMark, ...]:
-        """The marks with their ages, for other peers."""
+        """Return the marks with their ages, for other peers."""
         return tuple(
             PaceMark(
                 era=mark.era,
@@ -197,7 +186,7 @@ class TokenRate:
         )
 
     def take_over(self, told: Sequence[PaceMark], now_s: float) -> None:
-        """Replace our marks by a coordinator's, if it knows as much as we do: it may have missed the newest commits."""
+        """Replace our marks by a coordinator's if it knows at least as much: it may have missed the newest commits."""
         marks = _sound(told, now_s)
         if not marks:
             return
@@ -207,7 +196,7 @@ class TokenRate:
 
 
 def _within(before: _Mark, mark: _Mark, since_s: float) -> float:
-    """How many of the tokens between two marks came after `since_s`."""
+    """Return how many of the tokens between two marks came after `since_s`."""
     if mark.at_s <= since_s:
         return 0.0
     if before.at_s >= since_s:
@@ -216,7 +205,7 @@ def _within(before: _Mark, mark: _Mark, since_s: float) -> float:
 
 
 def _sound(told: Sequence[PaceMark], now_s: float) -> list[_Mark]:
-    """The marks that another peer has told us; none if they contradict themselves, since it may say anything."""
+    """Return the marks that another peer reports; none if they are inconsistent, since it is not trusted."""
     marks = []
     for mark in told[-MARKS_MAX:]:
         if not (

@@ -1,4 +1,4 @@
-"""Opens plans and mandates that come from the network, and verifies each once."""
+"""Opens plans and mandates from the network, and verifies each once."""
 
 from collections import OrderedDict
 
@@ -10,11 +10,11 @@ from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, open_link, open_
 from shoal.protocol.seals import SEALS, Seals
 
 PLANS_OPENED_MAX = 16
-"""How many plans are remembered, so that a plan that comes with twenty heartbeats is verified once."""
+"""Plans that are remembered, so that a plan that arrives with twenty heartbeats is verified once."""
 
 
 class VerifiedPlans:
-    """The plans of one run, whose owner signs mandates."""
+    """The opened plans and mandates of one run."""
 
     def __init__(self, run: str, *, owner: PeerID, shape: PlanShape, seals: Seals = SEALS) -> None:
         self._seals = seals
@@ -23,10 +23,8 @@ class VerifiedPlans:
 
     def open(self, data: bytes, source: PeerID) -> SignedPlan | None:
         """Open and verify a plan.
-
         Returns: the plan; None for no bytes.
-        Raises: RemoteError: `source` handed us a plan that does not hold.
-        """
+        Raises: RemoteError: `source` sent an invalid plan."""
         if not data:
             return None
         plan = self._opened.pop(data, None)
@@ -44,26 +42,24 @@ class VerifiedPlans:
         return plan
 
     def need(self, data: bytes, source: PeerID) -> SignedPlan:
-        """Open a plan that must be there. Raises: RemoteError: it does not hold, or there is none."""
+        """Open a plan that must be present. Raises: RemoteError: it is invalid or missing."""
         return _there(self.open(data, source), source)
 
     def open_link(self, data: bytes, source: PeerID) -> SignedPlan | None:
-        """Open a plan that is said to be live, with its votes, which are not looked at here.
-
+        """Open a plan that should be live, with its votes, which are not checked here.
         Returns: the plan; None for no bytes.
-        Raises: RemoteError: `source` handed us a plan that does not hold.
-        """
+        Raises: RemoteError: `source` sent an invalid plan."""
         if not data:
             return None
         envelope, proof = open_link(data, source=source)
         return msgspec.structs.replace(self.need(envelope, source), proof=proof)
 
     def need_link(self, data: bytes, source: PeerID) -> SignedPlan:
-        """Open a link that must be there. Raises: RemoteError: it does not hold, or there is none."""
+        """Open a link that must be present. Raises: RemoteError: it is invalid or missing."""
         return _there(self.open_link(data, source), source)
 
     def mandate(self, data: bytes, source: PeerID, *, coordinator: PeerID) -> Mandate:
-        """Open the owner's leave for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
+        """Open the owner's mandate for `coordinator` to make a plan without votes. Raises: RemoteError: it is none."""
         mandate = open_mandate(data, run=self._run, owner=self._owner, source=source)
         if mandate.coordinator != coordinator:
             raise RemoteError(source, "sent the mandate for another peer")

@@ -1,8 +1,8 @@
-"""Write-ahead for votes: a promise is durable before anybody hears of it.
+"""Write-ahead for votes: makes a promise durable before it is sent.
 
-On a disk that is full or broken a peer goes on obeying plans, sending heartbeats and answering them, because none of
-that is a promise. It casts no vote, grants no term, and asks nobody for theirs, since its own counts among them. A new
-peer whose disk takes no record at all does not begin.
+With a full or broken disk a peer still obeys plans, and sends and answers heartbeats, because these promise nothing. It
+casts no vote, grants no term, and requests none, because its own vote would count. A new peer that cannot write any
+record does not start.
 """
 
 import logging
@@ -25,7 +25,7 @@ COMPLAIN_EVERY_S: Final = 60.0
 
 
 class WriteAhead:
-    """Saves the records that a core wants kept, and holds back the commands that rest on a record until it is saved."""
+    """Saves the core's records, and holds back commands that depend on a record until it is saved."""
 
     def __init__(self, store: PlanStore, clock: Clock) -> None:
         self._store = store
@@ -35,19 +35,17 @@ class WriteAhead:
         self._complained_s = -math.inf
 
     def begin(self, first: ChainRecord) -> ChainRecord | None:
-        """Read what was promised before a restart. If nothing ever was, `first` is saved: a peer that cannot keep its
-        promises should say so before it takes part.
-
+        """Read the promises from before a restart. If there are none, save `first`: a peer that cannot keep promises
+        should fail before it takes part.
         Returns: the record; None: there was none.
-        Raises: LocalError: the store is damaged, another run's, or cannot be written.
-        """
+        Raises: LocalError: the store is damaged, another run's, or cannot be written."""
         record = self._store.load(first.run)
         if record is None:
             self._store.save(first)
         return record
 
     def backed(self, commands: Iterable[Command]) -> Iterator[Command]:
-        """The commands that may be carried out, in order. A promise that cannot be kept becomes a refusal."""
+        """Yield the commands that may be carried out, in order. A promise that cannot be saved becomes a refusal."""
         tried = False
         for command in commands:
             if isinstance(command, Persist):
@@ -59,7 +57,7 @@ class WriteAhead:
                 self._save()
                 tried = True
             if isinstance(command, Reply):
-                yield Reply(message=Refusal(reason="cannot keep its word on disk")) if self._owed else command
+                yield Reply(message=Refusal(reason="cannot save its promise on disk")) if self._owed else command
             elif not isinstance(command, Persist) and self._owed is None:
                 yield command
 

@@ -1,17 +1,17 @@
-"""Names what keeps a step from being faster, for a placement in full swing. Pure.
+"""Names the resource that limits a step, for a placement in steady state. Pure.
 
-A step takes about the longer of two times (`throughput.py`): T_flow, of whatever is busiest, and T_chain, of what
-follows from one another. If T_flow is longer, the bottleneck is the slowest stage, or the slowest pair of neighbouring
-stages. Of a stage it is the resource that alone would take longest for a step's work:
+A step takes about the longer of two times (`throughput.py`): T_flow, of the busiest resource, and T_chain, of the
+longest dependency chain. If T_flow is longer, the bottleneck is the slowest stage, or the slowest pair of neighbouring
+stages. Within a stage it is the resource with the longest time for a step's work:
 
     compute    M / sum of 1 / job_d                  card, reduction    (activations + gradients) / sum of card_d
     paths      M / sum of path_rate_d                reduction          the slowest path between two members
 
-Of a card, activations and gradients share the time: whichever are more bytes are named.
+Activations and gradients share a network card; the bottleneck is named after the larger of the two.
 
-If T_chain is longer, the bottleneck is its longest part at the stage that everybody waits for: the commit (its
-reduction, if that is half of it), the round trip, or the issue of the microbatches, which is again a stage's or a
-pair's.
+If T_chain is longer, the bottleneck is its longest part at the stage with the longest chain: the commit (or its
+reduction, if that takes half of it), the round trip, or the issue of the microbatches, which is again limited by a
+stage or a pair.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,17 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.plan import Bound
 
 Bottleneck = tuple[Bound, int]
-"""(kind, stage). Paths are those from the stage to the next one, or from the one before where it is the last."""
+"""(kind, stage). Paths lead from the stage to the next one, or to the previous one if the stage is the last."""
 
 _EQUAL = 1e-6
-"""Between two stages gets through what the slower one makes, unless the paths carry less: else the times are equal."""
+"""Relative tolerance. The throughput of a pair equals that of its slower stage unless its paths carry less."""
 
 
 def bottleneck(
     workload: Workload, flow: Flow, pace: Pace, *, stages_s: Sequence[float], pairs_s: Sequence[float]
 ) -> Bottleneck:
-    """The bottleneck.
-
-    Args:
-        stages_s: T_stage of each stage, s a step.
-        pairs_s: T_pair of each two neighbouring stages, s a step.
-    """
+    """Return the bottleneck. Args: stages_s, pairs_s: T_stage of each stage and T_pair of each two neighbours, s a
+    step."""
     if pace.chain_s > flow.flow_s:
         chains_s = [tail.chain_s for tail in pace.tails]
         waited_for = chains_s.index(max(chains_s))
@@ -55,7 +51,6 @@ def bottleneck(
 
 
 def _busiest(workload: Workload, flow: Flow, k: int) -> Bound:
-    """The resource of stage k that alone would take longest for a step's work."""
     stage, card, share = flow.stages[k], flow.cards[k], flow.shares[k]
     microbatches = float(workload.microbatches)
     activations = microbatches * workload.cut_bytes * float(share @ stage.away)

@@ -3,17 +3,17 @@
     total = dp + 2 pp
     dp = max over stages S and members d of  sum over e in S \\ {d} of  2 (latency + G / (bandwidth |S|))
     pp = length of the shortest open path over the stages; the distance of two stages is the bottleneck (longest hop) of
-         the perfect matching between them whose bottleneck is shortest;  hop = latency + A / bandwidth
+         the perfect matching between them with the shortest bottleneck;  hop = latency + A / bandwidth
 
 G is a stage's gradient, A a replica's activations of one step, both in bits when bandwidth is in bits/s; the paper
-counts 10^9 bytes to a gigabyte. |S| is the number of replicas. The formula has no compute, memory or overlap in it.
+counts 10^9 bytes to a gigabyte. |S| is the number of replicas. The formula contains no compute, memory or overlap.
 
-We differ where the paper says nothing:
-- **asymmetric links**: both directions are used once, so twice a one-way time becomes the sum of both ways. Where links
-  are symmetric that is the paper's number.
-- **stages of different size**: each member of the smaller has a partner of its own, and each that is left over in the
-  larger shares the nearest. A is per replica as the file gives it, whatever the size.
-- **more than `ORDER_EXACT_MAX` stages**: their order is taken as the placement gives it.
+Choices where the paper says nothing:
+- **asymmetric links**: both directions are used once, so twice a one-way time becomes the sum of both ways. On
+  symmetric links that is the paper's number.
+- **stages of different size**: each member of the smaller has its own partner, and each remaining member of the larger
+  shares the nearest. A is per replica as in the file, for any size.
+- **more than `ORDER_EXACT_MAX` stages**: their order is that of the placement.
 """
 
 import math
@@ -29,7 +29,7 @@ _GIGABYTE = 1e9
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
-    """float64 [N, N], symmetric: what one other member adds to dp in a stage of that size; inf without a path, 0 to
+    """float64 [N, N], symmetric: what another member adds to dp in a stage of `replicas`; inf without a path, 0 to
     itself."""
     part = workload.gradient_gigabytes_per_stage * _GIGABYTE / replicas
     return _both_ways(topology.latency_s, topology.bytes_per_s, part)
@@ -71,11 +71,11 @@ class DtfmObjective:
         mates = np.ix_(stage, stage)
         part = self.workload.gradient_gigabytes_per_stage * _GIGABYTE / len(stage)
         share = _both_ways(self.topology.latency_s[mates], self.topology.bytes_per_s[mates], part)
-        # fsum is exact, so no machine adds in another order.
+        # fsum is exact, so the order of addition does not matter on any machine.
         return max(math.fsum(row) for row in share.tolist())
 
     def _distances(self, placement: Placement) -> Floats:
-        """float64 [K, K]; where the order is given, only what that needs."""
+        """float64 [K, K]; only neighbouring stages if the order is given."""
         K = len(placement.stages)
         distances = np.full((K, K), np.inf)
         for k in range(K):
@@ -86,10 +86,8 @@ class DtfmObjective:
 
 
 def bottleneck(hop: Floats) -> float:
-    """The longest hop of the best handover between two stages, by binary search over the hops that there are.
-
-    Args: hop: float64 [P, Q]. Each member of the smaller side gets a partner of its own, each other the nearest.
-    """
+    """Return the longest hop of the best matching between two stages, by binary search over all hops.
+    Args: hop: float64 [P, Q]. Each member of the smaller side gets its own partner, each remaining one the nearest."""
     hop = hop if hop.shape[0] <= hop.shape[1] else hop.T
     values = np.unique(hop)
     low, high = 0, len(values) - 1
@@ -103,14 +101,15 @@ def bottleneck(hop: Floats) -> float:
 
 
 def _matches(near: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> bool:
-    """Whether every row can have a column of its own (Kuhn's algorithm)."""
+    """True if every row can have its own column (Kuhn's algorithm)."""
     columns = [np.flatnonzero(row).tolist() for row in near]
     owner: dict[int, int] = {}
     return all(_find(row, columns, owner, set()) for row in range(len(columns)))
 
 
 def _find(row: int, columns: list[list[int]], owner: dict[int, int], seen: set[int]) -> bool:
-    """Give `row` a column, moving others along; depth first without recursion, which a large stage would exhaust."""
+    """Assign a column to `row`, reassigning other rows; depth first without recursion, which a large stage would
+    exhaust."""
     trail, choices = [row], [iter(columns[row])]
     taken: list[int] = []
     while trail:
@@ -132,8 +131,8 @@ def _find(row: int, columns: list[list[int]], owner: dict[int, int], seen: set[i
 
 
 def shortest_open_path(distances: Floats) -> float:
-    """The length of the shortest path through all K nodes, both ends free (Held and Karp 1962); above
-    `ORDER_EXACT_MAX`, in the order given."""
+    """Return the length of the shortest path through all K nodes, both ends free (Held and Karp 1962); above
+    `ORDER_EXACT_MAX` nodes, of the path in the given order."""
     K = len(distances)
     if K > ORDER_EXACT_MAX:
         return float(sum(distances[k, k + 1] for k in range(K - 1)))

@@ -1,23 +1,20 @@
-"""How much gets through between two neighbouring stages, when some pairs of members have no fast path."""
+"""Computes the flow between two neighbouring stages when some pairs of members lack a fast path."""
 
 import numpy as np
 
 from shoal.protocol.topology import Floats
 
 ROUNDS = 6
-"""The number of rounds of offering. A router finds such a flow by queues that grow on what is too slow. The flow found
-is 94 % of the largest one in the median, 73 % at least (by linear programming, 200 random cases of up to 8 x 8 where
-half of the paths are too slow)."""
+"""Rounds of offering. A router finds such a flow through the queues at slow receivers. The flow found is 94 % of the
+maximum in the median, 73 % at least (by linear programming, 200 random cases of up to 8 x 8 in which half of the paths
+are too slow)."""
 
 
 def fill(supply: Floats, demand: Floats, path: Floats) -> Floats:
-    """A flow [S, D] that respects what each sender has [S], each receiver takes [D] and each path carries [S, D], all
-    in one unit of rate.
-
-    Every sender first sends in proportion to what the receivers take. What a path does not carry is offered again to
-    receivers with room, `ROUNDS` times. The flow is never more than the largest one, and equal to it where no path is
-    in the way.
-    """
+    """Return a flow [S, D] within each sender's supply [S], each receiver's demand [D] and each path's capacity [S,
+    D], all in one unit of rate. Every sender first sends in proportion to the demands. What a path cannot carry is
+    offered to receivers with room, `ROUNDS` times. The flow is never above the maximum flow, and equal to it if no
+    path limits."""
     flow = np.zeros_like(path)
     left, room = supply.copy(), demand.copy()
     for _ in range(ROUNDS):

@@ -1,26 +1,25 @@
-"""Foresees how long a step will take. It puts the objective's parts together as it happens, which is not as is good to
-search by. Pure.
+"""Predicts how long a step will take. The formula is close to reality but a bad search objective. Pure.
 
-**The control has its say.** Plans are searched for as if everything ran ahead that `s_max` admits, with the window's
-whole gain. The control (`peer/replica/flow.py`) has less in flight where staleness costs more steps than that saves
-seconds. Devices are then busy for a part e(g) of the time in which they work ahead, not e(window):
+**Control.** Searches assume that everything runs ahead that `s_max` admits, with the window's whole gain. The control
+(`peer/replica/flow.py`) admits less where staleness costs more steps than it saves seconds. Devices are then busy for a
+part e(g) of the time in which they work ahead, not e(window):
 
     r = e(window) / e(g)
     T_compute' = T_compute (1 + x (r - 1)),     x = min(1, idle / work)
     T_chain'(k) = T_chain(k) + (r - 1) T_compute / (k + 1)
 
-**Waiting.** A device that has waited for a version does not get that time back; a line does, since it has the reduction
-to carry meanwhile. So it is what devices compute that adds to the chain. Where activations are on the same cards a
-commit takes now more and now less, and a device that waits for the longer ones gains nothing from the shorter, unless
-it is idle anyway. For stage j, let q be the part that activations take of the card that bounds its commit, T_j what its
-devices would take if they waited for nothing, and T_chain'(k, j) its chain. With the 4-norm |a, b|:
+**Waiting.** A device that has waited for a version cannot recover that time; a line can, because it carries the
+reduction meanwhile. So compute time adds to the chain. If activations share the card, the duration of commits varies,
+and a device that waits for the long ones gains nothing from the short ones unless it is idle anyway. For stage j, let q
+be the share of the card bounding its commit that activations take, T_j the time of its devices without waiting, and
+T_chain'(k, j) its chain. With the 4-norm |a, b|:
 
     c_j = q T_j / T_flow
     L_j = max(T_compute', T_chain'(k, j))
     T   = max(T_flow, max over j of L_j + c_j / 0.4 (|T_compute', T_chain'(k, j)| - L_j))
 
-The search's norm of T_flow and T_chain says 15 % too much at home GPUs, whose lines bound a step. With this formula in
-its place the search finds plans that are slower (simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8).
+The search objective's norm of T_flow and T_chain is 15 % too high for home GPUs, where lines bound a step. Still, a
+search with this formula finds slower plans (simulated: data centre 6.53 s for 6.40, home GPUs 58.9 for 55.8).
 
 Source: ours; e, x, idle and the choice of (k, g) are those of `protocol/running_ahead.py`. Figures are in MEASURED.md.
 """
@@ -32,8 +31,7 @@ from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.staleness import Price
 
 _CROWDED = 0.4
-"""The c at which the norm holds, from the five shipped scenarios, one of them with three seeds and one with two
-plans."""
+"""The c at which the full norm applies; fitted to the five shipped scenarios."""
 
 
 def foreseen_s(
@@ -48,16 +46,16 @@ def foreseen_s(
     price: Price,
     gain_max: float,
 ) -> float:
-    """The seconds that a step will take.
+    """Return the seconds that a step will take.
 
     Args:
-        tails: steps ahead -> what each stage makes others wait for.
+        tails: steps ahead -> tail of each stage.
         flow_s: T_flow, s a step.
-        stages_s: T_compute of each stage, s a step: what its devices would take if they had nothing to wait for.
-        round_trip_s: of one microbatch that waits for nothing.
-        commit_s: from the last contribution to a step to the next version, of the stage where that takes longest.
+        stages_s: T_compute of each stage, s a step: the time of its devices without waiting.
+        round_trip_s: of one microbatch without waiting.
+        commit_s: from the last contribution to a step to the next version, at the slowest stage.
         microbatches: M, a step.
-        price: of staleness, by which the control chooses.
+        price: the price of staleness, by which the control chooses.
         gain_max: the window's, >= 1.
     """
     measured = Measured(

@@ -1,8 +1,9 @@
-"""Chooses for a placement the formats in which its tensors travel, by cut and by stage. Pure.
+"""Chooses the formats in which a placement's tensors travel, by cut and by stage. Pure.
 
-Thin formats cost learning, so what no step waits for is not made thin. The choice begins with the thinnest format
-everywhere, with which layouts are searched, and makes wider one after another: first sums, stage by stage, as thin ones
-cost most learning, then activations, cut by cut. Each is judged together with all that are wider before it.
+Narrow formats cost learning, so tensors are narrow only where a step waits for them. The choice starts with the
+narrowest format everywhere, as layouts are searched, and widens one tensor class after another: first gradient sums by
+stage, because narrow ones cost most learning, then activations by cut. Each is judged together with all wider ones
+before it.
 """
 
 import math
@@ -14,33 +15,28 @@ from shoal.protocol.topology import Topology
 from shoal.protocol.wire_format import Formats
 
 SPARED = 0.98
-"""A wider format is taken if the tokens/s with it are at least this share of those with the thinnest everywhere."""
+"""A wider format is accepted if the tokens/s with it are at least this share of those with the narrowest formats."""
 KEPT = 0.95
-"""A wider format that a live layout has already is kept as long as the tokens/s are at least this share of them."""
+"""The same share for a wider format that the live layout already uses."""
 
 TRIES_MAX = 64
-"""A choice prices its placement so often at most, which takes a core a second for 256 devices in 32 stages."""
+"""Maximum number of evaluations in one choice: a second of one core for 256 devices in 32 stages."""
 
 
 def formats_of(
     topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
-    """Choose the widest formats with which a step of the placement takes hardly longer than with the thinnest ones:
-    tokens/s are at least `SPARED`, or `KEPT`, of those.
-
-    With the same figures, formats that were chosen are chosen again, unless the stages are so many that `TRIES_MAX`
-    ended the choice: what has not been tried is thin. Where the objective cannot say how fast the
-    placement is, all are the thinnest.
-
-    Args:
-        takes: the formats among which to choose.
-        kept: the formats that a live layout with these stages has now.
+    """Choose the widest formats with which the placement keeps at least `SPARED` (or `KEPT`) of its tokens/s with the
+    narrowest formats. With the same figures the choice is stable, unless `TRIES_MAX` ends it: untried formats stay
+    narrow. If the objective cannot predict the placement, all are the narrowest.
+    Args: takes: the formats among which to choose. kept: the current formats of a live layout with these stages.
     """
     return _Choice(topology, workload, placement, takes, kept).widened()
 
 
 class _Choice:
-    """What may be made wider are 2 K - 1 *things*: stage k's sums are number k, the cut behind it is number K + k."""
+    """The choice over 2 K - 1 *things* that may be widened: stage k's sums are number k, the cut behind it is number K
+    + k."""
 
     def __init__(
         self, topology: Topology, workload: Workload, placement: Placement, takes: FormatBytes, kept: Formats | None
@@ -61,8 +57,8 @@ class _Choice:
         return self._formats(self._with(wide, range(begin, end)) if self._most > 0.0 else wide)
 
     def _with(self, wide: frozenset[int], things: range) -> frozenset[int]:
-        """`wide` and those of `things` that are judged good one after another. All are tried at once, then halves: what
-        many leave fast enough, fewer do."""
+        """Return `wide` and the accepted ones of `things`. Try all at once, then halves: a subset of an acceptable set
+        is acceptable."""
         if not things or self._tries >= TRIES_MAX:
             return wide
         least = KEPT if self._kept.issuperset(things) else SPARED
@@ -74,11 +70,9 @@ class _Choice:
         return self._with(self._with(wide, things[:half]), things[half:])
 
     def _tokens_per_s(self, wide: frozenset[int]) -> float:
-        """0: the placement is impossible.
-
-        Where the control is foreseen to hold much back, a step is foreseen to be longer than the search's T, and longer
-        with thin formats than with wide ones, which no run has borne out. T never is. So the shorter of both counts.
-        """
+        """Return the predicted tokens/s; 0: the placement is impossible. If the control holds much back, the prediction
+        exceeds the search's T, and more so with narrow formats than with wide ones, which no run has confirmed. T never
+        does that, so the shorter time of both counts."""
         self._tries += 1
         workload = self._workload
         objective = ThroughputObjective(self._topology, workload, self._takes.under(self._formats(wide)))

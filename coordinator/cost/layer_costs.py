@@ -1,4 +1,4 @@
-"""What each layer costs, relative to the others. Balancing stages needs to know no more of the model."""
+"""Computes each layer's cost relative to the others, which is all that balancing stages needs to know of the model."""
 
 from shoal.protocol.layers import HEAD
 from shoal.protocol.spec import ModelSpec
@@ -6,18 +6,15 @@ from shoal.protocol.tensors import basis_elements, expert_elements, num_elements
 
 
 def layer_costs(model: ModelSpec) -> tuple[float, ...]:
-    """Forward FLOP a token of each decoder layer; embedding and head are on top of the first and the last.
-
-    Matmuls only, attention causal over (context + 1) / 2 tokens on average, or a window's. A backward is twice a
-    forward everywhere, so it changes no balance. The embedding is a gather: its cost is counted as the D values it
-    moves. Of experts those count that a token is sent to, and the router. In a subspace model the products with its
-    basis count as well.
-    """
+    """Return the forward FLOP a token of each decoder layer; the first includes the embedding, the last the head.
+    Matmuls only; causal attention sees (context + 1) / 2 tokens on average, or a window. A backward is twice a forward
+    everywhere, so it changes no balance. The embedding is a gather, counted as the D values it moves. Counted experts
+    are those that a token is sent to, and the router. A subspace model includes the products with its basis."""
     return _costs(model, in_experts=model.experts_computed * expert_elements(model))
 
 
 def trunk_costs(model: ModelSpec) -> tuple[float, ...]:
-    """Forward FLOP a token of what is left of each layer where its experts are placed."""
+    """Return the forward FLOP a token of each layer without its experts, for runs that place experts separately."""
     return _costs(model, in_experts=0)
 
 

@@ -1,11 +1,11 @@
-"""How many bytes a replica holds for each parameter of its stage, term by term, at the moment when that is most.
+"""Counts the bytes that a replica holds for each parameter of its stage, term by term, at their peak.
 
-That moment is the reduction: the sum that is being reduced and what comes of it are there, and the device is busy with
-a microbatch of the next step, whose sum and weights are there, too. The optimizer's step takes less: it lets the sum go
-first, and makes the new state layer by layer, each in place of the old one. Checked against real peers by
-`tests/bench/memory.py` (`MEASURED.md`), and tensor by tensor by `tests/peer/pipeline/test_step_memory.py`.
+The peak is the reduction: the sum in reduction and its result are alive, while the device runs a microbatch of the next
+step, with that step's sum and weights. The optimizer's step takes less, because it frees the sum first and replaces the
+state layer by layer. `tests/bench/memory.py` checks this against real peers (`MEASURED.md`),
+`tests/peer/pipeline/test_step_memory.py` tensor by tensor.
 
-On a GPU the reduced gradient lies in the machine's memory, and where the card is full so do moments and places
+On a GPU the reduced gradient is in host memory; if the card is full, so are moments and places
 (`peer/pipeline/offload.py`).
 """
 
@@ -21,10 +21,10 @@ from shoal.protocol.wire_format import is_in_few_bits, tensor_bytes
 FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
-"""fp32 numbers beside the parameter. Muon's second moment is only of what is no hidden matrix."""
+"""fp32 numbers beside the parameter. Muon has a second moment except for hidden matrices."""
 STEP_TEMPORARIES = 28.0
 """Bytes for each parameter of the one layer that steps: its new state beside the old one, the clipped gradient, the
-change, and what it is divided by."""
+update, and its divisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +32,20 @@ class ResidentTerms:
     """Bytes a parameter."""
 
     state: float
-    """The parameter and its moments."""
     weights: float
-    """Weights of other steps: one set for each step ahead, or where none may be ahead the version before, for exact
-    repair. None are kept with recomputation and steps ahead."""
+    """Weights of other steps: one set for each step ahead; with no steps ahead, the previous version for exact repair.
+    With recomputation and steps ahead, none."""
     narrow_weights: float
-    """bfloat16 copies of the sets that jobs compute with."""
+    """bfloat16 copies of the sets with which jobs compute."""
     gradient: float
-    """The microbatch that runs fills one of its own."""
+    """The gradient of the running microbatch."""
     sums: float
-    """Sums of gradients: one for the step that is being reduced, one for each step ahead."""
+    """Gradient sums: one for the step in reduction, one for each step ahead."""
     places: float
-    """The sums of the weights that gradients were taken at, one for each of `sums`, where the compensation asks."""
+    """Sums of the weights at which gradients were taken, one for each of `sums`, if the compensation needs them."""
     mean: float
-    """The reduced gradient, and in few bits as it has travelled. That of the step before is gone by then, unless a mate
-    is behind."""
+    """The reduced gradient, and its quantized form if it travels in few bits. The previous step's is freed by then,
+    unless a group peer is behind."""
 
     @property
     def total(self) -> float:
@@ -54,61 +53,59 @@ class ResidentTerms:
 
     @property
     def least_on_card(self) -> float:
-        """What is left on a card that is full, once the rest lies in the machine's memory (`peer/pipeline/offload.py`):
-        moments, places and the mean are there."""
+        """Bytes on a full card, once moments, places and the mean are in host memory (`peer/pipeline/offload.py`)."""
         return FP32 + self.weights + self.narrow_weights + self.gradient + self.sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenBase:
-    """What adapters stand beside."""
+    """The frozen weights of a run that trains adapters."""
 
     layer_bytes: tuple[float, ...]
-    """[L], embedding and head with the first and the last."""
+    """[L], the first with the embedding, the last with the head."""
     parameters: float
-    """The parameters of the whole model."""
+    """Number of parameters of the whole model."""
     travels: bool = False
-    """Whether members fetch it, from whoever has it; else each makes it from the run's seed."""
+    """True if members download it from other members; else each builds it from the run's seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What stages take, whatever layers they have."""
+    """The memory terms of stages, independent of their layers."""
 
     layer_held_bytes: tuple[float, ...]
     """[L], kept from a microbatch's forward to its backward."""
     resident_bytes_per_parameter: float
-    """What a plan counts for a parameter that a member holds."""
+    """Bytes that a plan counts for each parameter of a member."""
     layer_job_bytes: tuple[float, ...] = ()
-    """[L], what the one job that runs takes in each layer besides `layer_held_bytes`; empty: nothing."""
+    """[L], what the running job takes in each layer besides `layer_held_bytes`; empty: nothing."""
     workspace_bytes: float = 0.0
-    """Bytes that a stage needs only while one of its layers steps or runs backward: the same for any number of
-    layers."""
+    """Bytes that a stage needs only while one of its layers steps or runs backward, for any number of layers."""
     base: FrozenBase | None = None
     """None: all weights train."""
     is_by_layer: bool = False
-    """A stage, the last one too, runs one layer at a time again, and holds the graph of no more."""
+    """Each stage, the last included, recomputes layer by layer, and holds the graph of one layer."""
 
     @property
     def layer_fixed_bytes(self) -> tuple[float, ...]:
-        """[L], what a member takes in each layer whatever it trains there; empty: nothing."""
+        """[L], what a member takes in each layer independent of what it trains there; empty: nothing."""
         if self.base is None or not self.layer_job_bytes:
             return self.base.layer_bytes if self.base is not None else self.layer_job_bytes
         return tuple(map(sum, zip(self.base.layer_bytes, self.layer_job_bytes, strict=True)))
 
     @classmethod
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory that plans reckon with: what must lie on a card. A peer that has not even that, because it
-        computes in the machine's memory or the rest finds no room there, says so and is given less
-        (`Claims.memory_bytes`). With adapters it is all that a peer takes: of a full card only the activations would
-        become less, and plans do not know how much longer its jobs take then."""
+        """Return the memory that plans count: what must be on the card. A peer that lacks even that (it computes in
+        host memory, or the rest does not fit there) reports it and is given less (`Claims.memory_bytes`). With adapters
+        it is all memory of a peer: a full card could offload only activations, and plans do not know how much longer
+        its jobs take then."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls.on_card(spec, experts_held=experts_held, is_full=True)
 
     @classmethod
     def foreseen(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """What real peers take (`tests/bench/memory.py`)."""
+        """Return the memory of real peers (`tests/bench/memory.py`)."""
         return cls(
             layer_held_bytes=held_bytes(spec),
             resident_bytes_per_parameter=resident_terms(spec).total,
@@ -120,25 +117,23 @@ class StageMemory:
 
     @classmethod
     def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
-        """What real peers take on a GPU, where the reduced gradient lies in the machine's memory.
-
-        Args: is_full: of a card without room for all of it, whose moments and places then lie there, too, and whose
-            jobs run one layer's forward at a time again.
-        """
+        """Return the GPU memory of real peers, with the reduced gradient in host memory.
+        Args: is_full: the card is too small for the rest, so moments and places are in host memory too, and jobs
+        recompute layer by layer."""
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean
         job = job_bytes(spec, experts_held=experts_held, is_full=is_full)
         return replace(memory, resident_bytes_per_parameter=on_card, layer_job_bytes=job)
 
     def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":
-        """Take each stage for one layer. Args: sums: over the layers of each stage."""
+        """Merge each stage's layers into one. Args: sums: sums over the layers of each stage."""
         held, job = sums(self.layer_held_bytes), sums(self.layer_job_bytes)
         base = self.base and replace(self.base, layer_bytes=sums(self.base.layer_bytes))
         return replace(self, layer_held_bytes=held, layer_job_bytes=job, base=base)
 
 
 def resident_terms(spec: RunSpec) -> ResidentTerms:
-    """The terms of a run. Where each peer chooses what it multiplies in, those of the one that takes more."""
+    """Return the terms of a run. If each peer chooses its compute format, return the larger terms."""
     training = spec.training
     s_max, recompute = training.s_max, training.recomputes and not spec.recomputes_by_layer
     state = FP32 * (1.0 + _moments(spec))
@@ -165,7 +160,7 @@ def resident_terms(spec: RunSpec) -> ResidentTerms:
 
 
 def _moments(spec: RunSpec) -> float:
-    """Numbers for each parameter; of Muon's the model's mean."""
+    """Return the moments per parameter; for Muon, the model's mean."""
     if spec.optimizer.name != "muon":
         return _MOMENTS[spec.optimizer.name]
     ends = float(sum(num_elements(spec.model, EMBED)) + num_elements(spec.model, HEAD)[0])
@@ -174,13 +169,13 @@ def _moments(spec: RunSpec) -> float:
 
 
 def decoder_parameters(model: ModelSpec, *, experts_held: int) -> float:
-    """Count the parameters of one decoder layer with so many experts."""
+    """Count the parameters of one decoder layer with `experts_held` experts."""
     return float(sum(trunk_elements(model, 0)) + experts_held * expert_elements(model))
 
 
 def held_bytes(spec: RunSpec) -> tuple[float, ...]:
     """[L], what autograd keeps of a microbatch from its forward to its backward; with recomputation only a stage's
-    input, counted as one width a layer, or what each layer read."""
+    input, counted as one width a layer, or the input of each layer."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     if spec.training.recomputes:
         return (FP32 * tokens * model.dim,) * model.num_layers
@@ -188,20 +183,18 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
 
 
 def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tuple[float, ...]:
-    """[L], what the one job that runs takes besides, and the step of a layer that is larger than others.
-
-    With recomputation that is a graph of the whole stage, or of one layer (`workspace_bytes`), as also on a card that
-    `is_full`: then the job has what each layer reads, besides. At the end it is the
-    head's gradient and some of its logits, or what its step needs, whichever is more; at the beginning what the
-    embedding's step needs.
-    """
+    """[L], what the running job takes besides, and the step of a layer that is larger than others. With recomputation
+    that is the graph of the whole stage, or of one layer (`workspace_bytes`). On a card that `is_full` it is also one
+    layer, plus the input of each layer. The last layer adds the larger of the head's step and the head's gradient with
+    some of its logits; the first layer adds the embedding's step."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)
     job = [of_layer if is_whole else 0.0] * model.num_layers
     embed, head = (float(num_elements(model, key)[0]) for key in (EMBED, HEAD))
     if spec.adapter is not None:
-        # No gradient and no step of the two ends; the head is made dense for its products, if it is stored otherwise.
+        # Embedding and head have no gradient and no step; the head becomes dense for its products if it is stored
+        # otherwise.
         logits = min(FP32 * tokens * model.vocab_size, float(LOGITS_BYTES_MAX))
         job[-1] += _dense_bytes(spec, head, HEAD) + logits
         job[0] += _dense_bytes(spec, embed, EMBED)
@@ -215,15 +208,15 @@ def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tup
 
 
 LOGITS_BYTES_MAX = 1 << 28
-"""`peer/model/head_loss.py`, `CHUNK_BYTES`."""
+"""Equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
 
 
 def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
-    """Count the bytes that a stage needs only while one decoder layer steps or runs backward, whichever needs more."""
+    """Count the bytes that a stage needs only while one decoder layer steps or runs backward, the larger of the two."""
     tokens = spec.training.microbatch_size * spec.model.context
     if spec.adapter is not None:
         step = STEP_TEMPORARIES * state_elements(spec, "layers.0")
-        # One matrix at a time, of all experts where there are any.
+        # One matrix at a time, of all experts if there are any.
         dense = _dense_bytes(spec, float(spec.model.experts_held * spec.model.dim * spec.model.ffn_dim), "layers.0")
         return max(step, tokens * _graph_bytes(spec) + dense)
     step = STEP_TEMPORARIES * decoder_parameters(spec.model, experts_held=experts_held)
@@ -231,7 +224,7 @@ def workspace_bytes(spec: RunSpec, *, experts_held: int) -> float:
 
 
 def frozen_base(spec: RunSpec) -> FrozenBase | None:
-    """None: all weights train."""
+    """Return the frozen base of a run with adapters; None: all weights train."""
     if spec.adapter is None:
         return None
     keys = all_layer_keys(spec.model)
@@ -243,8 +236,8 @@ def frozen_base(spec: RunSpec) -> FrozenBase | None:
 
 
 def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
-    """What a matrix of a layer of the base takes while a product needs it dense: in what is multiplied in. Of the
-    embedding only rows are made dense."""
+    """Return the bytes of a base layer's matrix while it is dense for a product. Of the embedding only rows become
+    dense."""
     assert spec.adapter is not None
     base = spec.adapter.base
     if base in ("int8", "nf4"):
@@ -255,21 +248,21 @@ def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
 
 
 def _graph_bytes(spec: RunSpec) -> float:
-    """A token's, in one decoder layer: residuals and what norms make of them in fp32, the rest in what is multiplied in
-    (fp32 where peers choose, which is more)."""
+    """Return the graph bytes of one token in one decoder layer: residuals and norms in fp32, the rest in the compute
+    format (fp32 if peers choose, which is more)."""
     model = spec.model
     of = BF16 if spec.training.compute == "bf16" else FP32
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    # A width each: what the two halves read and give, queries and what comes of them.
+    # In widths: inputs and outputs of both halves, queries and attention outputs.
     widths = 2.0 * model.dim + 2.0 * heads + 2.0 * kv + 4.0 * model.ffn_dim * model.experts_computed
-    if model.num_experts:  # a row in and a row out for each token and expert
+    if model.num_experts:  # an input and an output row for each token and expert
         widths += 2.0 * model.dim * model.experts_per_token
     if model.decoder.norms != "pre":
         widths += 2.0 * model.dim
     if model.decoder.qk_norm != "none":
         widths += heads + kv
-    if model.decoder.attention_softcap:  # scores, bent ones and shares of all pairs of tokens
+    if model.decoder.attention_softcap:  # scores, capped scores and weights of all pairs of tokens
         widths += 3.0 * model.num_heads * model.context
-    if spec.data.masks_documents:  # the mask, of which some devices' attention keeps a copy of its own
+    if spec.data.masks_documents:  # the mask, which some attention kernels copy
         widths += model.context
     return FP32 * 4.0 * model.dim + of * widths

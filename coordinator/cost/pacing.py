@@ -1,6 +1,6 @@
-"""Works out how long a step takes from how long its parts take, for a placement in full swing. Pure.
+"""Computes the duration of a step from the durations of its parts, for a placement in steady state. Pure.
 
-`throughput.py` has the formulas and their terms, and says how long each part takes.
+`throughput.py` has the formulas and their terms, and computes the parts.
 """
 
 import math
@@ -13,7 +13,7 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Floats, Ints
 
 COMMIT_LATENCIES = 4.0
-"""A commit takes so many latencies: progress to the leader, RoundStart, a part, its sum."""
+"""A commit takes this many latencies: progress to the leader, RoundStart, a part, its sum."""
 STEP_FLOP_PER_PARAMETER = 20.0
 """The optimizer's FLOP, as in `step_flop` of `peer/pipeline/stage.py`."""
 
@@ -29,8 +29,8 @@ class Stage:
     path_rate: Floats
     """The microbatches/s that its paths to both neighbours carry."""
     away: Floats
-    """The edges to neighbouring stages, less what stays behind the same card; each counts as many times as its bytes
-    are `Workload.cut_bytes`: once where no plan says another format."""
+    """The edges to neighbouring stages, less the share within one card; each is weighted by its bytes over
+    `Workload.cut_bytes`: 1 unless the plan chooses another format."""
     reduced: Floats
     """R_d, the bytes of the reduction over each member's card."""
     reduce_path_s: float
@@ -43,7 +43,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """A placement in full swing."""
+    """The flow through a placement in steady state."""
 
     stages: Sequence[Stage]
     cards: Sequence[Floats]
@@ -53,7 +53,7 @@ class Flow:
     flow_s: float
     """T_flow, s a step."""
     compute_s: float
-    """T_compute, s a step: of the largest stage, if it had nothing to wait for."""
+    """T_compute, s a step: of the slowest stage, without waiting."""
     issue_s: float
     """The seconds to issue a step's microbatches, without the last one's own job."""
     trips_s: Sequence[float]
@@ -64,33 +64,31 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What follows on the last microbatch of a step at one stage."""
+    """The time after the last microbatch of a step at one stage."""
 
     chain_s: float
-    """T_chain, s a step, if this were the stage that everybody waits for."""
+    """T_chain, s a step, if this stage had the longest chain."""
     crowded: float
-    """The part of the card that bounds its commit that carries activations meanwhile, in [0, 1]."""
+    """The share of the card bounding its commit that carries activations meanwhile, in [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast a placement goes with so many steps ahead."""
+    """The pace of a placement with `steps_ahead` steps ahead."""
 
     steps_ahead: int
     step_s: float
     chain_s: float
     commit_s: float
-    """The commit of the largest stage."""
+    """The longest commit of all stages."""
     commits_s: Sequence[float]
-    """The commit of each stage."""
     tails: Sequence[Tail]
-    """The tail of each stage."""
     stale: float
     """The staleness in steps, the mean of all stages."""
 
 
 def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
-    """The pace with so many steps ahead of the versions."""
+    """Return the pace with `steps_ahead` steps ahead of the versions."""
     trips_s = flow.trips_s
     commits = [
         _commit(workload, stage, card, share, flow.flow_s if steps_ahead else math.inf)
@@ -113,22 +111,20 @@ def pace_of(workload: Workload, flow: Flow, steps_ahead: int) -> Pace:
 
 
 def joined(a: float, b: float) -> float:
-    """4-norm; square roots are the same everywhere, powers are not."""
+    """Return the 4-norm; square roots are the same on every machine, powers are not."""
     larger = max(a, b)
     square = (min(a, b) / larger) ** 2
     return larger * math.sqrt(math.sqrt(1.0 + square * square))
 
 
 def _commit(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_s: float) -> tuple[float, float]:
-    """(seconds from the last contribution to the new version, how crowded the card is that bounds them).
-
-    Args: flow_s: inf: no other step's activations are about.
-    """
+    """Return (seconds from the last contribution to the new version, share of the bounding card taken by activations).
+    Args: flow_s: inf: no other step's activations are in flight."""
     busy = np.zeros(len(card))
     free = card
     if flow_s < math.inf:
         busy = workload.cut_bytes * stage.away * share * workload.microbatches / flow_s
-        # It is no less than the part that the flow has counted with: rounding must not leave nothing.
+        # No less than the share that the flow counts with, so that rounding cannot leave nothing.
         free = np.maximum(card - busy, stage.reduced / flow_s)
     by_card_s = np.where(stage.reduced > 0.0, stage.reduced / np.maximum(free, 1e-300), 0.0)
     slowest = int(np.argmax(by_card_s))
@@ -139,7 +135,6 @@ def _commit(workload: Workload, stage: Stage, card: Floats, share: Floats, flow_
 
 
 def _chains_s(flow: Flow, commits_s: Sequence[float], steps_ahead: int) -> list[float]:
-    """T_chain of each stage."""
     uneven = (job_s / 2.0 for job_s, stage in zip(flow.jobs_s, flow.stages, strict=True) if len(stage.members) > 1)
     head_s = flow.issue_s + flow.stages[0].latency_s + max(uneven, default=0.0)
     tails_s = (trip_s + commit_s for trip_s, commit_s in zip(flow.trips_s, commits_s, strict=True))
@@ -147,6 +142,5 @@ def _chains_s(flow: Flow, commits_s: Sequence[float], steps_ahead: int) -> list[
 
 
 def _stale(trips_s: Sequence[float], commits_s: Sequence[float], step_s: float, steps_ahead: int) -> float:
-    """The staleness in steps, the mean of all stages."""
     stale = sum(min(float(steps_ahead), (t + c) / step_s) for t, c in zip(trips_s, commits_s, strict=True))
     return stale / len(trips_s)

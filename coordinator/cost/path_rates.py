@@ -1,4 +1,4 @@
-"""What a path between two devices lets through, as the transport uses it: credits, frames, and shared cards."""
+"""Computes the rate of a path between two devices as the transport uses it: credits, frames, and shared cards."""
 
 import numpy as np
 
@@ -7,12 +7,10 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 
 def path_bytes_per_s(topology: Topology, source: Ints, target: Ints, frame_bytes: float) -> Floats:
-    """[S, T] bytes/s that frames of `frame_bytes` reach from each of `source` [S] to each of `target` [T], cards aside.
-
-    A stream carries at most STREAM_CREDIT_BYTES of unanswered frames, or one frame if that is larger, and a frame's
-    credit is back after its own time on the path and a round trip: so credit / (frame / rate + round trip) bounds what
-    a long fat path gives (`protocol/frames.py`). 0 where there is no path, and from a device to itself.
-    """
+    """Return [S, T] bytes/s of frames of `frame_bytes` from each of `source` [S] to each of `target` [T], cards aside.
+    A stream carries at most STREAM_CREDIT_BYTES of unacknowledged frames, or one larger frame, and a frame's credit
+    returns after its own time on the path and a round trip. So credit / (frame / rate + round trip) bounds the rate of
+    a long fat path (`protocol/frames.py`). 0 without a path, and from a device to itself."""
     rate = topology.bytes_per_s[np.ix_(source, target)].astype(np.float64)
     there = topology.latency_s[np.ix_(source, target)].astype(np.float64)
     back = topology.latency_s[np.ix_(target, source)].T.astype(np.float64)
@@ -25,19 +23,19 @@ def path_bytes_per_s(topology: Topology, source: Ints, target: Ints, frame_bytes
 
 
 def both_ways(topology: Topology, here: Ints, there: Ints, frame_bytes: float) -> Floats:
-    """[H, T] bytes/s of the slower direction: an activation is followed by a gradient of its size on its way back."""
+    """Return [H, T] bytes/s of the slower direction, because each activation is answered by a gradient of its size."""
     forth = path_bytes_per_s(topology, here, there, frame_bytes)
     return np.minimum(forth, path_bytes_per_s(topology, there, here, frame_bytes).T)
 
 
 def same_card(topology: Topology, here: Ints, there: Ints) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
-    """[H, T] whether two devices sit behind one network card; what they send each other does not pass it."""
+    """Return [H, T], True if both devices share one network card, which their traffic then does not pass."""
     cards: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = topology.card[here][:, None] == topology.card[there][None]
     return cards
 
 
 def exchange_s(topology: Topology, here: Ints, there: Ints, frame_bytes: float) -> Floats:
-    """[H, T] seconds for a frame forth and one back with nothing in their way, cards included; inf without a path."""
+    """Return [H, T] seconds for a frame forth and one back on idle paths, cards included; inf without a path."""
     inside = same_card(topology, here, there)
 
     def one_way(source: Ints, target: Ints, within: "np.ndarray[tuple[int, int], np.dtype[np.bool_]]") -> Floats:
@@ -52,12 +50,9 @@ def exchange_s(topology: Topology, here: Ints, there: Ints, frame_bytes: float) 
 
 
 def reduction_parts(topology: Topology, members: Ints, frame_bytes: float) -> Floats:
-    """[n], the part of the reduction that each member does, in proportion to the rate at which it can exchange with the
-    others: the slower direction of its card, divided among the members behind it, or the sum of its paths if they are
-    slower.
-
-    A member that adds up the part p of S bytes sends and receives S (1 + (n - 2) p), `peer/group/reduce.py`.
-    """
+    """Return [n], each member's part of the reduction, in proportion to the rate of its exchange with the others: the
+    slower direction of its card, divided among the members behind it, or the sum of its paths if that is slower. A
+    member that adds up the part p of S bytes sends and receives S (1 + (n - 2) p), `peer/group/reduce.py`."""
     n = len(members)
     if n < 2:
         return np.ones(n)
@@ -65,7 +60,7 @@ def reduction_parts(topology: Topology, members: Ints, frame_bytes: float) -> Fl
     mates = same_card(topology, members, members).sum(axis=1)
     card = np.minimum(topology.up_bytes_per_s[members], topology.down_bytes_per_s[members]) / mates
     rate = np.minimum(path, card)
-    # Nobody's part may be 0 in a plan.
+    # A plan allows no part of 0.
     rate = np.maximum(rate, 1e-6 * rate.max()) if rate.max() > 0.0 else np.ones(n)
     parts: Floats = rate / rate.sum()
     return parts

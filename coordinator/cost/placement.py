@@ -1,4 +1,4 @@
-"""The placement that a search chooses, what it costs, and the interface of everything that can price it."""
+"""Defines a placement, its cost, and the interface of every objective."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Which device holds which layers, by device index of one `Topology`."""
+    """The assignment of layers to devices, by device index of one `Topology`."""
 
     stages: tuple[tuple[int, ...], ...]
     """The members of each stage in pipeline order, each ascending."""
@@ -19,12 +19,12 @@ class Placement:
         assert all(list(stage) == sorted(set(stage)) for stage in self.stages)
 
     def spares(self, num_devices: int) -> tuple[int, ...]:
-        """The devices that hold nothing."""
+        """The devices without a stage."""
         placed = {device for stage in self.stages for device in stage}
         return tuple(device for device in range(num_devices) if device not in placed)
 
     def stage_of(self) -> dict[int, int]:
-        """The stage of each device that has one."""
+        """Device -> its stage."""
         return {device: index for index, stage in enumerate(self.stages) for device in stage}
 
 
@@ -33,14 +33,14 @@ class Cost:
     """The cost of a placement; lower is better."""
 
     seconds: float
-    """Seconds a step; inf: this placement is impossible, and `why` says so."""
+    """Seconds a step; inf: this placement is impossible, and `why` gives the reason."""
     parts: dict[str, float] = field(default_factory=dict)
     """The parts of the cost, by name; units are in the objective's docstring."""
     why: str = ""
 
     @classmethod
     def impossible(cls, why: str) -> "Cost":
-        """The cost of a placement that cannot be, and why."""
+        """The cost of an impossible placement."""
         return cls(seconds=math.inf, why=why)
 
 
@@ -50,5 +50,5 @@ class Objective(Protocol):
     name: str
 
     def cost(self, placement: Placement) -> Cost:
-        """The cost, exact and slow; searches have incremental twins of it that a test holds against it."""
+        """Return the exact cost, slowly; the searches' incremental versions are tested against this."""
         ...

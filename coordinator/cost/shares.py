@@ -1,7 +1,7 @@
-"""How a placement's work is split: the part of its stage's traffic, and of its reduction, that each member gets.
+"""Splits a placement's work: each member's part of its stage's traffic and of its reduction.
 
-Both go into the plan (`Member.share`, `Member.bandwidth`), and the throughput objective assumes exactly them.
-Everything that makes a plan of a placement, live or simulated, calls `split`.
+Both go into the plan (`Member.share`, `Member.bandwidth`), and the throughput objective assumes exactly these values.
+Every live or simulated plan is made with `split`.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Split:
 
 
 def split(topology: Topology, workload: Workload, placement: Placement) -> Split:
-    """Split a placement's work. Shares follow what each member can do in a step (`ThroughputObjective`): its compute,
-    its paths to both neighbours, and what the reduction leaves of its card. Empty stages give empty tuples."""
+    """Split a placement's work. Shares follow each member's capacity for a step (`ThroughputObjective`): its compute,
+    its paths to both neighbours, and the part of its card that the reduction leaves. Empty stages give empty tuples."""
     return Split(
         shares=ThroughputObjective(topology, workload).shares(placement),
         parts=tuple(

@@ -1,61 +1,62 @@
-"""Shoal's own objective: seconds a step of the asynchronous pipeline on unequal GPUs.
+"""Predicts seconds a step of the asynchronous pipeline on unequal GPUs: Shoal's own objective.
 
     T = (T_flow^4 + T_chain(s_max)^4)^(1/4);  nothing ahead: T = T_chain(0), if that is less
 
-**T_flow**, what the busiest thing needs for one step's work when everything overlaps: M microbatches through every
-stage and every pair of neighbouring stages, and the reduction of every stage, on the same cards. In T seconds member d
-of a stage can take
+**T_flow** is the time of the busiest resource for one step's work when everything overlaps: M microbatches through
+every stage and every pair of neighbouring stages, and the reduction of every stage, on the same cards. In T seconds
+member d of a stage can take
 
     n_d(T) = min(T / job_d,  T out_d,  T in_d,  (T card_d - R_d) / (b away_d))          [microbatches]
 
     job_d    (1 + backward_per_forward) F / flop_per_s: forward and backward on the one device (1F1B); the last stage
-             has both in one and runs nothing again, whatever others do: 3 F / flop_per_s            [s]
-    out_d    what its paths to the next stage carry, summed; in_d: to the one before. An activation is followed by a
-             gradient of its size on the way back, so a path's slower direction counts, and stream credit
+             has both in one job and never recomputes: 3 F / flop_per_s                              [s]
+    out_d    sum of its paths to the next stage; in_d: to the previous one. Each activation is answered by a gradient
+             of its size, so a path counts with its slower direction and with stream credit
              (`path_rates.both_ways`)                                                             [microbatches/s]
-    card_d   the slower direction of its network card; of a shared card the part that its load is of all loads [bytes/s]
-    R_d      the reduction of S bytes among n: S sum over members on other cards of (p_d + p_e), for d adds up the part
-             p_d (`path_rates.reduction_parts`, `peer/group/reduce.py`); at both ends of a tied model, its matrix's
-             gradient from the other end and to it, too (`peer/group/tied.py`)                              [bytes]
-    b away_d activation out, gradient back: each crosses the card in each direction once an edge of the stage; away is
-             the number of edges (2, at the ends 1) less what stays behind the card. Where a plan has several formats
+    card_d   the slower direction of its network card; a shared card is split in proportion to load           [bytes/s]
+    R_d      the reduction of S bytes among n: S sum over members on other cards of (p_d + p_e), where d adds up the
+             part p_d (`path_rates.reduction_parts`, `peer/group/reduce.py`); at both ends of a tied model also the
+             gradient of the shared matrix, both ways (`peer/group/tied.py`)                              [bytes]
+    b away_d activation out, gradient back: each edge of the stage crosses the card once in each direction; away is
+             the number of edges (2, at the ends 1) less the share within one card. If a plan has several formats,
              b is each edge's own, and S each stage's (`WireBytes`)                                     [bytes]
 
-T_stage is where the n_d add to M; T_pair = M / flow, the flow between two neighbouring stages if each member sends and
-takes what it can (`flow.fill`); a path between two members needs S (p_d + p_e) / rate; a card needs R_d / card_d.
+T_stage is the T at which the n_d add to M; T_pair = M / flow, the flow between two neighbouring stages if each member
+sends and takes at capacity (`flow.fill`); a path between two members needs S (p_d + p_e) / rate; a card needs R_d /
+card_d.
 
-**T_chain**, what follows from one another. A microbatch of step t begins when version t - s_max is there. So s_max + 1
-steps together last at least as long as issuing M microbatches to an otherwise idle pipeline, the round trip of the last
-one from stage k to the end and back, and the commit of stage k (reduction, four latencies of its vote, the optimizer's
-step), for the worst k. With s_max = 0 that is the synchronous flush with fill, drain and reduction exposed; else the
-reduction has of each card what the activations of the next step leave.
+**T_chain** is the longest dependency chain. A microbatch of step t begins when version t - s_max is available. So s_max
++ 1 steps together last at least as long as issuing M microbatches to an otherwise idle pipeline, the round trip of the
+last one from stage k to the end and back, and the commit of stage k (reduction, four latencies of its vote, the
+optimizer's step), for the worst k. With s_max = 0 that is the synchronous flush with fill, drain and reduction exposed;
+otherwise the reduction gets the part of each card that the next step's activations leave.
 
     T_chain(s_max) = (M / rate - job_slowest + max_k (round trip_k + commit_k) + claim + job / 2) / (s_max + 1)
 
-    rate     of the slowest stage or pair while nobody reduces                              [microbatches/s]
+    rate     of the slowest stage or pair while no stage reduces                            [microbatches/s]
     job_slowest  of that stage: the last microbatch's own is in its round trip                              [s]
     claim    a latency of stage 0: the leader grants what its members make
     job / 2  of the largest stage with more than one member: M does not divide evenly
     commit_k max over d of R_d / (card_d - b away_d share_d M / T_flow), and its paths       [s]
 
-The two are joined by a norm and not by the larger alone, since where both are near T neither is met: a pipeline that
-waits for the reduction of its cards is late for the next chain. The exponent is fitted to simulations (MEASURED.md).
+A norm joins the two, because a pipeline that waits for the reduction of its cards is late for the next chain: where
+both are near T, the larger alone is too low. The exponent is fitted to simulations (MEASURED.md).
 
-T is what plans are compared by. The **tokens/s** that are said to people are foreseen more exactly (`foresight.py`).
+Plans are compared by T. The **tokens/s** shown to people are a more exact prediction (`foresight.py`).
 
-**Memory.** Stage k's member holds `Workload.resident_bytes` and, for each microbatch in flight, what its backward
-needs; in flight are 1.5 (the window's gain, `peer/replica/flow.py`) x its rate x its round trip, and one more, but
-never more than its share of s_max + 1 steps. What does not fit is impossible, and so are a stage without members or
-layers, a member of stage 0 without the text, two members of a stage without a path between them, and a member without
-a path to any of a neighbouring stage's.
+**Memory.** A member of stage k holds `Workload.resident_bytes` and, for each microbatch in flight, the inputs of its
+backward. In flight are 1.5 (the window's gain, `peer/replica/flow.py`) x its rate x its round trip, and one more, but
+never more than its share of s_max + 1 steps. A placement is impossible if it does not fit, has a stage without members
+or layers, a member of stage 0 without the text, two members of a stage without a path between them, or a member without
+a path to any member of a neighbouring stage.
 
-**Staleness** s, the mean over microbatches and stages. What starts at stage k between the last microbatch of a step and
-its commit wants a version that is not there:
+**Staleness** s is the mean over microbatches and stages. A microbatch that starts at stage k between the last
+microbatch of a step and its commit runs on an older version:
 
     s = mean over k of min(s_max, (round trip_k + commit_k) / T)
 
-What that costs in steps the pipeline's control weighs (`peer/replica/flow.py`, `protocol/staleness.py`); plans are made
-without it ([`DECISIONS.md`](DECISIONS.md)).
+The pipeline's control weighs its cost in steps (`peer/replica/flow.py`, `protocol/staleness.py`); plans ignore it
+([`DECISIONS.md`](DECISIONS.md)).
 
 Source: ours; checked against the real drivers in virtual time (MEASURED.md).
 """
@@ -79,31 +80,29 @@ from shoal.coordinator.cost.workload import WireBytes, Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 
 WINDOW_GAIN = 1.5
-"""`peer/replica/flow.py`, `Window.gain`."""
+"""Equal to `Window.gain` of `peer/replica/flow.py`."""
 
 
 class _Priced(NamedTuple):
-    """A possible placement's cost, with what it was made of."""
+    """The cost of a possible placement, with its terms."""
 
     cost: Cost
     flow: Flow
     pace: Pace
     stages_s: Sequence[float]
-    """T_stage of each stage."""
     pairs_s: Sequence[float]
-    """T_pair of each two neighbouring stages."""
 
 
 class ThroughputObjective:
     """Implements `Objective`. Parts, in seconds a step unless said otherwise:
 
-    step_s (T), flow_s, compute_s (the largest stage's M / sum of 1 / job), stage_s, pair_s and reduce_s (the parts of
-    T_flow), chain_s, round_trip_s (of one microbatch, nothing waiting), commit_s (the largest stage's), stale (s, 0 to
-    s_max), foreseen_s (with the control), tokens_per_s (then), slowest_stage (index),
-    memory (largest needed / present).
+    step_s (T), flow_s, compute_s (the slowest stage's M / sum of 1 / job), stage_s, pair_s and reduce_s (the parts of
+    T_flow), chain_s, round_trip_s (of one microbatch without waiting), commit_s (the longest), stale (s, 0 to s_max),
+    foreseen_s (predicted with the control), tokens_per_s (from foreseen_s), slowest_stage (index), memory (largest
+    needed / present).
 
-    Args: wire: what each cut and each reduction takes, for placements of so many stages; None: all what the workload
-    says.
+    Args: wire: bytes of each cut and each reduction, for placements with this number of stages; None: those of the
+    workload.
     """
 
     name = "throughput"
@@ -114,7 +113,7 @@ class ThroughputObjective:
         self._wire = wire
 
     def shares(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """Each member's part of its stage's microbatches, positive; empty for an empty stage."""
+        """Return each member's part of its stage's microbatches, positive; empty for an empty stage."""
         if any(not stage for stage in placement.stages):
             return tuple((1.0 / len(stage),) * len(stage) if stage else () for stage in placement.stages)
         stages = self._stages(placement)
@@ -132,20 +131,20 @@ class ThroughputObjective:
         return priced if isinstance(priced, Cost) else priced.cost
 
     def bottleneck(self, placement: Placement) -> Bottleneck | None:
-        """What keeps a step from being faster; None: the placement is impossible."""
+        """Return what limits a step; None: the placement is impossible."""
         priced = self._priced(placement)
         if isinstance(priced, Cost):
             return None
         return bottleneck(self.workload, priced.flow, priced.pace, stages_s=priced.stages_s, pairs_s=priced.pairs_s)
 
     def _priced(self, placement: Placement) -> "_Priced | Cost":
-        """The cost with what it was made of; a `Cost` alone: the placement is impossible."""
+        """Return the cost with its terms; a `Cost` alone: the placement is impossible."""
         if any(not stage for stage in placement.stages):
-            return Cost.impossible(f"nobody holds stage {next(i for i, s in enumerate(placement.stages) if not s)}")
+            return Cost.impossible(f"stage {next(i for i, s in enumerate(placement.stages) if not s)} has no member")
         if (empty := next((k for k, (a, b) in enumerate(pairwise(placement.bounds)) if a >= b), None)) is not None:
             return Cost.impossible(f"stage {empty} has no layer")
         if not self.topology.may_feed[list(placement.stages[0])].all():
-            return Cost.impossible("a member of stage 0 has not the text")
+            return Cost.impossible("a member of stage 0 does not have the text")
         w = self.workload
         stages = self._stages(placement)
         cards = self._cards(stages)
@@ -154,7 +153,7 @@ class ThroughputObjective:
         stage_s = [seconds for seconds, _ in saturated]
         if not all(math.isfinite(seconds) for seconds in stage_s):
             return Cost.impossible(
-                f"a member of stage {stage_s.index(math.inf)} is cut off from its mates or neighbours"
+                f"a member of stage {stage_s.index(math.inf)} has no path to its group peers or neighbours"
             )
         flows, hops_s = self._pairs(stages, [taken / s for s, taken in saturated])
         if any(flow <= 0.0 for flow in flows):
@@ -202,8 +201,9 @@ class ThroughputObjective:
         return _Priced(Cost(seconds=step_s, parts=parts), flow, pace, stage_s, pairs_s)
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """The bytes that each member of each stage sends over its network card in a step, with every frame of training;
-        as many arrive. Copies of the state for newcomers and snapshots are not in it. Every stage needs a member."""
+        """Return the bytes that each member of each stage sends over its network card in a step, in all frames of
+        training; as many arrive. Copies of the state for newcomers and snapshots are not included. Every stage needs a
+        member."""
         w = self.workload
         return tuple(
             tuple(
@@ -214,10 +214,9 @@ class ThroughputObjective:
 
     def needed_bytes(self, placement: Placement, memory: StageMemory) -> tuple[tuple[float, ...], ...] | None:
         """Compute the memory that each member needs, its microbatches in flight included.
-
-        Args: memory: what stages take; it may be more than `workload.memory`, by which a placement is possible or not.
-        Returns: bytes, by stage and then by member; None: the placement is impossible.
-        """
+        Args: memory: the memory terms; they may exceed `workload.memory`, which decides whether a placement is
+        possible.
+        Returns: bytes, by stage and then by member; None: the placement is impossible."""
         priced = self._priced(placement)
         if isinstance(priced, Cost):
             return None
@@ -256,7 +255,7 @@ class ThroughputObjective:
             latency_s = float(t.latency_s[np.ix_(members, members)][others_mask].max())
         reduced = np.where(same_card(t, members, members), 0.0, between).sum(axis=1)
         is_end = len(groups) > 1 and k in (0, len(groups) - 1)
-        # Each end gives it as its own reduction has it: the larger of the two is in the slower direction.
+        # Each end sends it in the format of its own reduction; the slower direction has the larger one.
         tied_bytes = max(wire.sums[0], wire.sums[-1]) * w.reduced.tied_parameters if is_end else 0.0
         if tied_bytes:
             end = groups[len(groups) - 1 - k]
@@ -277,7 +276,7 @@ class ThroughputObjective:
         )
 
     def _cards(self, stages: Sequence[Stage]) -> list[Floats]:
-        """bytes/s of each member's card, the slower direction; of a shared one its part."""
+        """Return bytes/s of each member's card in the slower direction; of a shared card the member's part."""
         t, w = self.topology, self.workload
         load = np.zeros(t.num_devices)
         for stage in stages:
@@ -289,7 +288,7 @@ class ThroughputObjective:
         return [(rate * part)[stage.members] for stage in stages]
 
     def _saturate(self, stage: Stage, card: Floats) -> tuple[float, Floats]:
-        """(T_stage, what each member takes of M). Exact: Newton from the left on a concave, piecewise linear sum."""
+        """Return (T_stage, each member's part of M). Exact: Newton from the left on a concave, piecewise linear sum."""
         M, per_card = float(self.workload.microbatches), self.workload.cut_bytes * stage.away
         rate = np.minimum(1.0 / stage.job_s, stage.path_rate)
         limited = (per_card > 0.0) & np.isfinite(card)
@@ -310,11 +309,9 @@ class ThroughputObjective:
         return seconds, taken
 
     def _reduce_s(self, stage: Stage, card: Floats) -> float:
-        """The reduction alone, at what is each member's of its card."""
         return max(stage.reduce_path_s, float((stage.reduced / card).max()))
 
     def _free_rate(self, stage: Stage, card: Floats) -> float:
-        """Microbatches/s of the stage while it does not reduce."""
         per_card = self.workload.cut_bytes * stage.away
         by_card = np.where(per_card > 0.0, card / np.where(per_card > 0.0, per_card, 1.0), np.inf)
         return float(np.minimum(np.minimum(1.0 / stage.job_s, stage.path_rate), by_card).sum())
@@ -322,8 +319,7 @@ class ThroughputObjective:
     # --- between stages ---
 
     def _pairs(self, stages: Sequence[Stage], rates: Sequence[Floats]) -> tuple[list[float], list[float]]:
-        """What lies between each two neighbouring stages: (microbatches/s that get through, their mean seconds of a
-        round trip)."""
+        """Return, for each two neighbouring stages, the flow in microbatches/s and the mean seconds of a round trip."""
         wire = self._wire or WireBytes.same(self.workload, len(stages))
         flows, hops_s = [], []
         for k, (here, there) in enumerate(pairwise(stages)):
@@ -355,7 +351,7 @@ class ThroughputObjective:
     def _memory(
         self, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
     ) -> tuple[float, int]:
-        """(largest needed / present, at which stage)."""
+        """Return (largest needed / present, its stage)."""
         needed = _needed_bytes(self.workload, placement, shares, trips_s, step_s)
         present = (self.topology.memory_bytes[list(members)] for members in placement.stages)
         ratios = [float((bytes_ / there).max()) for bytes_, there in zip(needed, present, strict=True)]
@@ -366,7 +362,6 @@ class ThroughputObjective:
 def _needed_bytes(
     w: Workload, placement: Placement, shares: Sequence[Floats], trips_s: Sequence[float], step_s: float
 ) -> list[Floats]:
-    """Compute the bytes that the members of each stage need, one array [members] a stage."""
     needed = []
     for k, (members, share) in enumerate(zip(placement.stages, shares, strict=True)):
         first, last = placement.bounds[k], placement.bounds[k + 1]
@@ -378,7 +373,6 @@ def _needed_bytes(
 
 
 def _round_trips(jobs_s: Sequence[float], hops_s: Sequence[float]) -> list[float]:
-    """The seconds from each stage to the end and back."""
     trips_s = [0.0] * len(jobs_s)
     below_s = 0.0
     for k in range(len(jobs_s) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""What one training step asks of the devices and the network, whatever the layout."""
+"""Describes the demands of one training step on devices and network, for any layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,74 +13,72 @@ from shoal.protocol.wire_format import Formats, WireFormat, tensor_bytes
 
 FP32_BYTES = 4.0
 _MANY = 2**20
-"""Elements of a tensor so large that the padding of its last tile adds next to nothing to the bytes an element."""
+"""Elements of a tensor so large that the padding of its last tile does not count."""
 BACKWARD_PER_FORWARD = 2.0
 ADAPTED_BACKWARD_PER_FORWARD = 1.0
-"""The base has no gradients, only what it reads has; those of the adapters are small."""
+"""The base has no weight gradients, only gradients of its inputs; those of the adapters are small."""
 STATE_BYTES_PER_PARAMETER = 12.0
-"""What travels to whoever is to hold a layer: the parameter and two moments, each fp32."""
+"""Bytes downloaded for each parameter of a new layer: the parameter and two moments, each fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedExperts:
-    """Experts of which a stage's members hold some each."""
+    """Experts that are divided among a stage's members."""
 
     number: int
-    """The experts of each layer."""
     held: int
-    """How many of them each member holds, if its stage has members enough."""
+    """How many of them each member holds if its stage has enough members."""
     replicas: int
-    """The number of members that hold each expert at least; all, where a stage has fewer."""
+    """Minimum number of members that hold each expert; all members, if the stage has fewer."""
     parameters: tuple[float, ...]
     """[L], the parameters of one expert."""
 
     def beyond(self, members: int) -> int:
-        """How many experts more than `held` a member holds, so that each is on `replicas` of so few members."""
+        """Return how many experts beyond `held` each member holds so that `members` have all replicas."""
         return max(0, -(-self.number * min(self.replicas, members) // members) - self.held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedGradients:
-    """Gradients that a stage's members have reduced, as they travel to peers outside the stage."""
+    """A stage's reduced gradients, as they travel to peers outside the stage."""
 
     bytes_per_parameter: float = FP32_BYTES
     """Bytes on the wire for each parameter, to a peer that follows a stage's steps without being its member."""
     tied_parameters: float = 0.0
-    """Parameters of the matrix that the first and the last stage of a tied model both hold. In each commit every member
-    of one gets the matrix's gradient from the other, at `gradient_bytes_per_parameter`. 0: the model is not tied, or
-    the matrix does not train."""
+    """Parameters of the matrix that the first and the last stage of a tied model share. In each commit every member of
+    one gets the matrix's gradient from the other, at `gradient_bytes_per_parameter`. 0: the model is not tied, or the
+    matrix does not train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """L layers; embedding and head belong to the first and the last."""
+    """The demands of one step of a model with L layers; the first includes the embedding, the last the head."""
 
     layer_flop: tuple[float, ...]
     """[L], forward FLOP a microbatch."""
     backward_per_forward: float
-    """2, or 3 where the backward computes the forward again: not at the last stage, whose loss is in one with both,
-    unless `memory.is_by_layer`."""
+    """2, or 3 with recomputation; the last stage, which runs forward and backward in one job, recomputes only if
+    `memory.is_by_layer`."""
     layer_parameters: tuple[float, ...]
-    """[L], the parameters of one replica. Of placed experts those count that its slots hold: what it reduces is in
-    proportion, too."""
+    """[L], the parameters of one replica. Of placed experts a member's own count, as also for the reduction."""
     gradient_bytes_per_parameter: float
     """The bytes of a gradient on the wire in a reduction, one way."""
     memory: StageMemory
-    """What stages hold: the base of adapters, too."""
+    """The memory terms of stages, including the base of adapters."""
     cut_bytes: float
-    """Bytes on the wire between two stages for a microbatch, one way: the mean of its activation's and its gradient's.
-    A stage in the middle sends one of each. Labels go along with an activation: a subspace model's count, beside k
-    numbers a token, and those of others do not, which are a word for each D numbers."""
+    """Bytes on the wire between two stages for a microbatch, one way: the mean of activation and gradient, since a
+    middle stage sends one of each. Labels travel with an activation; they count for subspace models, with k numbers a
+    token, and are negligible for others."""
     microbatches: int
     """M, a step."""
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
-    """The price of staleness by which the pipeline chooses how much runs ahead of what is allowed (`foresight.py`).
-    None: it runs ahead as far as is allowed."""
+    """The price of staleness by which the pipeline's control chooses how much runs ahead (`foresight.py`). None:
+    everything that is allowed."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
-    """None: each member holds all of its layers."""
+    """None: each member holds all experts of its layers."""
 
     @property
     def layer_held_bytes(self) -> tuple[float, ...]:
@@ -97,15 +95,15 @@ class Workload:
 
     @property
     def loss_per_forward(self) -> float:
-        """The last stage's job, in forwards."""
+        """Return the last stage's job, in forwards."""
         if self.memory.is_by_layer:
             return 1.0 + self.backward_per_forward
         return 1.0 + min(self.backward_per_forward, _backward_per_forward(adapts=self.memory.base is not None))
 
     @property
     def layer_state_bytes(self) -> tuple[float, ...]:
-        """[L], what a peer that is to hold a layer fetches: the parameters and their moments, and the base that they
-        stand beside, as if nobody had that already."""
+        """[L], bytes of a layer's state for a new holder: parameters, moments, and the frozen base as if no peer had it
+        yet."""
         state = (STATE_BYTES_PER_PARAMETER * parameters for parameters in self.layer_parameters)
         if self.memory.base is None:
             return tuple(state)
@@ -120,31 +118,30 @@ class Workload:
 
     @property
     def needed_first(self) -> float:
-        """The part of its state with which a newcomer on a slow line computes already, while the rest comes: its
-        weights in bfloat16 (`peer/light.py`). 1 where nobody does so."""
+        """The part of its state after which a newcomer can compute as a learner: its weights in bfloat16
+        (`peer/light.py`). 1 where learners are not possible."""
         has_light_members = self.s_max > 0 and self.memory.base is None and self.experts is None
         if not has_light_members or self.reduced.tied_parameters:
             return 1.0
         return BF16 / STATE_BYTES_PER_PARAMETER
 
     def job_flop(self, first_layer: int, last_layer: int) -> float:
-        """The FLOP of a microbatch there and back through a stage of those layers."""
+        """Return the FLOP of a microbatch forward and backward through a stage of those layers."""
         is_last = last_layer == self.num_layers
         times = self.loss_per_forward if is_last else 1.0 + self.backward_per_forward
         return times * sum(self.layer_flop[first_layer:last_layer])
 
     @property
     def num_parameters(self) -> float:
-        """The parameters of the whole model, whoever holds them, those that do not train among them. A matrix that is
-        embedding and head counts once."""
+        """The parameters of the whole model, frozen ones included. A tied matrix counts once."""
         placed = self.experts
         elsewhere = (placed.number - placed.held) * sum(placed.parameters) if placed is not None else 0.0
         base = self.memory.base.parameters if self.memory.base is not None else 0.0
         return sum(self.layer_parameters) - self.reduced.tied_parameters + elsewhere + base
 
     def resident_bytes(self, first_layer: int, last_layer: int, *, members: int) -> float:
-        """The bytes that a replica of those layers needs besides its microbatches in flight, in a stage of so many
-        members: of placed experts few members hold more."""
+        """Return the bytes that a replica of those layers needs besides its microbatches in flight. With few `members`
+        each holds more of the placed experts."""
         parameters = sum(self.layer_parameters[first_layer:last_layer])
         if self.experts is not None:
             parameters += self.experts.beyond(members) * sum(self.experts.parameters[first_layer:last_layer])
@@ -153,16 +150,16 @@ class Workload:
 
     @classmethod
     def of(cls, spec: RunSpec) -> "Workload":
-        """The workload of a run whose tensors travel in the thinnest way that it allows: a plan takes a wider one only
-        where that costs its step next to nothing (`WireBytes`)."""
+        """Return the workload of a run with the narrowest formats that it allows: plans choose wider ones only where
+        those cost nearly nothing (`WireBytes`)."""
         training, model, takes = spec.training, spec.model, FormatBytes.of(spec)
         tokens = training.microbatch_size * model.context
         recompute = training.recomputes
         backward = _backward_per_forward(adapts=spec.adapter is not None)
         costs = list(layer_costs(model))
         if spec.recomputes_by_layer:
-            # The last stage runs its layers again and not its head, which counts so much less: for all of that stage's
-            # job together this is exact.
+            # The last stage recomputes its layers but not its head. Subtracting it here is exact for that stage's whole
+            # job.
             costs[-1] -= 2.0 * num_elements(model, HEAD)[0] / (2.0 + backward)
         return cls(
             layer_flop=tuple(flop * tokens for flop in costs),
@@ -182,23 +179,22 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class WireBytes:
-    """The bytes that tensors take on the wire under a plan of K stages."""
+    """Bytes of tensors on the wire under a plan of K stages."""
 
     cuts: tuple[float, ...]
-    """[K - 1], bytes of a microbatch over the cut behind stage k, counted as `Workload.cut_bytes`. The last stage has
-    no cut behind it."""
+    """[K - 1], bytes of a microbatch over the cut behind stage k, as in `Workload.cut_bytes`."""
     sums: tuple[float, ...]
     """[K], bytes a parameter in the reduction of stage k."""
 
     @classmethod
     def same(cls, workload: Workload, num_stages: int) -> "WireBytes":
-        """All as the workload says."""
+        """Return the workload's values for all stages."""
         return cls((workload.cut_bytes,) * (num_stages - 1), (workload.gradient_bytes_per_parameter,) * num_stages)
 
 
 @dataclass(frozen=True, slots=True)
 class FormatBytes:
-    """What tensors take on the wire in each of the formats among which a run's plans choose, the widest first."""
+    """Bytes of tensors on the wire in each format that a run's plans may choose, the widest first."""
 
     cuts: Mapping[WireFormat, float]
     """`Workload.cut_bytes` for each format of activations."""
@@ -221,14 +217,14 @@ class FormatBytes:
 
     @property
     def are_choices(self) -> bool:
-        """Whether plans have anything to choose."""
+        """True if plans have a choice."""
         return len(self.cuts) > 1 or len(self.sums) > 1
 
     def thinnest(self, num_stages: int) -> Formats:
         return Formats.same([*self.cuts][-1], [*self.sums][-1], num_stages)
 
     def under(self, formats: Formats) -> WireBytes:
-        """What they take under a plan that says so."""
+        """Return the bytes under a plan with these formats."""
         return WireBytes(
             tuple(self.cuts[form] for form in formats.activations), tuple(self.sums[form] for form in formats.sums)
         )
@@ -254,19 +250,19 @@ def _placed_experts(spec: RunSpec) -> PlacedExperts | None:
 
 
 def experts_held(spec: RunSpec) -> int:
-    """How many experts of each layer one member holds, in a stage with enough others for `expert_replicas`; 1 in a
-    dense model."""
+    """Return how many experts of each layer one member holds, in a stage with enough members for `expert_replicas`; 1
+    in a dense model."""
     slots = spec.swarm.expert_slots
     return min(spec.model.experts_held, slots) if slots else spec.model.experts_held
 
 
 def _backward_per_forward(*, adapts: bool) -> float:
-    """What a backward takes that runs no forward again, in forwards."""
+    """Return the cost of a backward without recomputation, in forwards."""
     return ADAPTED_BACKWARD_PER_FORWARD if adapts else BACKWARD_PER_FORWARD
 
 
 def _layer_parameters(spec: RunSpec) -> tuple[float, ...]:
-    """What trains, of placed experts what a member holds."""
+    """Return the trained parameters of each layer; of placed experts those of one member."""
     model = spec.model
     if spec.adapter is not None:  # embedding and head have none
         return tuple(float(state_elements(spec, f"layers.{index}")) for index in range(model.num_layers))

@@ -179,7 +179,7 @@ def test_a_voter_lets_no_plan_forget_the_newest_version_that_is_certified(plan):
     for certified in ((), base.certified[1:]):
         forgets = successor(base, certified=certified)
         flaw = certified_flaw(forgets, base, MODEL, holds=believe, are_enough=majority)
-        assert flaw == "version 50 of era 0 is certified no more"
+        assert flaw == "version 50 of era 0 is no longer certified"
     part = successor(plan, certified=base.certified[:2])
     assert certified_flaw(successor(part), part, MODEL, holds=believe, are_enough=majority) == "", (
         "a part is no version to go back to"
@@ -189,7 +189,7 @@ def test_a_voter_lets_no_plan_forget_the_newest_version_that_is_certified(plan):
 def test_a_voter_follows_no_plan_to_a_version_that_nobody_has_certified(plan):
     back = successor(plan, era=1, restore_era=0, restore_version=4800, fresh=True)
     flaw = certified_flaw(back, plan, MODEL, holds=believe, are_enough=majority)
-    assert flaw == "era 1 begins at version 4800 of era 0, which its makers have not certified"
+    assert flaw == "era 1 begins at version 4800 of era 0, which is not certified"
     assert (
         certified_flaw(
             msgspec.structs.replace(back, mandate=b"the owner's"), plan, MODEL, holds=believe, are_enough=majority

@@ -50,9 +50,9 @@ def test_a_run_that_goes_on_waits_for_nothing(swarm):
         ({"paused_s": 40.0}, "is paused, for 40 s"),
         ({"paused_s": 40.0, "draining": True}, "is paused, for 40 s"),
         ({"draining": True}, "is leaving"),
-        ({"synced": False}, "is fetching its state"),
+        ({"synced": False}, "is downloading its state"),
         ({"synced": False, "light": (2, 6)}, "has 2 of 4 layers of its state"),
-        ({"era": 3}, "is fetching its state"),
+        ({"era": 3}, "is downloading its state"),
         ({"heard": False}, "does not answer, for 10 s"),
         ({"paused_s": float("nan")}, "is paused, for 0 s"),
     ],
@@ -105,7 +105,7 @@ def test_one_of_two_holders_is_enough(swarm):
 
 def test_of_several_holders_each_is_named(swarm):
     status = told(swarm([["ana"], ["bob", "cleo"]], bob={"paused_s": 5.0}, cleo={"synced": False}))
-    assert status.waits_for == "stage 1: bob is paused, for 5 s and cleo is fetching its state"
+    assert status.waits_for == "stage 1: bob is paused, for 5 s and cleo is downloading its state"
 
 
 def test_who_sends_no_gradients_is_named_with_the_members_that_say_so(swarm):
@@ -121,13 +121,13 @@ def test_who_sends_no_gradients_is_named_with_the_members_that_say_so(swarm):
 
 
 def test_a_stage_without_holders_is_said(swarm):
-    assert told(swarm([["ana"], []])).waits_for == "stage 1: nobody holds it"
+    assert told(swarm([["ana"], []])).waits_for == "stage 1: no peer holds it"
 
 
 def test_who_alone_has_what_a_stage_has_learnt_is_named(swarm, make_heartbeat):
     policy, live = made = swarm([["ana", "cleo"], ["bob"]])
     policy.view.ledger.note_version(0, 7)
-    assert told(made).risks == ("only bob has what stage 1 has learnt: no other machine has a copy",)
+    assert told(made).risks == ("only bob has the state of stage 1: no other machine has a copy",)
     keys = tuple(sorted(group_keys(SPEC.model, live, 1)))
     own = make_heartbeat("bob", stage=1, synced=True, version=7, holdings=(Holding(era=0, version=5, layers=keys),))
     policy.view.hear(PeerID("bob"), own, 10.0)
@@ -142,7 +142,7 @@ def test_who_alone_has_what_a_stage_has_learnt_is_named(swarm, make_heartbeat):
 def test_two_stages_on_one_machine_each_are_one_sentence(swarm):
     made = swarm([["ana"], ["bob"]])
     made[0].view.ledger.note_version(0, 1)
-    assert told(made).risks == ("what stages 0 and 1 have learnt is on one machine each: no other machine has a copy",)
+    assert told(made).risks == ("the states of stages 0 and 1 are on one machine each: no other machine has a copy",)
 
 
 def test_before_the_first_step_there_is_nothing_to_lose(swarm):

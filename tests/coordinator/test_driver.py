@@ -66,7 +66,7 @@ def test_a_peer_that_cannot_keep_its_word_does_not_give_it(run_swarm):
         plan = msgspec.structs.replace(live.plan, sequence=3, previous=live.digest)
         offer = PlanOffer(term=1, plan=sign_plan(owner.port.identity, plan).envelope, predecessor=live.link)
         ask = owner.coordination._endpoint.ask
-        with pytest.raises(Refused, match="cannot keep its word"):
+        with pytest.raises(Refused, match="cannot save its promise"):
             await owner.port.spawn(ask(forgetful.peer_id, offer, PlanVote))
         forgetful.port.disk.limit(None)
         assert (await owner.port.spawn(ask(forgetful.peer_id, offer, PlanVote))).accepted
@@ -226,7 +226,7 @@ def test_a_run_of_which_the_directory_alone_remembers_a_plan_begins_once_it_has_
             await swarm.add(f"p{number}")
         await asyncio.sleep(30)
         assert swarm.peers["p0"].coordination.plan is None
-        assert "the plan that this run has" in swarm.peers["p0"].coordination.said
+        assert "the plan of this run" in swarm.peers["p0"].coordination.said
         await swarm.until(lambda: all(peer.order == (1, 1) for peer in swarm.alive()), within_s=20)
 
     run_swarm(scenario, min_peers=6)

@@ -203,7 +203,7 @@ def test_a_coordinator_brings_in_no_order_of_its_own_and_forgets_none(run_swarm)
             vote = chain.vote(live.plan.coordinator, live.plan.term, offered, None)
             assert vote.accepted is accepted, orders
         after = msgspec.structs.replace(plan, sequence=plan.sequence + 1, previous=digest, exclusions=())
-        assert "lets somebody back in" in link_flaw(msgspec.structs.replace(offered, plan=after), offered)
+        assert "readmits an excluded peer" in link_flaw(msgspec.structs.replace(offered, plan=after), offered)
 
     run_swarm(scenario, min_peers=6)
 

@@ -268,7 +268,7 @@ def test_a_reset_for_nobody_is_refused_with_a_sentence(run_swarm):
         reset = Reset(
             mandate=sign_mandate(owner, mandate, run=endpoint.run), live=situation.base.link, version=0, roster=()
         )
-        with pytest.raises(Refused, match="nobody"):
+        with pytest.raises(Refused, match="no reachable peer"):
             await port.spawn(endpoint.ask(coordinator, reset, Done))
         assert not swarm.world.failures
 

@@ -60,7 +60,7 @@ def test_a_search_that_breaks_down_is_told_in_one_line_and_prints_no_traceback(c
         asyncio.run(Searcher(Scripted(ValueError("math domain error")), inline, tell=heard.append).run(JOB))
     ((told),) = heard
     assert (told.layout, told.is_bug, caplog.text) == (None, True, "")
-    said = "a search for a layout broke down, and the plan stays: ValueError: math domain error (test_searcher.py:"
+    said = "a search for a layout failed, and the plan stays: ValueError: math domain error (test_searcher.py:"
     assert told.reason.startswith(said)
     assert "\n" not in told.reason
 

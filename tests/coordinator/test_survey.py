@@ -55,10 +55,10 @@ def peers_with(memory_bytes, names):
 def test_a_run_says_how_much_memory_it_waits_for():
     survey = Survey(RunSpec(model=ModelSpec(dim=2048, num_layers=16, num_heads=16, num_kv_heads=8, ffn_dim=5632)))
     assert survey.shortage(peers_with(8_000_000_000, "a")) == (
-        "waiting for peers with 12.6 GB of memory in all: the model takes 20.6 GB while it trains, and the peer that "
-        "is here has 8.0 GB"
+        "waiting for peers with 12.6 GB of memory in all: the model takes 20.6 GB while it trains, and the one "
+        "peer has 8.0 GB"
     )
-    assert "the 2 peers that are here have 16.0 GB" in survey.shortage(peers_with(8_000_000_000, "ab"))
+    assert "the 2 peers have 16.0 GB" in survey.shortage(peers_with(8_000_000_000, "ab"))
     assert survey.shortage(peers_with(8_000_000_000, "abc")) == ""
 
 

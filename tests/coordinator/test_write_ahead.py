@@ -17,7 +17,7 @@ from shoal.protocol.sim.disk import SimDisk
 VOTE, GRANT = Reply(message=PlanVote(accepted=True)), Reply(message=TermGrant(granted=True))
 OFFER = Ask(peer="b", message=PlanOffer(term=2, plan=b"plan", predecessor=b""))
 REQUEST = Ask(peer="b", message=TermRequest(term=2, live=b"", handed_over=False))
-REFUSED = Reply(message=Refusal(reason="cannot keep its word on disk"))
+REFUSED = Reply(message=Refusal(reason="cannot save its promise on disk"))
 
 
 class Time:

@@ -125,7 +125,7 @@ def test_an_excluded_member_comes_back_once_with_a_fresh_key_and_no_third_time(w
     said = " ".join(status.output.split())
     assert "careful: excluded by the owner: " in said, said
     assert peer[-8:] in said, said
-    assert f"careful: excluded, as two that came by it are: the invite {other['name']}" in said, said
+    assert f"careful: excluded because two of its members are: the invite {other['name']}" in said, said
     bad = world.shoal("join", other["invite"], *common, world.folder / "bad-3")
     assert bad.wait(60) == 2
     assert "you are excluded from this run" in bad.errors

@@ -64,7 +64,7 @@ def test_every_gain_has_a_worth_of_its_sign_and_no_more_than_it_promises(gain: f
 
 def test_an_impossible_layout_is_worth_minus_one_and_what_replaces_one_everything() -> None:
     snapshot = Snapshot(peers=(), layer_costs=(1.0,), num_stages=None)
-    possible, impossible = Cost(seconds=1.0, parts={"foreseen_s": 1.0}), Cost.impossible("nobody holds stage 0")
+    possible, impossible = Cost(seconds=1.0, parts={"foreseen_s": 1.0}), Cost.impossible("stage 0 has no member")
     assert foreseen_gain(snapshot, possible, impossible) == foreseen_gain(snapshot, impossible, impossible) == -1.0
     assert foreseen_gain(snapshot, impossible, possible) == np.inf
 

@@ -191,7 +191,7 @@ STANDING = msgspec.structs.replace(
     tokens_per_s=0.0,
     stands_s=42.0,
     waits_for="stage 1: its only holder, peer-2, is paused, for 40 s",
-    risks=("only peer-2 has what stage 1 has learnt: no other machine has a copy",),
+    risks=("only peer-2 has the state of stage 1: no other machine has a copy",),
 )
 
 
@@ -199,7 +199,7 @@ def test_a_standstill_is_said_with_its_cause_and_what_is_at_risk() -> None:
     _, phase, figures, *_, risk = status_lines(view_of(STANDING))
     assert phase == "waiting for stage 1: its only holder, peer-2, is paused, for 40 s, no step for 42 s"
     assert "  0 tokens/s" in figures
-    assert risk == "careful: only peer-2 has what stage 1 has learnt: no other machine has a copy"
+    assert risk == "careful: only peer-2 has the state of stage 1: no other machine has a copy"
 
 
 def test_after_its_first_step_a_run_has_no_rate_yet() -> None:
@@ -239,7 +239,7 @@ def test_on_a_narrow_terminal_no_figure_is_cut(width: int) -> None:
         "no step for 42 s",
         "0 tokens/s",
         "val 3.250 (step 5)",
-        "only peer-2 has what stage 1 has learnt: no other machine has a copy",
+        "only peer-2 has the state of stage 1: no other machine has a copy",
         "sends 1 MB/s",
         "waiting for other peers: the device computes 30 % of the time",
     ):
