@@ -311,15 +311,33 @@ class ClusterView:
     def num_unreached(self, peer: PeerID, live: Plan, now_s: float) -> int:
         return sum(map(live.has, self.survey.reach.cannot_reach(peer, now_s)))
 
-    def measured(self, era: int, now_s: float) -> tuple[MeasuredPeer, ...]:
-        """The live peers, for the allocator. A peer that has not entered `era` yet counts as holding nothing."""
+    def measured(self, live: Plan, now_s: float) -> tuple[MeasuredPeer, ...]:
+        """Return the peers that are alive, for the allocator. A peer that has not followed into the live era yet holds
+        nothing. A member whose group refuses its gradients has no memory for a stage: it stands by."""
 
         def follows(peer: PeerID) -> bool:
             beat = self.roster.presences[peer].heartbeat
-            return beat is not None and beat.era == era
+            return beat is not None and beat.era == live.era
 
+        refused = self._refused(live)
         peers = self.roster.measured(now_s)
+        peers = tuple(replace(peer, memory_bytes=0) if peer.peer in refused else peer for peer in peers)
         return tuple(peer if follows(peer.peer) else replace(peer, synced_stage=None) for peer in peers)
+
+    def _refused(self, live: Plan) -> set[PeerID]:
+        """Return the members that enough of the members of one stage report as unsound: a majority of its others, two at
+        least, and not those of one invite alone."""
+        named: dict[PeerID, set[PeerID]] = {}
+        for peer, presence in self.roster.presences.items():
+            for accused in presence.heartbeat.unsound if presence.heartbeat is not None else ():
+                named.setdefault(accused, set()).add(peer)
+        return {
+            accused
+            for accused, accusers in named.items()
+            for stage in live.stages
+            if len(said := accusers.intersection(others := [peer for peer in stage.peers if peer != accused])) > 1
+            and self.electorate.are_enough(said, others)
+        }
 
     def snapshot(
         self, peers: tuple[MeasuredPeer, ...], previous: Plan | None, disks: Disks, now_s: float, *, knows_network: bool

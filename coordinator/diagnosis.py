@@ -68,20 +68,23 @@ def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
 
 
 def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
-    """Name the members whose contributions their stage reports as invalid gradients, a sentence each: "bob sends NaN or
-    infinity into the sums of stage 1, says alice: it counts for nothing (to put bob out, the host runs `shoal exclude
-    bob`)"."""
-    sentences = []
-    for index, stage in enumerate(live.stages):
-        beats = {peer: seen.heartbeat for peer in stage.peers if (seen := roster.presences.get(peer)) is not None}
+    """Name the members whose contributions others refuse, a sentence each: "bob sends what is no gradient (NaN, infinity)
+    or restarts without end, says alice: it counts for nothing (to put bob out, the host runs `shoal exclude bob`)"."""
+    sayers: dict[PeerID, list[str]] = {}
+    for stage in live.stages:
         for peer in stage.peers:
-            sayers = [name_of(one, roster) for one, beat in beats.items() if beat is not None and peer in beat.unsound]
-            if sayers:
-                say, name = "says" if len(sayers) == 1 else "say", name_of(peer, roster)
-                sentences.append(
-                    f"{name} sends NaN or infinity into the sums of stage {index}, {say} {_joined(sayers)}: it counts "
-                    f"for nothing (to put {name} out, the host runs `shoal exclude {peer[-8:]}`)"
-                )
+            seen = roster.presences.get(peer)
+            for accused in seen.heartbeat.unsound if seen is not None and seen.heartbeat is not None else ():
+                if live.has(accused):
+                    sayers.setdefault(accused, []).append(name_of(peer, roster))
+    sentences = []
+    for accused in live.members:
+        if said := sayers.get(accused):
+            say, name = "says" if len(said) == 1 else "say", name_of(accused, roster)
+            sentences.append(
+                f"{name} sends what is no gradient (NaN, infinity) or restarts without end, {say} {_joined(said)}: it "
+                f"counts for nothing (to put {name} out, the host runs `shoal exclude {accused[-8:]}`)"
+            )
     return tuple(sentences[:NAMED_MAX])
 
 

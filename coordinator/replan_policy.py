@@ -130,7 +130,7 @@ class ReplanPolicy:
 
     def settle(self, live: Plan, now_s: float) -> None:
         """Record that the current swarm has its plan."""
-        self._settled_for = self._swarm(self.view.measured(live.era, now_s), now_s)
+        self._settled_for = self._swarm(self.view.measured(live, now_s), now_s)
 
     def unsettle(self) -> None:
         """Record that a plan has failed, so that the swarm still needs one."""
@@ -190,7 +190,7 @@ class ReplanPolicy:
         held = holders(live, view.roster, disks, view.spec.model, fresh=fresh, now_s=now_s)
         late = behind(live, view.roster, disks, view.spec.model, now_s)
         lost = self._holders.lost(live, held, view.roster.alive(now_s), now_s, behind=late)
-        peers = view.measured(live.era, now_s)
+        peers = view.measured(live, now_s)
         swarm = self._swarm(peers, now_s)
         under_way = live.fresh and not fresh
         is_whole = self._is_whole(live, peers)
@@ -293,7 +293,7 @@ class ReplanPolicy:
     # --- inside ---
 
     def _has_searched(self, live: Plan, now_s: float) -> bool:
-        return self._schedule.has_searched(live, self._swarm(self.view.measured(live.era, now_s), now_s))
+        return self._schedule.has_searched(live, self._swarm(self.view.measured(live, now_s), now_s))
 
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
         return _swarm(peers, self.view.unreachable(peers, now_s))

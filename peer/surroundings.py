@@ -55,7 +55,7 @@ class Listeners:
     on_unreachable: Callable[[PeerID], None]
     """A call or a frame to it has failed."""
     on_unsound: Callable[[PeerID], None]
-    """It has sent numbers into a round that no gradient has."""
+    """It has sent numbers into a round that no gradient has, or begins anew without end."""
     begin_era: Callable[[int, int], bool]
     """Whether we may begin it from its beginning, in a group."""
     on_failure: Callable[[BaseException], None]

@@ -35,6 +35,7 @@ from shoal.peer.model.layout import state_layout, tied_spans
 from shoal.peer.outbox import Outbox
 from shoal.peer.pipeline.state import StageState, moment2_numel
 from shoal.peer.replica.commands import (
+    Accuse,
     AskRepair,
     CatchUp,
     Command,
@@ -204,6 +205,9 @@ class Tenure(ABC):
                 if died:
                     self._catching_up.mate_lost(peer)
                     self._pieces.forget(peer)
+            case Accuse(peer):
+                logger.error("%s restarts without end: it is no member of our group any more", peer[-8:])
+                self._s.listeners.on_unsound(peer)
             case Count(counted):
                 apart = self._held.contribute(counted.microbatch, apart=counted.apart)
                 if apart is None:

@@ -228,6 +228,9 @@ been away before it is waited for again."""
 REPAIRED_SHARE: Final = 0.05
 """The share of the run's microbatches that run again by one member's word, in the long run, beside `s_max` + 2 whole
 steps at once: what a stage lacks when its only holder dies, and is asked for once more."""
+RESTARTS_MAX: Final = 10.0
+RESTARTS_PER_S: Final = 1 / 60
+"""How often a member of our group may begin anew: so many times at once, and once a minute in the long run."""
 SAVES_OF_ONE_MAX: Final = 4
 """Versions that one member may have us write down because it leaves, until it has been away; one is usual, and another
 where it held experts that were at another version."""

@@ -178,8 +178,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     silent: tuple[PeerID, ...] = ()
     """Members that the sender tries to reach and cannot: a hint, which makes the coordinator look sooner."""
     unsound: tuple[PeerID, ...] = ()
-    """Members that have sent the sender gradients with NaN, infinity or numbers that no gradient has. One member's word
-    proves nothing: people see it."""
+    """Members that have sent the sender gradients with NaN, infinity or numbers that no gradient has, or restart without
+    end. One member's word proves nothing: people see it. A majority of the member's group takes its place."""
     forward_s: float = 0.0
     """Median seconds of a forward here; 0 before the first."""
     window: int = 0

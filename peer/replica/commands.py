@@ -215,6 +215,13 @@ class ForgetMember:
     died: bool = False
 
 
-CommitCommand = Tell | Reduce | Report | Witness | CatchUp | AskRepair | Resync | ForgetMember
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    """`peer` restarts without end: refuse it as a member, and report it."""
+
+    peer: PeerID
+
+
+CommitCommand = Tell | Reduce | Report | Witness | CatchUp | AskRepair | Resync | ForgetMember | Accuse
 
 Command = ScheduleCommand | SupplyCommand | CommitCommand | SayHello | Count

@@ -38,7 +38,7 @@ from shoal.peer.group.rounds import Rounds
 from shoal.peer.group.standstill import standstill
 from shoal.peer.group.tally import Tallies, round_of
 from shoal.peer.pipeline.microbatch import indices_from
-from shoal.peer.replica.commands import CatchUp, CommitCommand, ForgetMember, Reduce, Tell
+from shoal.peer.replica.commands import Accuse, CatchUp, CommitCommand, ForgetMember, Reduce, Tell
 from shoal.peer.replica.events import (
     CommitEvent,
     DigestArrived,
@@ -60,7 +60,8 @@ from shoal.peer.replica.events import (
 )
 from shoal.protocol.errors import Refused, RemoteError
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import DIGEST_CHARS_MAX, OPEN_STEPS_MAX
+from shoal.protocol.limits import DIGEST_CHARS_MAX, OPEN_STEPS_MAX, RESTARTS_MAX, RESTARTS_PER_S
+from shoal.protocol.live.allowance import Allowance
 from shoal.protocol.messages import Digest, Progress, RoundStart
 from shoal.protocol.wire_format import WireFormat
 
@@ -103,6 +104,7 @@ class Commit:
     _num_asked: int = field(init=False, default=0)
     _agreement: Agreement = field(init=False)
     _losses: Losses = field(init=False)
+    _restarts: Allowance[PeerID] = field(init=False)
     _version_since_s: float = field(init=False, default=0.0)
     _ends_at: int = field(init=False, default=0)
     """The version at which the layout ends; 0: it does not."""
@@ -122,6 +124,7 @@ class Commit:
             has_loss=self.has_loss,
         )
         self._losses = Losses(microbatches=self.microbatches, is_first=self.stage == 0)
+        self._restarts = Allowance(most=RESTARTS_MAX, per_s=RESTARTS_PER_S)
 
     # --- who ---
 
@@ -296,9 +299,14 @@ class Commit:
         """A mate speaks as `incarnation`: an earlier one is lost. A Progress may have said so before the Hello does.
 
         The caller tries a round, once all that the mate says is known: it may be ready again."""
-        lost = self._count_out(peer, now_s) if self._has_begun_anew(peer, incarnation) else []
+        commands: list[CommitCommand] = []
+        if self._has_begun_anew(peer, incarnation):
+            commands = self._count_out(peer, now_s)
+            if not self._restarts.takes(peer, now_s):
+                self._members.bar(peer)
+                commands += [ForgetMember(peer, died=True), Accuse(peer)]
         self._members.speaks_as(peer, incarnation)
-        return lost
+        return commands
 
     def _lose(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         """It died or dropped its state: its contributions to open steps died with it."""

@@ -111,13 +111,24 @@ def test_of_several_holders_each_is_named(swarm):
 def test_who_sends_no_gradients_is_named_with_the_members_that_say_so(swarm):
     bob, eve = PeerID("bob"), PeerID("eve")
     says = {"bob": {"unsound": (eve,)}, "cleo": {"unsound": (eve, bob, PeerID("stranger"))}, "ana": {"unsound": (eve,)}}
-    status = told(swarm([["ana"], ["bob", "cleo", "eve"]], **says))
-    assert status.risks[1:] == (  # the first is of stage 0, which ana holds alone
-        "bob sends NaN or infinity into the sums of stage 1, says cleo: it counts for nothing (to put bob out, the "
-        "host runs `shoal exclude bob`)",
-        "eve sends NaN or infinity into the sums of stage 1, say bob and cleo: it counts for nothing (to put eve out, "
-        "the host runs `shoal exclude eve`)",
+    policy, live = made = swarm([["ana"], ["bob", "cleo", "eve"]], **says)
+    assert told(made).risks[1:] == (  # the first is of stage 0, which ana holds alone
+        "bob sends what is no gradient (NaN, infinity) or restarts without end, says cleo: it counts for nothing (to "
+        "put bob out, the host runs `shoal exclude bob`)",
+        "eve sends what is no gradient (NaN, infinity) or restarts without end, say ana, bob and cleo: it counts for "
+        "nothing (to put eve out, the host runs `shoal exclude eve`)",
     )
+    room = {peer.peer: peer.memory_bytes for peer in policy.view.measured(live, 10.0)}
+    assert [peer for peer, memory in room.items() if memory == 0] == [eve], "one member's word moves nobody"
+
+
+def test_the_members_of_one_invite_take_no_place_from_others(swarm):
+    ana, bob, cleo, eve, finn = map(PeerID, ("ana", "bob", "cleo", "eve", "finn"))
+    invites = {ana: b"", bob: b"theirs", cleo: b"theirs", eve: b"hers", finn: b"his"}
+    says = {name: {"unsound": (eve,)} for name in ("bob", "cleo")}
+    policy, live = swarm([["ana"], ["bob", "cleo", "eve", "finn"]], **says)
+    policy.view.electorate._invite_of = invites.get
+    assert all(peer.memory_bytes for peer in policy.view.measured(live, 10.0)), "finn does not say so"
 
 
 def test_a_stage_without_holders_is_said(swarm):
