@@ -1,4 +1,4 @@
-"""Replaces a file as a whole: after a crash or a power cut there is the old content or the new one, never none."""
+"""Replaces a file atomically: after a crash or a power cut the file has either the old content or the new one."""
 
 from pathlib import PurePosixPath
 
@@ -6,9 +6,9 @@ from shoal.protocol.ports import Disk, Payload
 
 
 def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
-    """Write `content` beside `path` and rename it. On return it is durable, and so is its name.
+    """Write `content` beside `path`, then rename. Content and name are durable on return.
 
-    Raises: OSError: there is no room, for example.
+    Raises: OSError: for example, the disk is full.
     """
     beside = path.with_suffix(".new")
     disk.make_folder(path.parent)
