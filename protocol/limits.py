@@ -188,66 +188,65 @@ REPORTS_PER_HEARTBEAT_MAX: Final = 16
 HISTORY_PER_REPLY_MAX: Final = 256
 """Past commits in one reply: 60 KiB."""
 HISTORY_COMMITS_MAX: Final = 2048
-"""Past commits that a peer remembers, of all groups in which it was: about 2 MB. A peer that keeps the run's record and
-was away finds so much again."""
+"""Past commits of all its groups that a peer remembers (about 2 MB), for a record keeper that was away."""
 LINKS_PER_HEARTBEAT_MAX: Final = 16
 UNSOUND_MAX: Final = 16
-"""Members that a heartbeat names because what they contribute is no gradient."""
+"""Members that a heartbeat reports for sending invalid gradients."""
 PROBES_PER_REPLY_MAX: Final = 4
 TOGETHER_MAX: Final = 8
-"""A peer probes so many links together, and so many of its machine take part."""
+"""Links that a peer probes together, and peers of its machine that take part."""
 QUEUED_MICROBATCHES_MAX: Final = 1024
-"""Activations a stage will hold; the windows of honest stage-0 peers add up to far less."""
+"""Activations that a stage queues; the windows of honest stage-0 peers add up to far less."""
 
 RECENT_PLANS_MAX: Final = 16
-"""Plans that a peer remembers having obeyed. A large swarm makes one every few seconds, and a drain takes thirty."""
+"""Obeyed plans that a peer remembers. A large swarm makes one every few seconds, and a drain takes thirty."""
 RECENT_PLAN_S: Final = 60.0
-"""How long a plan counts after the next one: who drains has half a minute, and hears of that plan a little later."""
+"""How long a plan counts after its successor: a drain may take half a minute from when the member hears of the
+successor."""
 DEPARTING_S_MAX: Final = 120.0
-"""How long a group waits for a member that the plan has dropped and that says it drains. Twice what a drain may take
-with all its good-byes; one that goes on saying so would keep the group from reducing."""
+"""How long a group waits for a removed member that says it drains: twice the longest drain. Without a bound, a member
+that keeps saying so would stop the group from reducing."""
 DIGESTS_OF_ONE_MAX: Final = 32
-"""Versions of which one group member's digest is kept: twice as many as a round waits to be compared."""
+"""Versions for which one member's digest is kept: twice as long as a round waits for comparison."""
 DIGEST_CHARS_MAX: Final = 64
-"""A digest in hex: 256 bits. Ours have 128."""
+"""Characters of a digest in hex. Ours have 32."""
 OPEN_STEPS_MAX: Final = 256
-"""How far ahead of our version a group member's contributions are noted. A group follows a member that is further ahead
-by fetching what it has committed, and that member says again later what it has of the step that is due."""
+"""How many steps ahead of our version a group member's contributions are noted. A group catches up with a member that
+is further ahead by fetching its state, and that member repeats its contributions to the step that is due."""
 ATTESTATIONS_OF_ONE_MAX: Final = 32
-"""Versions of which one holder's signature is kept while somebody joins."""
+"""Versions for which one holder's signature is kept while a newcomer joins."""
 WITNESSED_VERSIONS_MAX: Final = 16
-"""Versions that a holder keeps while the other holders' signatures of them are on their way: a second's steps of a
-small model. Of large states as many as `PINNED_BYTES_MAX` has room for, and two at least."""
+"""Versions that a holder keeps until the other holders' signatures arrive: a second of a small model's steps. For large
+states as many as fit into `PINNED_BYTES_MAX`, two at least."""
 SIGNATURES_PER_OFFER_MAX: Final = 512
 """Signatures in one offer: a majority of 1,000 holders, about 60 KiB."""
 HALTED_S_MAX: Final = 30.0
-"""How long the run stands still for one member that says it leaves: as long as a leave takes. After that it must have
-been away before it is waited for again."""
+"""How long the run pauses for one leaving member: the time that a leave takes. It then gets no further pause before it
+has been away."""
 REPAIRED_SHARE: Final = 0.05
-"""The share of the run's microbatches that run again by one member's word, in the long run, beside `s_max` + 2 whole
-steps at once: what a stage lacks when its only holder dies, and is asked for once more."""
+"""Long-run share of the run's microbatches that one member may have repeated, beside `s_max` + 2 whole steps at once:
+what a stage lacks when its only holder dies, requested twice."""
 SAVES_OF_ONE_MAX: Final = 4
-"""Versions that one member may have us write down because it leaves, until it has been away; one is usual, and another
-where it held experts that were at another version."""
+"""Versions that one leaving member may have us save before it has been away: usually one, and another if its experts
+were at another version."""
 KEEPING_SHARE: Final = 0.5
-"""The share of time in which a peer fetches the copies that one member wants kept, in the long run."""
+"""Long-run share of time in which a peer fetches copies for one member."""
 KEEPING_AT_ONCE_S: Final = 60.0
-"""How long it may fetch one member's copies beyond that share: the last one before that member leaves follows on one by
-the clock."""
+"""Time beyond that share for one member's copies: its last copy before leaving follows a scheduled one."""
 KEEPING_S_MIN: Final = 1.0
-"""What a copy counts at least, however small: it is written to disk and looked for there."""
+"""Least time that a copy counts, since each costs disk operations."""
 PINNED_S_MAX: Final = 1800.0
-"""How long a version is kept for who fetches it, however often they ask: 1.8 GB on a line of 1 MB/s."""
+"""Longest time that a version is kept for its readers, however often they ask: 1.8 GB at 1 MB/s."""
 PINNED_VERSIONS_MAX: Final = 4
-"""Versions that others may have had us keep at a time, of what we train and of what lies on our disk. Who asks for the
-newest when there are so many gets the newest of these."""
+"""Versions pinned for others at a time, in memory and on disk. A request for the newest beyond them gets the newest
+pinned one."""
 PINNED_BYTES_MAX: Final = 2 * 1024**3
-"""What these take together. One version is always kept, however large."""
+"""Bytes of pinned versions. One version is always kept, however large."""
 REPLAYED_BYTES_MAX: Final = 1024**3
-"""Reduced gradients that a holder keeps for a newcomer to replay; a newcomer that needs more fetches a newer state."""
+"""Bytes of reduced gradients kept for a newcomer to replay; a newcomer that needs more fetches a newer state."""
 REPLAYED_STEPS_MIN: Final = 16
-"""A holder keeps at least so many reduced gradients, however large: a stage whose gradient is 400 MB steps every few
-seconds, and its state takes a minute on a home line."""
+"""Reduced gradients kept at least, however large: a stage with gradients of 400 MB steps every few seconds, and its
+state takes a minute on a home line."""
 LIGHT_STATE_S: Final = 60.0
-"""A newcomer whose state comes within so many seconds waits for it; with a slower line it computes with weights first
-(`../peer/light.py`). These come in a sixth of the time, and for less than this they are not worth coming beside it."""
+"""A newcomer waits for its state if it arrives within this time; on a slower line it trains as a learner, with weights
+first (`../peer/light.py`). Weights take a sixth of the time, so below this they are not worth the extra download."""
