@@ -26,7 +26,6 @@ class Role(Enum):
     excluded."""
 
     NOBODY = auto()
-    """The message is only ever a reply."""
     OBSERVER = auto()
     """Any holder of an invite, observer invites included."""
     MEMBER = auto()
@@ -38,7 +37,6 @@ class Role(Enum):
     NEAR = auto()
     """The sender is a group member, or holds the stage before ours or after it."""
     OWNER = auto()
-    """The run's owner."""
 
 
 WHO_MAY: Final[Mapping[type, Role]] = {

@@ -40,7 +40,6 @@ class Attested(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     version: int
     proofs: Proofs
     signature: bytes
-    """Its `state` statement of `body`."""
 
     @property
     def keys(self) -> tuple[str, ...]:

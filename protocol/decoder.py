@@ -84,7 +84,6 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections of the attention have biases: none, all but the last, all."""
     mlp_bias: bool = False
-    """The projections of the feed-forward have biases."""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """Norm of queries and keys before the rotation: of each head, or of the whole projection."""
     norms: Literal["pre", "post", "both"] = "pre"
@@ -105,7 +104,6 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     attention_softcap: float = 0.0
     """Soft cap c: attention scores become c tanh(score / c). 0: no cap."""
     logit_softcap: float = 0.0
-    """Soft cap of the model's logits, likewise."""
     scale_embedding: bool = False
     """Embeddings are multiplied by the square root of the width."""
 

@@ -35,7 +35,6 @@ class Duty:
         self._credit_s = 0.0
         """Seconds of work allowed at once; negative: it has worked more than its share."""
         self._beside_s = 0.0
-        """Seconds of other work still to be repaid."""
         self._at_s: float | None = None
 
     def spend(self, seconds: float) -> None:
@@ -62,6 +61,5 @@ class Duty:
         return (over_s + earned_s) / self._share
 
     def _repaid_s(self, earned_s: float) -> float:
-        """Return the part of the income that repays the other work."""
         over_s = min(earned_s, max(0.0, self._beside_s - BESIDE_MAX_S))
         return over_s + min(self._beside_s - over_s, _BESIDE_PART * (earned_s - over_s))

@@ -312,7 +312,6 @@ class Endpoint:
 
 
 def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
-    """Return the handler of the message's group, else the general one."""
     kind = type(message)
     return handlers.get((kind, getattr(message, "stage", None))) or handlers.get((kind, None))
 

@@ -35,7 +35,6 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     base: str = ""
     """Digest of the plan that names the electors; empty for the owner's order."""
     votes: tuple[tuple[int, bytes], ...] = ()
-    """(position among that plan's electors, signature)."""
     invites: tuple[bytes, ...] = ()
     """The invite of each of `keys`: the member's invite key, or an invite's own key; empty bytes: unknown. Orders of
     earlier versions leave this tuple empty."""

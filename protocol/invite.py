@@ -50,7 +50,6 @@ class InviteKey(msgspec.Struct, frozen=True):
     """The secret in an invite: its own key, and the owner's signed permission to certify members."""
 
     seed: bytes
-    """Ed25519 seed, 32 bytes."""
     delegation: Delegation
 
     @classmethod

@@ -19,7 +19,6 @@ RECORD_EXPIRES_S_MAX: Final = 2 * 3600
 the rest allows for clocks that are an hour ahead."""
 
 FRAME_META_BYTES_MAX: Final = 4 * 1024
-"""Bytes of one tensor frame's header."""
 FRAME_PAYLOAD_BYTES_MAX: Final = 256 * 1024 * 1024
 """Bytes of one tensor frame's payload: an activation of 8 x 4096 tokens, 4096 wide, in bf16."""
 STREAM_CREDIT_BYTES: Final = 64 * 1024 * 1024
@@ -54,7 +53,6 @@ PLAN_WAIT_S: Final = 2.0
 """How long a member's message waits for a plan that explains it: a plan reaches everybody within two round trips, and
 frames of a new layout overtake it."""
 REFUSALS_LOGGED_S: Final = 1.0
-"""Seconds between log lines about refused calls."""
 WAITING_FOR_PLAN_MAX: Final = 256
 """Messages waiting for a plan at once, a sixteenth of them from one sender; the rest are refused at once."""
 PEER_NAME_CHARS_MAX: Final = 40
@@ -71,15 +69,12 @@ could have no successor."""
 SEQUENCE_MAX: Final = 1 << 48
 """The highest plan sequence, and the highest `Plan.seed`."""
 REIGN_MAX: Final = 1 << 32
-"""Mandates that an owner may give."""
 ERA_MAX: Final = 1 << 48
 VERSION_MAX: Final = 1 << 48
-"""Steps of a run."""
 TERM_JUMP_MAX: Final = 1 << 20
 """How far a term may rise at once: two years of a term a minute. From here to `TERM_MAX` it takes 2^28 plans, each with
 a majority's votes."""
 SEQUENCE_JUMP_MAX: Final = 1 << 20
-"""Sequences that a plan may skip: offers that failed, a few a minute at worst."""
 ERA_JUMP_MAX: Final = 1 << 16
 """Eras that a plan may skip, because members have heard of them or have them on disk."""
 ELECTED_FROM_PEERS: Final = 256
@@ -91,7 +86,6 @@ LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
 LINKS_PER_REPLY_MAX: Final = 64
 """Chain links in one reply: each has a majority's signatures to check."""
 EXPERTS_MAX: Final = 1024
-"""Experts in one layer."""
 EXPERTS_PER_FRAME_MAX: Final = 256
 """Experts in one frame: its header names each of them in a few bytes."""
 QUEUED_TOKENS_MAX: Final = 4096
@@ -120,7 +114,7 @@ CARRIED_STREAMS_OF_ONE_MAX: Final = 32
 CARRIED_STREAMS_MAX: Final = 128
 """Streams that a peer carries in all; each has two open files and up to 400 KB of waiting bytes."""
 CARRIED_ARRIVING_OF_ONE_MAX: Final = 16
-"""Streams through one carrier whose ends have not agreed on keys yet."""
+"""Streams through one carrier before their ends have agreed on keys."""
 CARRIERS_ASKED_MAX: Final = 8
 """Peers that are asked to carry one stream. Most peers connected to us are also connected to the other end."""
 CARRIED_CALLS_MAX: Final = 64
@@ -147,7 +141,7 @@ STRANGERS_ALLOWANCE: Final = 1000.0
 """Requests of them that may come at once. A restarted peer knows no certificate, so each member sends it a few requests
 before it shows one, and a hundred members may share a network."""
 ALLOWANCES_MAX: Final = 4096
-"""Networks whose requests are counted; the least recent one is forgotten first."""
+"""Networks with a request counter; the least recent one is forgotten first."""
 
 LANES_MAX: Final = 8
 """TCP connections of one frame stream beside the network daemon's. With packet loss one connection carries far less
@@ -186,12 +180,10 @@ TRACE_REPLAYED_MAX: Final = 5_000_000
 """Events of a trace times the copies of it that run side by side."""
 REPORTS_PER_HEARTBEAT_MAX: Final = 16
 HISTORY_PER_REPLY_MAX: Final = 256
-"""Past commits in one reply: 60 KiB."""
 HISTORY_COMMITS_MAX: Final = 2048
 """Past commits of all its groups that a peer remembers (about 2 MB), for a record keeper that was away."""
 LINKS_PER_HEARTBEAT_MAX: Final = 16
 UNSOUND_MAX: Final = 16
-"""Members that a heartbeat reports for sending invalid gradients."""
 PROBES_PER_REPLY_MAX: Final = 4
 TOGETHER_MAX: Final = 8
 """Links that a peer probes together, and peers of its machine that take part."""

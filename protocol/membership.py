@@ -49,7 +49,6 @@ class Delegation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     """The owner's permission for the holder of `key` to certify members of the run."""
 
     key: bytes
-    """The invite's public Ed25519 key, 32 bytes."""
     expires_s: int
     """Expiry of its certificates, seconds since 1970; 0: none."""
     seats: int
@@ -155,7 +154,6 @@ class Excluded(NamedTuple):
     """Keys excluded from the run, all public Ed25519 keys of 32 bytes."""
 
     keys: Set[bytes] = frozenset()
-    """Excluded keys of members and of invites."""
     readmitted: Set[bytes] = frozenset()
     """Readmitted members, which are in even if their invite is excluded."""
     came_by: Mapping[bytes, bytes] = {}
@@ -183,7 +181,6 @@ class Members:
         self.run, self.owner, self.certificate, self.is_open = run, owner, certificate, is_open
         self._wall_s = wall_s
         self._shown: OrderedDict[PeerID, dict[bytes, Certificate]] = OrderedDict()
-        """Peer -> invite's key -> certificate, for all that the peer has shown."""
         self.planned: Set[PeerID] | None = None
         """Members of recently obeyed plans, whose certificates may have expired. None: this peer knows no plan, so it
         cannot tell and accepts expired certificates."""
@@ -192,7 +189,6 @@ class Members:
         self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""
         self.excluded = Excluded()
         self.on_exclusion: list[Callable[[], None]] = []
-        """Called when a key is newly excluded."""
 
     def show(self, peer: PeerID, certificate: bytes) -> None:
         """Remember `peer`'s certificate. Raises: RemoteError: it is invalid."""

@@ -45,7 +45,6 @@ class Advert(_Part, frozen=True):
 
     name: str
     device: str
-    """`cpu`, or the card's name."""
     flop_per_s: float
     """Measured by a probe on this model's own layer shape, fp32."""
     memory_bytes: int
@@ -92,7 +91,6 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     step: int
     members: int
     microbatches: int
-    """Contributed microbatches, each counted once."""
     duplicates: int
     given_up: int
     tokens: int
@@ -100,7 +98,6 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     loss: float | None
     """Mean over the step's microbatches; only the last stage knows it."""
     digest: str
-    """Digest of the new state, equal on all members."""
     dissenting: int = 0
     """Members with another state, which then fetch the group's."""
     gradient_norm: float | None = None
@@ -132,9 +129,7 @@ class PaceMark(_Part, frozen=True, array_like=True):
     step: int
     age_s: float
     num_steps: int
-    """Steps since the previous mark."""
     tokens: int
-    """Tokens since the previous mark."""
 
 
 # --- peer and coordinator ---
@@ -180,9 +175,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Members that have sent invalid gradients (NaN, infinity, absurd values). Shown to people, since one member's word
     proves nothing."""
     forward_s: float = 0.0
-    """Median time of a forward; 0 before the first."""
     window: int = 0
-    """Microbatches that this stage-0 replica keeps in flight."""
     end: bytes = b""
     """The sender's `end` statement: its whole state is at the run's last version. Empty: not yet."""
     ends: tuple[tuple[PeerID, bytes], ...] = ()
@@ -255,7 +248,6 @@ class TermGrant(_Message, frozen=True):
     """The plan after the live one for which the sender has voted; it may be live by now, so the candidate must finish
     it first."""
     accepted_term: int = 0
-    """The term of that vote."""
 
 
 class PlanOffer(_Message, frozen=True):
@@ -280,7 +272,6 @@ class PlanVote(_Message, frozen=True):
     """The sender's live plan, if newer than the offer's predecessor."""
     signature: bytes = b""
     unfit: bool = False
-    """The plan contradicts what the sender knows, as `reason` explains."""
 
 
 class PlanLive(_Message, frozen=True):
@@ -297,8 +288,8 @@ class ChainRequest(_Message, frozen=True):
 
 
 class ChainLinks(_Message, frozen=True):
-    """As many links as fit, oldest first. If the receiver lacks the plan `after`, they begin one plan before its own
-    live one."""
+    """The requested links, oldest first, as many as fit. If the receiver lacks the plan `after`, they begin one plan
+    before its own live one."""
 
     links: tuple[bytes, ...]
 
@@ -336,11 +327,9 @@ class HandOver(_Message, frozen=True, kw_only=True):
     pace: tuple[PaceMark, ...] = ()
     staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
-    """Seconds since the run's first plan."""
     searched: bool = False
     """The sender has searched for a better layout, and none was worth its moves."""
     plans: "tuple[PlanNote, ...]" = ()
-    """Recent plans, oldest first."""
     loads: tuple[tuple[float, ...], ...] = ()
     """Recent tokens by stage and expert, where experts are placed; a stage without data has none."""
     absent: "tuple[Absence, ...]" = ()
@@ -348,7 +337,6 @@ class HandOver(_Message, frozen=True, kw_only=True):
     records: "tuple[PeerRecord, ...]" = ()
     """Failures of members and recent members, where experts are placed."""
     calibration: "Calibrated | None" = None
-    """Measured against predicted speed of layouts."""
     arrivals: "tuple[ArrivalStatistics, ...]" = ()
     """Heartbeat statistics of irregular peers, which get longer timeouts."""
     unreachable: "tuple[UnreachablePair, ...]" = ()
@@ -366,7 +354,6 @@ class Calibrated(_Part, frozen=True, array_like=True):
     noted: float = 0.0
     """Measured / predicted speed when the last search for a better layout began; 0: not compared yet."""
     factor_then: float = 1.0
-    """The factor in the live plan's prediction."""
     off: tuple[float, ...] = ()
     """log(measured tokens/s / tokens/s that its first plan predicted) of each recent earlier layout."""
 
@@ -387,7 +374,6 @@ class UnreachablePair(_Part, frozen=True, array_like=True):
     one: PeerID
     other: PeerID
     age_s: float
-    """Seconds since one of them last said so."""
 
 
 class Absence(_Part, frozen=True, array_like=True):
@@ -396,7 +382,6 @@ class Absence(_Part, frozen=True, array_like=True):
     peer: PeerID
     advert: Advert
     seconds: float
-    """Seconds since its last message."""
 
 
 class Leave(_Message, frozen=True):
@@ -410,7 +395,6 @@ class StandingRequest(_Message, frozen=True):
 
 class Standing(_Message, frozen=True, kw_only=True):
     live: bytes
-    """The sender's live plan; empty if it knows none."""
     term: int
     """The highest term that the sender has granted or obeyed."""
     era: int
@@ -419,7 +403,6 @@ class Standing(_Message, frozen=True, kw_only=True):
     synced: bool
     holdings: tuple[Holding, ...] = ()
     held: tuple[tuple[int, int], ...] = ()
-    """(expert group, version) of all experts whose state the sender holds."""
     leaves: bool = False
     """The sender drains, or is about to leave the run."""
     revision: int = 0
@@ -435,7 +418,6 @@ class Reset(_Message, frozen=True, kw_only=True):
     version: int
     """The highest version, in that plan's era, of a reachable peer."""
     roster: tuple[tuple[PeerID, Advert], ...]
-    """The reachable peers."""
 
 
 class StatusRequest(_Message, frozen=True):
@@ -457,9 +439,8 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     share: float = 0.0
     """Planned share of its stage's traffic; 0 for a spare."""
     flop_per_s: float = 0.0
-    """Measured by the peer's probe."""
     paused_s: float | None = None
-    """As in its heartbeat; so are the next two."""
+    """The next three are those of the peer's heartbeat."""
     shortages: int = 0
     light: tuple[int, int] | None = None
 
@@ -483,7 +464,6 @@ class PlanNote(_Part, frozen=True, array_like=True):
     term: int
     sequence: int
     seconds_ago: float
-    """Seconds since the sender began to obey the plan."""
     coordinator: PeerID
     reason: str
     outcome: str = ""
@@ -504,18 +484,15 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Predicted and measured speed of the live layout."""
 
     foreseen_tokens_per_s: float
-    """Predicted when the plan was made."""
     sentence: str
     seen_tokens_per_s: float = 0.0
     """Recent median without standstills; 0: too few steps yet."""
     steps: int = 0
-    """Steps behind `seen_tokens_per_s`."""
     today_tokens_per_s: float = 0.0
     """Predicted with current figures, as in `sentence`; for synchronous steps while these last."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
-    """The stage of the bottleneck."""
 
 
 class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -537,7 +514,6 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     validation_step: int | None = None
     staleness_steps_mean: float
     stages: tuple[tuple[int, int], ...]
-    """Layer ranges."""
     peers: tuple[PeerStatus, ...]
     era: int = 0
     """Training generation: restarts from a snapshot or with another layout."""
@@ -545,21 +521,18 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Restarts that lost steps."""
     elapsed_s: float
     plans: tuple[PlanNote, ...] = ()
-    """The newest plans that the coordinator obeyed, oldest first."""
     experts: tuple[ExpertStatus, ...] = ()
-    """By stage and expert; empty if every member holds whole layers."""
     left_s: float | None = None
     """Seconds until the last step at `tokens_per_s`; None: unknown, or no progress."""
     stands_s: float = 0.0
     """Seconds without a commit, once that is longer than a step takes; 0: the run progresses."""
     waits_for: str = ""
-    """What the run waits for, in words; empty: nothing known."""
+    """The obstacle to progress, in words; empty: none known."""
     risks: tuple[str, ...] = ()
     """Single points of failure, unreachable pairs, and plans that members refused, in sentences."""
     comparison: Comparison | None = None
     """None: the coordinator has no prediction."""
     formats: Formats | None = None
-    """`Plan.formats`."""
 
 
 class PastCommit(_Part, frozen=True, array_like=True):
@@ -580,9 +553,7 @@ class HistoryRequest(_Message, frozen=True):
     """Asks a peer for its record of the run; any observer may ask."""
 
     commits_from: tuple[int, int]
-    """(era, step) of the first commit wanted."""
     validations_from: tuple[int, int]
-    """(era, version) of the first validation wanted."""
 
 
 class History(_Message, frozen=True):
@@ -629,14 +600,13 @@ class Hello(EraMessage, frozen=True, kw_only=True):
     draining: bool = False
     """The sender is leaving: it stays ready, not open, until its work is done, even if the plan no longer names it."""
     experts: tuple[ExpertPlace, ...] = ()
-    """One place for each of the sender's expert groups, in order."""
 
 
 class Progress(EraMessage, frozen=True):
     """The sender's accumulated contribution to `step`, sent to the whole group whenever it grows."""
 
     incarnation: int
-    """As in the sender's Hello, which this message may overtake or outlive."""
+    """The incarnation in the sender's Hello, which this message may overtake or outlive."""
     count: int
     """Serial number within this incarnation, since messages may overtake each other."""
     stage: int
@@ -752,7 +722,7 @@ class ExpertDone(EraMessage, frozen=True, kw_only=True):
 
     stage: int
     incarnation: int
-    """As in its ExpertTokens; so is `passage`."""
+    """Both this and `passage` equal those of the sender's ExpertTokens."""
     passage: int
     step: int
     index: int
@@ -844,7 +814,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     2: moments, 3: the reduced gradient with which the layer stepped to `version`."""
 
     stored_era: int = -1
-    """As in the StateRequest; for a gradient, its era."""
+    """Same as in the StateRequest; for a gradient, its era."""
 
     version: int
     layer: str
@@ -873,10 +843,8 @@ class TiedRequest(EraMessage, frozen=True):
     """Asks for the reduced gradient of a tied model's matrix, of `step`, as soon as it exists."""
 
     stage: int
-    """The receiver's."""
     step: int
     serial: int = 0
-    """The sender's serial number."""
     peek: bool = False
     """Send nothing; answer if you have the gradient of both ends, or do not need it."""
 
@@ -885,7 +853,6 @@ class TiedOffer(EraMessage, frozen=True):
     """Answers TiedRequest; the gradient follows as frames."""
 
     is_whole: bool
-    """It includes the other end's gradient."""
     form: WireFormat = "fp32"
 
 
@@ -900,7 +867,6 @@ class InferenceRequest(_Message, frozen=True, kw_only=True):
     """Version of the weights; -1: the newest, which the answer names."""
     rows: int = 1
     position: int = 0
-    """Tokens of the session so far."""
     tokens: bytes
     """int32 [rows, T]."""
     targets: bytes = b""
@@ -929,7 +895,6 @@ class InferenceOutput(EraMessage, frozen=True, kw_only=True):
     refused: str = ""
     """Why there is no result, for people."""
     is_past: bool = False
-    """The reason is that the requested version is gone."""
 
 
 class Ping(_Message, frozen=True):
@@ -1039,7 +1004,7 @@ class Activation(EraMessage, frozen=True):
 
     stage: int
     incarnation: int
-    """As in the sender's Hello, which this frame may overtake."""
+    """The incarnation in the sender's Hello, which this frame may overtake."""
     step: int
     index: int
     again: bool = False
@@ -1066,7 +1031,6 @@ class ExpertTokens(EraMessage, frozen=True, kw_only=True):
     stage: int
     """The sender's stage, to which the experts belong."""
     incarnation: int
-    """Of the sender's group membership."""
     passage: int
     """Serial number of the sender's run of the microbatch, since a run may be given up and repeated."""
     serial: int
@@ -1076,7 +1040,6 @@ class ExpertTokens(EraMessage, frozen=True, kw_only=True):
     layer: int
     backward: bool
     counts: tuple[tuple[int, int], ...]
-    """(expert, number of tokens) of the experts with tokens."""
 
 
 class ExpertOutput(EraMessage, frozen=True, kw_only=True):
@@ -1086,7 +1049,6 @@ class ExpertOutput(EraMessage, frozen=True, kw_only=True):
     incarnation: int
     serial: int
     refused: str = ""
-    """Why there is no output, for people."""
 
 
 class InferenceInput(EraMessage, frozen=True, kw_only=True):
@@ -1100,13 +1062,11 @@ class InferenceInput(EraMessage, frozen=True, kw_only=True):
     entry: PeerID
     """The peer that received the request and gets the output."""
     serial: int
-    """The entry's serial number."""
     way: int
     session: int
     version: int
     rows: int
     length: int
-    """T."""
     position: int
     has_targets: bool
     has_begins: bool
@@ -1159,10 +1119,8 @@ class TiedChunk(EraMessage, frozen=True):
     """Elements [start, start + n) of the reduced gradient of a tied model's matrix, of `step`."""
 
     stage: int
-    """The receiver's."""
     step: int
     serial: int
-    """The request's serial number."""
     start: int
 
 

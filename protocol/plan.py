@@ -83,7 +83,6 @@ stage, one microbatch's way to the end and back, or a stage's commit."""
 
 
 FORESEEN_MAX = 1e15
-"""Bound on tokens/s, and on seconds a token."""
 
 
 CAPPED_GROUPS_MIN = 3
@@ -95,9 +94,7 @@ class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     tokens_per_s: float
     bound: Bound
-    """The bottleneck."""
     stage: int
-    """The stage of the bottleneck."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -120,7 +117,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     restore_version: int = 0
     """The version at which this era began; 0: the run's seed."""
     restore_era: int = 0
-    """The era of the snapshots that it restored."""
     fresh: bool = False
     """No version of this era was committed when the plan was made: members without state start at the era's
     beginning."""
@@ -173,7 +169,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     @cached_property
     def electors(self) -> tuple[PeerID, ...]:
         """The members that vote on the next plan: all on the roll, in the order of `members`; in a large swarm a drawn
-        jury, whose signatures fit into a message.
+        jury, so that the signatures fit into a message.
 
         The lot depends on `previous` alone, which neither this plan's coordinator nor the next one can choose. A new
         draw for each ballot could give two majorities without a common elector.
@@ -410,7 +406,7 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Man
 
 
 class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run's spec fixes about every plan."""
+    """Properties of all plans that the run's spec fixes."""
 
     num_layers: int
     num_experts: int = 0
@@ -418,7 +414,6 @@ class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
     activations: tuple[WireFormat, ...] = ()
     """`WireSpec.forward`, the formats that plans may use for activations; empty: plans name none."""
     sums: tuple[WireFormat, ...] = ()
-    """`WireSpec.sums`, likewise."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "PlanShape":

@@ -1,9 +1,9 @@
 """Decides which connections are dead, and when to dial which peer again. Pure: the caller says what time it is.
 
 Nothing reports that a cable was pulled, a router forgot a connection, or a laptop moved to another network. TCP
-retransmits after 0.2, 0.4, 0.8 ... seconds, so a connection recovers up to as long after the outage as the outage took.
-A connection whose local address is gone never recovers, though it looks alive for minutes. A fresh connection takes
-five round trips. So a connection with one of these signs of death is dropped, and its peer is dialled until it answers:
+retransmits after 0.2, 0.4, 0.8 ... seconds, so recovery from an outage may take as long again as the outage. A
+connection from a lost local address never recovers, though it looks alive for minutes. A fresh connection takes five
+round trips. So a connection with one of these signs of death is dropped, and its peer is dialled until it answers:
 
 | sign                                                                 | which connections are dead                |
 |----------------------------------------------------------------------|-------------------------------------------|
@@ -34,7 +34,6 @@ STOOD_STILL_S: Final = 8.0
 """A process that stood still for this long was suspended, or its machine was; a busy machine's loop is late by less."""
 UNANSWERED_MAX: Final = 2
 EVERY_S: Final = 1.0
-"""Interval of the first dials to an absent peer."""
 EVERY_S_MAX: Final = 30.0
 _SHARE: Final = 0.05
 """Later intervals are this share of the absence: 3 s after a minute."""
@@ -66,7 +65,6 @@ class Way:
     silent_s: float
     """Time since the last data from the other end."""
     local: str
-    """The address of our end."""
 
 
 class Outcome(Enum):
@@ -106,10 +104,8 @@ class Reconnection:
     goes_first: Callable[[PeerID], bool]
     rng: random.Random
     _wanted: dict[PeerID, float] = field(default_factory=dict)
-    """Peer -> time until which it is wanted."""
     _absent: dict[PeerID, _Absence] = field(default_factory=dict)
     _back_s: dict[PeerID, float] = field(default_factory=dict)
-    """Peer -> when it returned."""
     _unchanged: dict[PeerID, tuple[frozenset[str], float]] = field(default_factory=dict)
     """Peer -> its connections, and since when they are the same."""
     _dialled: set[PeerID] = field(default_factory=set)

@@ -90,7 +90,6 @@ class Choice:
     contents."""
     step_s: float
     staleness_steps: float
-    """Mean over a step's microbatches and the stages."""
 
 
 def busy(gain: float) -> float:

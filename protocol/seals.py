@@ -49,4 +49,3 @@ class _Signed:
 
 
 SEALS: Seals = _Signed()
-"""Real Ed25519 signatures, all checked."""

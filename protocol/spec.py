@@ -233,7 +233,7 @@ class SourceSpec(_Section, frozen=True):
     """One of several data sources. Its fields mean the same as in `DataSpec`."""
 
     source: str
-    """As `data.source`."""
+    """Same as `data.source`."""
     weight: float = 1.0
     """Its share of the run's samples, relative to the other sources' weights."""
     format: Literal["text", "chat"] = "text"
@@ -413,9 +413,9 @@ class TrainingSpec(_Section, frozen=True):
     norms, softmaxes, loss) is float32. "auto": each peer takes bf16 if its device is faster in it; members may
     differ."""
     keep: Literal["stash", "layers", "recompute"] = "stash"
-    """What a microbatch keeps between forward and backward. "stash": its activations and weights. "layers": its weights
-    and each layer's input; the backward recomputes one layer at a time, so that memory holds the activations of one
-    layer instead of a stage (activation checkpointing: Chen et al., 2016, arXiv 1604.06174). "recompute": its input
+    """State kept between a microbatch's forward and backward. "stash": its activations and weights. "layers": its
+    weights and each layer's input; the backward recomputes one layer at a time, so that memory holds the activations of
+    one layer instead of a stage (activation checkpointing: Chen et al., 2016, arXiv 1604.06174). "recompute": its input
     alone; the backward repeats the stage's forward with the weights that the step has by then."""
     validation_interval_steps: int = 20
     """Steps between validations; 0: never validate."""
@@ -616,9 +616,7 @@ class ContinuedSpec(_Section, frozen=True):
     steps: int
     """`training.steps` until then."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    """`optimizer.schedule` until then."""
     decay_steps: int | None = None
-    """`optimizer.decay_steps` until then."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.at <= self.steps, f"at must be in [0, steps {self.steps}], is {self.at}")
@@ -768,13 +766,11 @@ _CHANGING = {
     "optimizer": ("schedule", "decay_steps"),
     "swarm": ("min_peers",),
 }
-"""Table -> fields that a continuation may change."""
 
 _REPLACED = {
     "predict": 'say compensation = "pipeoptim" for what predict = true was, "stash" for false',
     "tied": "say tied = true in [model] for what it was in [initial]",
 }
-"""Removed field -> advice."""
 
 
 def encode_spec(spec: RunSpec) -> bytes:

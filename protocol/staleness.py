@@ -76,7 +76,6 @@ def raised(base: float, half_powers: int) -> float:
 
 
 FREE: Final = Price(0.0)
-"""Staleness costs nothing: the fastest choice is best."""
 _LIKE: Final = MappingProxyType(
     {
         "stash": "none",

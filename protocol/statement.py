@@ -1,6 +1,6 @@
 """Detached signatures: a signed statement that others may forward in any message. Pure.
 
-An envelope proves who sent a message; a statement proves to a third party what a key has signed, at any later time. The
+An envelope proves the sender of a message; a statement proves to a third party what a key has signed, at any later time. The
 signature covers topic and run, so that a statement serves no other purpose or run.
 """
 

@@ -12,7 +12,6 @@ from shoal.protocol.layers import EMBED, EXPERTS, HEAD, TRUNK, expert_key, layer
 from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec
 
 Shapes = dict[str, tuple[int, ...]]
-"""Name -> shape."""
 
 EMBEDDING_MATRIX: Final = "model.embed_tokens.weight"
 HEAD_MATRIX: Final = "lm_head.weight"
@@ -24,7 +23,6 @@ _OF_EXPERTS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
 }
 """Family -> its names of the mixture and of the experts' matrices."""
 ROUTER: Final = ".gate.weight"
-"""Suffix of a router's name."""
 _NORMS: Final = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -151,7 +149,6 @@ def tokens_seen(model: ModelSpec, index: int) -> float:
 
 
 def _attention(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
-    """Return the tensors of attention and of all norms."""
     D, K, decoder = model.dim, model.head_dim, model.decoder
     rows = {"q": model.num_heads * K, "k": model.num_kv_heads * K, "v": model.num_kv_heads * K}
     at = f"model.layers.{index}."

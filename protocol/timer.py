@@ -11,7 +11,6 @@ _TICK_S: Final = 0.001
 """uvloop rounds to whole milliseconds, so a timer may ring half a millisecond early. The core would then ask for the
 same time again, rounded to no delay: some ten turns of core and loop per timer."""
 _ROUNDING_S: Final = 1e-6
-"""Rounding error of sums of seconds."""
 
 
 class Timer:

@@ -58,7 +58,6 @@ class Topology:
     """[N], devices of one number share one card's `up_bytes_per_s` and `down_bytes_per_s`."""
     names: tuple[str, ...]
     regions: tuple[str, ...]
-    """[N], for people."""
     may_feed: npt.NDArray[np.bool_]
     """[N], True if the device has the run's text, so that it may hold stage 0."""
 
@@ -205,7 +204,6 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     up_mbps: float = math.inf
     down_mbps: float = math.inf
     card: int | None = None
-    """Devices with the same number sit behind one network card."""
     has_text: bool = True
     watts: float | None = None
     """Power while training; if missing, `shoal plan` assumes a value."""
@@ -336,7 +334,6 @@ def _matrix(what: str, rows: Any) -> Floats:
 
 
 def _flaw(t: Topology) -> str | None:
-    """Return why this is no possible swarm, or None."""
     n = t.num_devices
     if t.latency_s.shape != (n, n) or t.bytes_per_s.shape != (n, n):
         return f"latency is between {len(t.latency_s)} devices, bandwidth between {len(t.bytes_per_s)}, of {n}"

@@ -34,7 +34,6 @@ WINDOW_BYTES_MIN: Final = 16 * 1024
 WINDOW_BYTES_FIRST: Final = 64 * 1024
 """Initial window: 0.1 s at 5 Mbit/s; it grows tenfold within some samples."""
 _PATH_GAIN: Final = 1.5
-"""Factor on a connection's own window."""
 _SAMPLE_S: Final = 0.1
 _NUM_SAMPLES: Final = 6
 """Samples that confirm a fall of the rate. With fewer, TCP's recovery from a loss would count as the line's rate."""
@@ -57,7 +56,6 @@ class Connection:
     queued_bytes: int
     """Written into the socket and not delivered, sent or not."""
     round_trip_s: float
-    """The least one seen."""
 
     def __add__(self, other: "Connection") -> "Connection":
         """Merge two connections to one peer."""
@@ -123,14 +121,11 @@ class _Rate:
 
 @dataclass(kw_only=True, slots=True)
 class _Path:
-    """One connection and the bytes written to it."""
-
     seen: Connection
     rate: _Rate = field(default_factory=lambda: _Rate(num_samples=_NUM_PATH_SAMPLES))
     unseen_bytes: float = 0.0
     """Written by us and not yet in the kernel's queue: in the daemon, or on the way to it."""
     _written: tuple[float, float] = (0.0, 0.0)
-    """Bytes written in this span of `_UNSEEN_S`, and in the previous one."""
     _span_s: float = -math.inf
 
     @property

@@ -52,13 +52,11 @@ class Fault:
 
     kind: FaultKind
     at_s: float
-    """Seconds after `play` begins."""
     lasts_s: float | None
     """None: until the end of the world."""
     whom: tuple[str, ...]
     """Affected peers; of a fault between peers, one side."""
     others: tuple[str, ...] = ()
-    """The other side."""
     amount: float = 0.0
 
     @property
@@ -74,7 +72,6 @@ class Fault:
 
 
 Schedule = tuple[Fault, ...]
-"""Faults in order of `at_s`."""
 
 
 # Drawing ------------------------------------------------------------------------------------------------------------
@@ -168,7 +165,6 @@ def _free(
     down_at_once_max: int,
     recovers_s: float,
 ) -> list[str]:
-    """Return the peers that may suffer a `kind` now."""
     if kind not in _DOWN:
         suffering = {fault.whom[0] for fault in faults if fault.kind is kind and at_s < fault.ends_s}
         return [name for name in names if name not in suffering]
@@ -221,7 +217,6 @@ async def play(
 
 
 def _begin(world: World, fault: Fault, on_return: Callable[[str], object]) -> Callable[[], object]:
-    """Begin a fault. Returns: a function that ends it."""
     for name in fault.whom + fault.others:
         if name not in world.peers:
             raise LocalError(f"{fault}: there is no {name!r} in this world")

@@ -46,7 +46,6 @@ class _Folder:
     names: "dict[str, _File | _Folder]" = field(default_factory=dict)
     synced: "dict[str, _File | _Folder]" = field(default_factory=dict)
     changes: "list[dict[str, _File | _Folder | None]]" = field(default_factory=list)
-    """Changes since the last sync: name -> node, None for a removal."""
 
     def change(self, change: "dict[str, _File | _Folder | None]") -> None:
         _apply(change, self.names)

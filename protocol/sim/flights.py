@@ -28,7 +28,6 @@ class _Flight:
     """Set once the downlink has seen the first byte."""
     through_card_s: float = 0.0
     arrived_before_s: float = 0.0
-    """Arrival of the frame before."""
 
 
 class Flights:
@@ -115,7 +114,6 @@ class Flights:
 
 
 def _extra_s(link: LinkSpec, stream: Stream) -> float:
-    """Draw jitter, a spike, and retransmissions."""
     extra_s = stream.rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
     if link.spikes and stream.rng.random() < link.spikes:
         extra_s += stream.rng.uniform(0.0, link.spike_s)

@@ -55,7 +55,6 @@ class Links:
         self, paths: Paths, agenda: Agenda, trace: Trace, rng: Callable[[str], random.Random], *, stall_s: float
     ) -> None:
         self.link = paths.link
-        """Returns the present path between two places."""
         self._agenda = agenda
         self._trace = trace
         self._rng = rng
@@ -137,7 +136,6 @@ class Links:
                 stream.take_rates()
 
     def _offer(self, stream: Stream) -> None:
-        """Offer `stream` to the uplink if it has a frame that could go now."""
         source, destination = stream.source, stream.destination
         if (
             stream.is_offered
@@ -158,7 +156,6 @@ class Links:
         self._grant(plug)
 
     def _grant(self, plug: Plug) -> None:
-        """Start frames while the uplink is free."""
         now_s = self._agenda.now_s()
         while plug.offers and plug.up_free_s <= now_s:
             has_earned = self._has_earned(plug)

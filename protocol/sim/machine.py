@@ -10,7 +10,6 @@ class Machine:
     """A peer's machine; a peer that returns after a crash finds it unchanged."""
 
     place: int
-    """Row of the network's matrix."""
     disk: SimDisk
     clock_ahead_s: float = 0.0
     """Error of the wall clock."""

@@ -68,7 +68,6 @@ class SimTransport:
         self._addresses_of: dict[PeerID, set[str]] = {}
         self._met: set[PeerID] = set()
         self._early: list[Callable[[], None]] = []
-        """Calls that came before `serve`."""
         self._calls: dict[asyncio.Future[bytes], PeerID] = {}
         """Awaited reply -> peer."""
         self._is_closing = False
@@ -224,7 +223,7 @@ class SimTransport:
         """Answer a call.
 
         Args:
-            reply: None for a repeated request, whose answer nobody gets.
+            reply: None for a repeated request, which gets no answer.
             is_damaged: the caller gets Unreachable: in a real connection, encryption finds the damage and breaks it.
         """
         answer: bytes | Unreachable

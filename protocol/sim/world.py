@@ -92,7 +92,6 @@ class World:
         self.seed = seed
         self.network = network
         self.peers: dict[str, SimPeer] = {}
-        """Name -> its newest process."""
         self.failures: list[tuple[str, Exception]] = []
         """(peer's name, error of one of its handlers): a bug in a driver, unless a test expects it."""
         self._modelled = modelled
