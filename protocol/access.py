@@ -22,7 +22,7 @@ from shoal.protocol.plan import Plan
 
 
 class Role(Enum):
-    """A role that a sender must have. Every role but `OBSERVER` requires a member (certified, or the owner) that is not
+    """The role that a sender needs. All but `OBSERVER` require a member (certified, or the owner) that is not
     excluded."""
 
     NOBODY = auto()
@@ -133,11 +133,7 @@ class Verdict(Enum):
 
 
 class Gate:
-    """Applies the access table for one peer.
-
-    Args:
-        me: this peer.
-    """
+    """Applies the access table for the peer `me`."""
 
     def __init__(self, members: Members, me: PeerID) -> None:
         self.members, self._me = members, me

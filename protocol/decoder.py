@@ -1,8 +1,7 @@
 """The decoder's switches, and the model families made of them. Pure.
 
 With all switches at their defaults the decoder is Llama's. A family is a row of `FAMILIES`, not a class: the values
-that each switch may have. A combination that fits no family is refused, because no other software could load the
-trained model.
+that each switch may have. A combination outside all families is refused: no other software could load the result.
 """
 
 import math
@@ -97,8 +96,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     full_layers: tuple[int, ...] = ()
     """The decoder layers that use full attention despite `window`."""
     window_rope_theta: float | None = None
-    """`rope_theta` of the layers with a window; `rope` then does not apply to them. None: the same as in other
-    layers."""
+    """`rope_theta` of layers with a window, to which `rope` then does not apply. None: as in other layers."""
     score_dim: int | None = None
     """Attention scores are divided by the square root of this. None: of the head size."""
     attention_softcap: float = 0.0

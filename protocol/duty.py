@@ -12,21 +12,16 @@ share would be exceeded for ever.
 from typing import Final
 
 BURST_S: Final = 10.0
-"""Idle time that may be made up for: a few steps of a small run. With more, a machine that was idle for a minute would
-be fully used in the next minute."""
+"""Idle time that may be made up for: some steps of a small run. More would let work fill a whole minute after an idle
+one."""
 BESIDE_MAX_S: Final = 30.0
-"""Debt of other work up to which only half of the income repays it: a coordinator needs 15 to 20 s to compile and make
-its first search."""
+"""Debt up to which half of the income repays it: a coordinator needs 15 to 20 s to compile and make its first
+search."""
 _BESIDE_PART: Final = 0.5
 
 
 class Duty:
-    """Limits a device's work to a share of the time.
-
-    Args:
-        share: in (0, 1].
-    Raises: ValueError: the share is out of range.
-    """
+    """Limits a device's work to `share` of the time, in (0, 1]. Raises: ValueError."""
 
     def __init__(self, share: float) -> None:
         if not 0.0 < share <= 1.0:

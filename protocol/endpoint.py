@@ -91,8 +91,7 @@ class Endpoint:
         self.revision = 0
         self._next_sequence = first_sequence
         self.is_displaced = False
-        """True once a later process with a copy of our key has sent messages: others then listen to that process
-        alone."""
+        """True once another process with a copy of our key has spoken: others then ignore this one."""
         self._guard = ReplayGuard()
         self._knows_us: set[PeerID] = set()
         """Peers that have answered a call of ours, and so have seen our certificate."""
@@ -114,8 +113,7 @@ class Endpoint:
     def on(
         self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]], *, stage: int | None = None
     ) -> None:
-        """Answer messages of `kind` with `handler`. A `Refusal`, returned or raised as `Refused`, tells the sender why
-        not.
+        """Answer messages of `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
             stage: handle only messages whose `stage` is this group; None: all messages that no group's handler takes.
@@ -158,7 +156,7 @@ class Endpoint:
         return reply
 
     async def _call(self, peer: PeerID, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct:
-        """Call without our certificate if `peer` has answered us before, and with it if `peer` has forgotten us."""
+        """Call without our certificate if `peer` has answered before, and again with it if `peer` has forgotten it."""
         shown = self.members.certificate
         for certificate in (b"", shown) if peer in self._knows_us else (shown,):
             request = self._seal("call", message, certificate)

@@ -37,7 +37,7 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     proof: bytes
     """The sender's Ed25519 signature; for a call or a reply the checksum xxh3-64."""
     certificate: bytes = b""
-    """The sender's certificate if the receiver may lack it. It carries its own signatures, so `proof` does not cover
+    """The sender's certificate, if the receiver may lack it. It has its own signatures, so `proof` does not cover
     it."""
 
 

@@ -83,8 +83,7 @@ def wire_bytes(meta_bytes: int, payload_bytes: int) -> int:
 def encode_frame(kind: FrameType, sequence: int, meta: bytes, payload: Payload) -> Iterator[bytes | memoryview]:
     """Yield a frame in pieces: header and meta, views of `payload`, trailer.
 
-    Never copies the payload, and hashes a piece only when it is requested: `payload` must not change before the last
-    piece is taken.
+    Never copies the payload, and hashes a piece when it is requested: do not change `payload` before the last piece.
 
     Raises: ValueError: `meta` or `payload` is larger than a receiver accepts.
     """
@@ -300,8 +299,7 @@ class FrameAssembler:
 
 
 class FrameOrder:
-    """Restores the sequence order of one sender's DATA and LANES frames, which arrive over the daemon's stream and over
-    lanes.
+    """Restores the order of one sender's DATA and LANES frames, which arrive over the daemon's stream and over lanes.
 
     A frame that waits for an earlier one has used its sender's credit, which bounds the waiting bytes.
     """
@@ -312,8 +310,7 @@ class FrameOrder:
         self._early: dict[int, Frame] = {}
 
     def put(self, frame: Frame) -> Iterator[Frame]:
-        """Add `frame` and yield all frames that are next in order. Raises: RemoteError: the sequence was used
-        before."""
+        """Add `frame` and yield all frames now in order. Raises: RemoteError: the sequence was used before."""
         if frame.sequence < self._next or frame.sequence in self._early:
             raise RemoteError(self._source, f"sent frame {frame.sequence} twice")
         self._early[frame.sequence] = frame

@@ -80,8 +80,7 @@ class Invite(msgspec.Struct, frozen=True):
     """None: the run is open to anyone."""
 
     def certificate_of(self, member: PeerID) -> bytes:
-        """Return the certificate that `member` holds by this invite; empty if it needs none (open run, or the
-        owner)."""
+        """Return the certificate of `member`; empty if it needs none (open run, or the owner)."""
         if self.key is None or member == self.owner:
             return b""
         return certify(Identity(self.key.seed), self.key.delegation, member, run=self.run)
@@ -180,8 +179,7 @@ def is_open(addresses: Iterable[str]) -> bool:
 
 
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Order addresses for an invite: public ones, then the local network's; loopback addresses only if there are no
-    others."""
+    """Order addresses for an invite: public ones, then private ones; loopback addresses only if there are no others."""
     ranked = [(_rank(address), address) for address in addresses]
     best = min((rank for rank, _ in ranked), default=0)
     kept = [(rank, address) for rank, address in ranked if rank < _LOOPBACK or best >= _LOOPBACK]

@@ -34,8 +34,7 @@ CALL_TIMEOUT_S: Final = 10.0
 CERTIFICATE_BYTES_MAX: Final = 256
 """Bytes of a certificate: two signatures of 64, a key of 32 and the invite's terms make 180."""
 OPEN_NEWCOMERS_MIN: Final = 4
-"""Newcomers on probation at once in an open run, or half the number of members if that is more: it bounds how fast
-made-up peers enter."""
+"""Newcomers on probation at once in an open run, or half the members if that is more: it slows down made-up peers."""
 OPEN_PROBATION_S: Final = 60.0
 """For this long a newcomer's claims are capped at the median peer's; by then its neighbours have measured it."""
 OPEN_PER_NETWORK_MAX: Final = 32
@@ -47,8 +46,7 @@ EXCLUSION_BYTES_MAX: Final = 48 * 1024
 EXCLUSIONS_MAX: Final = 16
 """Orders in a plan (the owner's is one), and as many others that are collecting votes."""
 PLANS_SERVED: Final = 16
-"""Recently obeyed plans that still give their members a role: a draining member has left the newest plan, and churn can
-make a plan a second."""
+"""Obeyed plans that still give roles: a draining member has left the newest one, and churn can make a plan a second."""
 PLAN_WAIT_S: Final = 2.0
 """How long a member's message waits for a plan that explains it: a plan reaches everybody within two round trips, and
 frames of a new layout overtake it."""
@@ -72,8 +70,7 @@ REIGN_MAX: Final = 1 << 32
 ERA_MAX: Final = 1 << 48
 VERSION_MAX: Final = 1 << 48
 TERM_JUMP_MAX: Final = 1 << 20
-"""How far a term may rise at once: two years of a term a minute. From here to `TERM_MAX` it takes 2^28 plans, each with
-a majority's votes."""
+"""How far a term may rise at once: two years of a term a minute. `TERM_MAX` is then 2^28 voted plans away."""
 SEQUENCE_JUMP_MAX: Final = 1 << 20
 ERA_JUMP_MAX: Final = 1 << 16
 """Eras that a plan may skip, because members have heard of them or have them on disk."""
@@ -135,8 +132,8 @@ SHUT_OUT_S: Final = 60.0
 SHUT_OUT_ADDRESSES_MAX: Final = 512
 """Addresses and networks shut out at a time: kernel programs have 4,096 instructions, and an IPv6 network takes six."""
 STRANGERS_REQUESTS_PER_S: Final = 50.0
-"""Requests and streams that are read from all strangers of one network (/24, or /48 of IPv6): at 0.2 to 0.6 ms each at
-most 3 % of a core."""
+"""Requests and streams read from all strangers of one network (/24, or /48 of IPv6): at 0.2 to 0.6 ms, 3 % of a
+core."""
 STRANGERS_ALLOWANCE: Final = 1000.0
 """Requests of them that may come at once. A restarted peer knows no certificate, so each member sends it a few requests
 before it shows one, and a hundred members may share a network."""
@@ -149,8 +146,7 @@ than a home's uplink: 2.4 Mbit/s at 1 % and 60 ms."""
 LANES_OF_ALL_MAX: Final = 256
 """Lanes of all of a peer's streams: each is an open file, and a process often has 1,024."""
 WAITING_LANES_OF_ADDRESS_MAX: Final = 16
-"""Connections of one address that are not authenticated yet: two members behind one router dial all their lanes at
-once."""
+"""Unauthenticated connections of one address: two members behind one router may dial all their lanes at once."""
 LANE_PIECES_HELD_MAX: Final = 1 << 16
 """Out-of-order pieces of one stream. Credit bounds their bytes; 64 MiB of honest pieces are some thousand."""
 
@@ -171,8 +167,7 @@ SCENARIO_DEVICES_MAX: Final = 4096
 NETWORK_FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 """Bytes of a network file: two matrices of 2,000 devices at eight characters a number. It is read in seconds."""
 TOML_BYTES_MAX: Final = 1024 * 1024
-"""Bytes of a run or scenario file. Long ones have some kilobytes; Python parses a megabyte of TOML in a third of a
-second."""
+"""Bytes of a run or scenario file. Python parses a megabyte of TOML in a third of a second."""
 TRACE_BYTES_MAX: Final = 16 * 1024 * 1024
 TRACE_EVENTS_MAX: Final = 100_000
 """Joins and departures in a trace: twenty times those of nine years of a cluster (LANL, system 16)."""
@@ -193,8 +188,7 @@ QUEUED_MICROBATCHES_MAX: Final = 1024
 RECENT_PLANS_MAX: Final = 16
 """Obeyed plans that a peer remembers. A large swarm makes one every few seconds, and a drain takes thirty."""
 RECENT_PLAN_S: Final = 60.0
-"""How long a plan counts after its successor: a drain may take half a minute from when the member hears of the
-successor."""
+"""How long a plan counts after its successor: a drain takes half a minute from when the member hears of that."""
 DEPARTING_S_MAX: Final = 120.0
 """How long a group waits for a removed member that says it drains: twice the longest drain. Without a bound, a member
 that keeps saying so would stop the group from reducing."""
@@ -213,8 +207,7 @@ states as many as fit into `PINNED_BYTES_MAX`, two at least."""
 SIGNATURES_PER_OFFER_MAX: Final = 512
 """Signatures in one offer: a majority of 1,000 holders, about 60 KiB."""
 HALTED_S_MAX: Final = 30.0
-"""How long the run pauses for one leaving member: the time that a leave takes. It then gets no further pause before it
-has been away."""
+"""How long the run pauses for one leaving member, as long as a leave takes; once, until it has been away."""
 REPAIRED_SHARE: Final = 0.05
 """Long-run share of the run's microbatches that one member may have repeated, beside `s_max` + 2 whole steps at once:
 what a stage lacks when its only holder dies, requested twice."""
@@ -230,8 +223,7 @@ KEEPING_S_MIN: Final = 1.0
 PINNED_S_MAX: Final = 1800.0
 """Longest time that a version is kept for its readers, however often they ask: 1.8 GB at 1 MB/s."""
 PINNED_VERSIONS_MAX: Final = 4
-"""Versions pinned for others at a time, in memory and on disk. A request for the newest beyond them gets the newest
-pinned one."""
+"""Versions pinned for others at a time, in memory and on disk. Further requests get the newest pinned one."""
 PINNED_BYTES_MAX: Final = 2 * 1024**3
 """Bytes of pinned versions. One version is always kept, however large."""
 REPLAYED_BYTES_MAX: Final = 1024**3

@@ -289,8 +289,7 @@ class Members:
         return bool(self.excluded.keys) and self.is_out_by(peer, self.excluded)
 
     def is_out_by(self, peer: PeerID, excluded: Excluded) -> bool:
-        """True if `excluded` has the peer's own key or any invite key that it has shown here. The owner cannot be
-        excluded."""
+        """True if `excluded` has the peer's own key or an invite key that it has shown here; False for the owner."""
         return peer != self.owner and self._is_out(peer, excluded, self._shown.get(peer, ()))
 
     @staticmethod

@@ -172,15 +172,14 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     silent: tuple[PeerID, ...] = ()
     """Members that the sender cannot reach: a hint for the coordinator to check sooner."""
     unsound: tuple[PeerID, ...] = ()
-    """Members that have sent invalid gradients (NaN, infinity, absurd values). Shown to people, since one member's word
-    proves nothing."""
+    """Members that have sent invalid gradients (NaN, infinity, absurd values), for people: one report proves
+    nothing."""
     forward_s: float = 0.0
     window: int = 0
     end: bytes = b""
     """The sender's `end` statement: its whole state is at the run's last version. Empty: not yet."""
     ends: tuple[tuple[PeerID, bytes], ...] = ()
-    """(member, its `end` statement) of enough members to prove that the run is done, for a coordinator that has missed
-    some."""
+    """(member, its `end` statement) of enough members to prove the run's end to a coordinator that has missed some."""
     revision: int = 0
     """Revision of the sender's spec. A coordinator with another revision does not count the sender."""
     paused_s: float | None = None
@@ -210,13 +209,12 @@ class HeartbeatReply(_Message, frozen=True):
     save_at: int = 0
     """The version of which every stage is to write a snapshot; 0: none is due."""
     safe: tuple[int, int] = (0, 0)
-    """(era, version) of the newest snapshot with every layer on two planned members' disks: older ones can be deleted.
-    Version 0: none."""
+    """(era, version) of the newest snapshot with every layer on two members' disks: older ones can go. Version 0:
+    none."""
     probe: tuple[PeerID, ...] = ()
     """Peers to which the receiver is to measure its link, `PROBES_PER_REPLY_MAX` at most."""
     beside: tuple[PeerID, ...] = ()
-    """Peers that claim the receiver's network card, `TOGETHER_MAX` at most: they measure together what the card
-    carries."""
+    """Peers that claim the receiver's network card, `TOGETHER_MAX` at most, with which it measures the card."""
     in_doubt: bool = False
     """The run is far slower than the known devices and links explain."""
 
@@ -235,8 +233,8 @@ class TermRequest(_Message, frozen=True):
 
 
 class TermGrant(_Message, frozen=True):
-    """Answers a TermRequest. If granted, the sender votes no more for plans of lower terms, nor for another candidate's
-    plans of this term."""
+    """Answers a TermRequest. A grant ends votes for plans of lower terms, and for other candidates' plans of this
+    term."""
 
     granted: bool
     reason: str = ""
@@ -245,8 +243,8 @@ class TermGrant(_Message, frozen=True):
     live: bytes = b""
     """The sender's live plan, if newer than the request's."""
     accepted: bytes = b""
-    """The plan after the live one for which the sender has voted; it may be live by now, so the candidate must finish
-    it first."""
+    """The plan after the live one for which the sender has voted. It may be live, so the candidate must finish it
+    first."""
     accepted_term: int = 0
 
 
@@ -288,8 +286,8 @@ class ChainRequest(_Message, frozen=True):
 
 
 class ChainLinks(_Message, frozen=True):
-    """The requested links, oldest first, as many as fit. If the receiver lacks the plan `after`, they begin one plan
-    before its own live one."""
+    """As many requested links as fit, oldest first. Without the plan `after` they begin before the receiver's own live
+    plan."""
 
     links: tuple[bytes, ...]
 
@@ -389,7 +387,7 @@ class Leave(_Message, frozen=True):
 
 
 class StandingRequest(_Message, frozen=True):
-    """Asks for the receiver's state: sent by `shoal recover`, by a voter before it judges a plan, or by any
+    """Asks for the receiver's state: sent by `shoal recover`, by voters before they judge a plan, or by any
     observer."""
 
 
@@ -507,8 +505,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     step: int
     steps: int
     tokens_per_s: float
-    """Tokens/s over the last minute, or over the last few steps if they are slow; standstills count
-    (`coordinator.pace`)."""
+    """Over the last minute, or the last few steps if they are slow; standstills count (`coordinator.pace`)."""
     loss: float | None
     validation_loss: float | None
     validation_step: int | None = None
@@ -578,8 +575,7 @@ class ExpertPlace(_Part, frozen=True, array_like=True):
 
 
 class Hello(EraMessage, frozen=True, kw_only=True):
-    """The sender's presence, sent to its group and both neighbouring stages whenever it changes. The answer is a
-    Hello."""
+    """The sender's presence, sent to its group and both neighbouring stages when it changes. The answer is a Hello."""
 
     incarnation: int
     """Grows with every start of the sender's process and every stage that it enters: earlier state is gone."""
@@ -687,8 +683,8 @@ class Grant(EraMessage, frozen=True):
 
     items: tuple[tuple[int, int], ...]
     steps_ahead: int = -1
-    """The leader's choice of steps to run ahead; `gain` scales the number in flight (`replica/flow.py`). -1: not known
-    yet."""
+    """The leader's choice of steps to run ahead; `gain` scales the number in flight (`replica/flow.py`). -1:
+    unknown."""
     gain: float = 1.0
 
 
@@ -797,8 +793,7 @@ class Halted(_Message, frozen=True):
 
 
 class Save(EraMessage, frozen=True):
-    """Asks the receiver to save its layers at `version`, which every stage is about to reach. The answer comes
-    afterwards."""
+    """Asks the receiver to save its layers at `version`, which every stage is about to reach, and then to answer."""
 
     version: int
 
@@ -824,8 +819,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     holder: PeerID | None = None
     """The peer from which the receiver is to fetch the elements and pass them on; None: it has them."""
     base: int = -1
-    """The sender's bf16 version if the receiver offers the difference to it (`StateOffer.base`); -1: send full
-    values."""
+    """The sender's bf16 version, if the receiver offers the difference to it (`StateOffer.base`); -1: full values."""
 
 
 class ReducedRequest(EraMessage, frozen=True):
@@ -916,8 +910,8 @@ class ProbeTogether(_Message, frozen=True):
 
 
 class Probed(_Message, frozen=True):
-    """Answers a ProbeTogether: for each link (bytes that arrived, seconds from the request to the last of them). Empty:
-    the sender declines."""
+    """Answers a ProbeTogether: for each link (bytes that arrived, seconds from request to last byte). Empty:
+    declined."""
 
     arrived: tuple[tuple[int, float], ...]
 

@@ -38,8 +38,7 @@ from shoal.protocol.wire_format import Formats, WireFormat
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A stage member: `share` of its stage's traffic and `bandwidth`, its share of the reduction (relative, both >
-    0)."""
+    """A stage member, its `share` of the stage's traffic and its `bandwidth` share of the reduction (relative, > 0)."""
 
     peer: PeerID
     share: float
@@ -112,19 +111,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Training generation: how often training restarted, from a snapshot because a stage had lost its holders, or from
     the version at which another layout ended. Versions grow within one era only."""
     rollbacks: int = 0
-    """Eras that began at a snapshot, or at the seed, because state was lost. The others continue an ended layout and
-    lose nothing."""
+    """Eras that began at a snapshot, or at the seed, because state was lost. The others continue an ended layout."""
     restore_version: int = 0
     """The version at which this era began; 0: the run's seed."""
     restore_era: int = 0
     fresh: bool = False
-    """No version of this era was committed when the plan was made: members without state start at the era's
-    beginning."""
+    """No version of this era was committed when the plan was made: members without state start at its beginning."""
     seed: int = 0
     reason: str = ""
     mandate: bytes = b""
-    """The owner's permission to make this plan without votes (`sign_mandate`), because its predecessor has lost its
-    majority; else empty."""
+    """The owner's permission to make this plan without votes (`sign_mandate`), after the loss of a majority; or
+    empty."""
     reign: int = 0
     """Number of mandates so far. Only a mandate raises it, and it counts before term and sequence, so that a mandate
     overrides every plan that peers hold."""
@@ -146,14 +143,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     foreseen: Foreseen | None = None
     """Predicted speed of `stages`; None: unknown. It binds nobody; coordinators compare it with the measured speed."""
     formats: Formats | None = None
-    """Tensor formats, by cut and by stage, out of `WireSpec.forward` and `WireSpec.sums`. None: the first format of
-    each."""
+    """Tensor formats by cut and by stage, out of `WireSpec.forward` and `WireSpec.sums`. None: the first of each."""
     certified: tuple[Certified, ...] = ()
-    """Restorable versions, one layer group at a time. Entries that the previous plan did not have carry the signatures
-    of its members."""
+    """Restorable versions, one layer group at a time. New entries carry the signatures of the previous plan's
+    members."""
     roll: tuple[tuple[int, ...], ...] = ()
-    """The electoral roll: positions in `members`, grouped by the members' invites. Empty: every member votes, as a
-    group of its own."""
+    """The electoral roll: positions in `members`, grouped by invite. Empty: every member votes, as its own group."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -302,8 +297,7 @@ class PlanProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     """The votes of one ballot that made a plan live."""
 
     ballot: int
-    """The term of the offer: the plan's own, or a later one if another coordinator finished a dead coordinator's
-    plan."""
+    """The term of the offer: the plan's own, or a later one if another coordinator finished the plan."""
     votes: tuple[tuple[int, bytes], ...]
     """(position among the predecessor's electors, signature of `vote_body`)."""
 

@@ -12,9 +12,8 @@ TIE_BREAK_PEERS_MAX = 4
 def is_quorum(voters: Collection[PeerID], plan: Plan, owner: PeerID) -> bool:
     """True if `voters` have more than half of the weight of the electors of `plan`.
 
-    Any two majorities share an elector: two disjoint sets cannot both have more than half, and in a tie only the set
-    with the owner counts. Paxos needs nothing else of its quorums (Gifford, "Weighted voting for replicated data",
-    1979).
+    Any two majorities share an elector: two disjoint sets cannot both have more than half, and the owner breaks ties.
+    Paxos needs nothing else of its quorums (Gifford, "Weighted voting for replicated data", 1979).
     """
     weights = plan.weights
     twice, total = 2 * sum(weight for peer, weight in weights.items() if peer in voters), sum(weights.values())

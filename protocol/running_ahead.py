@@ -86,8 +86,7 @@ class Choice:
     steps_ahead: int
     """k: the most steps that a microbatch may be ahead; 0: synchronous."""
     gain: float
-    """g: the most microbatches in flight when one of a later step begins, as a multiple of an empty pipeline's
-    contents."""
+    """g: the most microbatches in flight at the start of a later step's, relative to an empty pipeline's contents."""
     step_s: float
     staleness_steps: float
 
@@ -124,8 +123,8 @@ def _mean_below(most: float, low: float, high: float) -> float:
 
 
 def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> Choice:
-    """Return the choice with the shortest time to a loss; of equal ones the one with more steps ahead, in case a
-    version is late.
+    """Return the choice with the shortest time to a loss; of equal ones the one with more steps ahead, since versions
+    may be late.
 
     Args:
         s_max: most steps that a microbatch may be ahead.

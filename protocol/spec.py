@@ -71,8 +71,7 @@ def _check_decay(schedule: str, decay_steps: int | None) -> None:
 
 
 class ModelSpec(_Section, frozen=True):
-    """The model: Llama's decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU), as changed by
-    `decoder`."""
+    """The model: Llama's decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU), changed by `decoder`."""
 
     vocab_size: int = 256
     """Number of tokens; 256 is bytes."""
@@ -105,8 +104,7 @@ class ModelSpec(_Section, frozen=True):
     decoder: DecoderSpec = LLAMA
     """Differences from Llama's decoder (`protocol/decoder.py`). `shoal import` writes this."""
     tied: bool = False
-    """The head's matrix is the embedding. Both ends of the pipeline hold it and update it with the sum of both
-    gradients."""
+    """The head's matrix is the embedding. Both ends of the pipeline hold it and apply the sum of both gradients."""
     subspace: int = 0
     """Subspace size k, less than `dim`; 0: no subspace. Each layer adds to a token only k coordinates in a fixed
     subspace of the run's seed, and a fixed vector of the token itself stands beside them. So k numbers a token travel
@@ -397,8 +395,8 @@ class TrainingSpec(_Section, frozen=True):
     steps: int = 400
     """Optimizer steps of the run."""
     microbatches_per_step: int = 8
-    """M: microbatches in a step, which uses their mean gradient. A run file without it gets one that fits the model's
-    size."""
+    """M: microbatches in a step, which uses their mean gradient. If missing, a run file gets one that fits the
+    model."""
     microbatch_size: int = 4
     """Samples in a microbatch."""
     s_max: int = 1
@@ -410,8 +408,7 @@ class TrainingSpec(_Section, frozen=True):
     """Compensation of staleness, a strategy of `shoal.peer.pipeline.prediction`."""
     compute: Literal["auto", "bf16", "fp32"] = "auto"
     """Number format of the products in forward and backward; everything else (parameters, moments, gradient sums,
-    norms, softmaxes, loss) is float32. "auto": each peer takes bf16 if its device is faster in it; members may
-    differ."""
+    norms, softmaxes, loss) is float32. "auto": bf16 on devices that are faster in it; members may differ."""
     keep: Literal["stash", "layers", "recompute"] = "stash"
     """State kept between a microbatch's forward and backward. "stash": its activations and weights. "layers": its
     weights and each layer's input; the backward recomputes one layer at a time, so that memory holds the activations of
@@ -521,8 +518,7 @@ class WireSpec(_Section, frozen=True):
     """Format of the activations' gradients. None: the same, but 6 bits at least, since gradients tolerate less."""
     gradients: WireFormat | Literal["auto"] = "fp32"
     """Format of parameter gradients in a reduction, both of the members' sums and of the mean; they are added in fp32.
-    "auto": each plan chooses 8 or 4 bits a number for each stage (`Plan.formats`): 4 where a step waits for its
-    reduction."""
+    "auto": each plan chooses 8 or 4 bits a number for each stage (`Plan.formats`): 4 where a step waits for it."""
 
     @property
     def sums(self) -> tuple[WireFormat, ...]:
@@ -857,8 +853,8 @@ def unchanging_bytes(spec: RunSpec) -> bytes:
 
 
 def continued_spec(spec: RunSpec, wanted: RunSpec, *, at: int) -> RunSpec:
-    """Return the next revision: `spec` until step `at`, then the changeable fields of `wanted`; `spec` itself if none
-    changes.
+    """Return the next revision: `spec` until step `at`, then the changeable fields of `wanted`; without a change,
+    `spec`.
 
     Raises: ValueError: the run cannot be continued so.
     """

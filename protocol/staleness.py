@@ -103,13 +103,11 @@ def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
 
 
 def staleness_bound(step: int, *, s_max: int, synchronous_steps: int) -> int:
-    """Return the most steps that a microbatch of `step` may be stale: `s_max`, but 0 in the first
-    `synchronous_steps`."""
+    """Return the most steps that a microbatch of `step` may be stale: `s_max`; 0 in the first `synchronous_steps`."""
     return s_max if step >= synchronous_steps else 0
 
 
 def price_of(compensation: str, *, optimizer: str) -> Price:
-    """Return the price for a compensation and an optimizer, by their names in the run spec. AdamW and SGD get
-    NAdam's."""
+    """Return the price for a compensation and an optimizer, by their run-spec names. AdamW and SGD get NAdam's."""
     prices = _MUON if optimizer == "muon" else _NADAM
     return prices[_LIKE.get(compensation, compensation)]

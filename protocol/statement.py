@@ -1,7 +1,7 @@
 """Detached signatures: a signed statement that others may forward in any message. Pure.
 
-An envelope proves the sender of a message; a statement proves to a third party what a key has signed, at any later time. The
-signature covers topic and run, so that a statement serves no other purpose or run.
+An envelope proves the sender of a message; a statement proves to a third party what a key has signed, at any later
+time. The signature covers topic and run, so that a statement serves no other purpose or run.
 """
 
 from typing import Literal

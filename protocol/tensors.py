@@ -136,8 +136,7 @@ def expert_elements(model: ModelSpec) -> int:
 
 
 def basis_elements(model: ModelSpec) -> int:
-    """Count the elements of the two fixed matrices with which every decoder layer writes into the subspace; 0: no
-    subspace."""
+    """Count the elements of the two fixed matrices with which layers write into the residual stream; 0: no subspace."""
     return 2 * model.dim * model.subspace
 
 

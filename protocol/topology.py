@@ -159,8 +159,7 @@ def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
 
 
 def _misspelt(found: Any) -> str:
-    """Return a complaint about a field that nearly matches one of ours; other unknown fields are allowed, for
-    people."""
+    """Return a complaint about a field that nearly matches one of ours; other unknown fields are for people."""
     if flaw := misspelt(found, NetworkFile):
         return flaw
     if flaw := misspelt(found.get("workload"), WorkloadEntry):
@@ -317,10 +316,7 @@ def close_paths(
 
 
 def _matrix(what: str, rows: Any) -> Floats:
-    """Return a copy with a diagonal of 0; float32 arrays stay float32, for swarms of thousands.
-
-    Raises: LocalError: not square.
-    """
+    """Return a copy with a diagonal of 0, float32 if it was float32. Raises: LocalError: not square."""
     size = len(rows)
     if size == 0:
         raise LocalError(f"the {what} matrix is empty")

@@ -146,8 +146,7 @@ class _Path:
         self._written = (self._written[0] + nbytes, self._written[1])
 
     def look(self, now: Connection, now_s: float) -> int:
-        """Return the bytes delivered since the last look; 0 if there was no backlog then, since that look may be long
-        ago."""
+        """Return the bytes delivered since the last look; 0 if there was no backlog then."""
         was_busy = self.backlog_bytes > 0.0
         before, self.seen = self.seen, now
         delivered = max(0, now.delivered_bytes - before.delivered_bytes) if was_busy else 0

@@ -34,11 +34,10 @@ class Formats(NamedTuple):
 
 
 AUTO_ACTIVATIONS: Final[tuple[WireFormat, ...]] = ("bf16", "int8")
-"""The formats of activations among which plans choose under "auto", widest first. Fewer bits cost more learning than
-they save time (`kernels/codec/MEASURED.md`)."""
+"""Formats of activations for plans to choose from under "auto", widest first. Fewer bits cost more learning than they
+save time (`kernels/codec/MEASURED.md`)."""
 AUTO_SUMS: Final[tuple[WireFormat, ...]] = ("int8", "hadamard4")
-"""The formats of reductions among which plans choose under "auto", widest first; `kernels/codec/MEASURED.md` has their
-cost in learning."""
+"""Formats of reductions for plans to choose from under "auto", widest first (costs: `kernels/codec/MEASURED.md`)."""
 
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
 _TILE: Final = 64

@@ -31,8 +31,7 @@ EVERYTHING: Final[frozenset[Operation]] = frozenset(
 
 
 class PowerCut(BaseException):
-    """The machine is dead. It derives from BaseException so that no error handler catches it, as none survives a
-    process's end."""
+    """The machine is dead. A BaseException, so that no error handler survives it."""
 
 
 @dataclass(slots=True)
@@ -146,16 +145,15 @@ class SimDisk:
         only: Collection[Operation] = EVERYTHING,
         code: int = errno.EIO,
     ) -> None:
-        """Pass the next `after` operations of these kinds, then fail `times` of them (maybe `math.inf`) with an
-        OSError.
+        """Pass the next `after` operations of these kinds, then fail `times` (maybe `math.inf`) with an OSError.
 
         By a draw, a failed operation has happened, not happened, or (a write, a removal) happened in part.
         """
         self._troubles.append(_Trouble(frozenset(only), after, times, lambda: OSError(code, os.strerror(code))))
 
     def cut_power(self, *, after: int = 0, then: Callable[[], object] = lambda: None) -> None:
-        """Raise PowerCut from the operation after the next `after`, which has happened, not happened, or happened in
-        part.
+        """Raise PowerCut from the operation after the next `after`, which by a draw has happened, wholly, in part or
+        not.
 
         Args:
             then: called first, to stop other processes of the machine; it may call `crash`.

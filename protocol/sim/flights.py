@@ -35,8 +35,8 @@ class Flights:
 
     Args:
         link: two places -> the present path between them.
-        left, arrived: called when the frame's last byte leaves or reaches the receiver, unless its stream has broken
-            since.
+        left, arrived: called when a frame's last byte leaves or reaches the receiver, unless its stream broke
+            meanwhile.
     """
 
     def __init__(

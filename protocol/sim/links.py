@@ -39,8 +39,7 @@ from shoal.protocol.sim.trace import Kind, Trace
 Ts = TypeVarTuple("Ts")
 
 _EARNED = 0.2
-"""Credit of the longest-waiting stream for each byte of other streams: at least a sixth of the uplink, as on a real one
-(`live/throttle.py`)."""
+"""Credit of the longest-waiting stream for each byte of others: a sixth of the uplink (`live/throttle.py`)."""
 
 
 class Links:

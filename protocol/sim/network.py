@@ -31,8 +31,7 @@ class LinkSpec:
     jitter_s: float = 0.0
     """Longest extra delay of a message, uniform; streams keep their order."""
     loss: float = 0.0
-    """Probability per message. A lost frame arrives `retransmit_s` late (again with this probability), a lost call
-    never."""
+    """Probability per message. A lost frame arrives `retransmit_s` late, maybe repeatedly; a lost call never."""
     retransmit_s: float | None = None
     """Delay of a lost frame. None: one round trip, a TCP fast retransmit."""
     queue_bytes: float = math.inf
@@ -45,8 +44,7 @@ class LinkSpec:
     """Probability per message of flipped bits. A damaged frame breaks its stream; a damaged request reaches its
     handler, but its caller gets Unreachable, as for a damaged reply."""
     duplication: float = 0.0
-    """Probability per message of a second delivery. TCP never delivers twice, but a sender that resends after a broken
-    stream does."""
+    """Probability per message of a second delivery, as after a resend on a new stream; TCP itself never repeats."""
     repeat_s: float = 1.0
     """Longest delay of the second delivery, uniform."""
 

@@ -43,8 +43,7 @@ class SimFrame:
 
 
 class Plug:
-    """One uplink and one downlink. Most peers have their own; machines of one household share one, and traffic between
-    them bypasses it."""
+    """One uplink and one downlink. Machines of one household share one, and traffic between them bypasses it."""
 
     def __init__(self, spec: CardSpec) -> None:
         self.spec = spec

@@ -136,8 +136,7 @@ class SimTransport:
             self._links.opened(self.card)
 
     async def _wait_for_daemon(self, peer: PeerID, timeout_s: float) -> float:
-        """Wait until our daemon runs. Returns: the seconds that it took. Raises: Unreachable: longer than
-        `timeout_s`."""
+        """Wait for our daemon. Returns: the seconds that it took. Raises: Unreachable: longer than `timeout_s`."""
         began_s = self._agenda.now_s()
         try:
             async with asyncio.timeout(timeout_s):

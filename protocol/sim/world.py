@@ -202,8 +202,7 @@ class World:
         return random.Random(f"shoal sim/{self.seed}/{name}")  # strings are hashed by SHA-512, not by `hash`
 
     def set_link(self, source: SimPeer, destination: SimPeer, spec: LinkSpec) -> None:
-        """Change a link one way, from now on. Messages in flight keep their latency, streams their queue size;
-        disturbances stay."""
+        """Change a link one way. Messages in flight keep their latency, streams their queue size; disturbances stay."""
         self._paths.set(source.transport.card.place, destination.transport.card.place, spec)
         self._path_changed()
 
@@ -214,8 +213,8 @@ class World:
     # Faults -------------------------------------------------------------------------------------------------------
 
     def crash(self, peer: SimPeer) -> None:
-        """Cut the peer's power: unsent data is gone, connections break, no `finally` runs, and unsynced files may be
-        gone or torn."""
+        """Cut the peer's power: connections break, no `finally` runs; unsent data is gone, unsynced files gone or
+        torn."""
         if not peer.is_alive:
             return
         self._trace.add(self.now_s(), Kind.CRASHED, peer.number, -1)
@@ -280,8 +279,7 @@ class World:
         self._trace_machine(Kind.CLOCK_JUMPED, peer, seconds)
 
     def kill_daemon(self, peer: SimPeer, *, restarts_in_s: float = 2.0) -> None:
-        """Kill the peer's network daemon; the process lives and restarts it (later if it is paused). No effect on a
-        dead daemon.
+        """Kill the peer's network daemon, if it runs; the process lives and restarts it (later if it is paused).
 
         All its connections break. Until the restart its own calls, frames and directory operations wait, and others
         find nobody at its address.
