@@ -36,7 +36,7 @@ CERTIFICATE_BYTES_MAX: Final = 256
 OPEN_NEWCOMERS_MIN: Final = 4
 """Newcomers on probation at once in an open run, or half the members if that is more: it slows down made-up peers."""
 OPEN_PROBATION_S: Final = 60.0
-"""For this long a newcomer's claims are capped at the median peer's; by then its neighbours have measured it."""
+"""How long a newcomer's claims are capped at the median peer's; by then its neighbours have measured it."""
 OPEN_PER_NETWORK_MAX: Final = 32
 """Members of an open run from one network of 256 addresses; and all members without a public address together."""
 EXCLUDED_KEYS_MAX: Final = 640

@@ -123,7 +123,8 @@ class Holding(_Part, frozen=True):
 
 
 class PaceMark(_Part, frozen=True, array_like=True):
-    """A point of the run's progress (`coordinator.pace`): all steps up to `step` were committed `age_s` ago."""
+    """A point of the run's progress (`coordinator.pace`): all steps up to `step` were committed `age_s` ago.
+    `num_steps` and `tokens` count from the previous mark."""
 
     era: int
     step: int
@@ -172,7 +173,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     silent: tuple[PeerID, ...] = ()
     """Members that the sender cannot reach: a hint for the coordinator to check sooner."""
     unsound: tuple[PeerID, ...] = ()
-    """Members that have sent invalid gradients (NaN, infinity, absurd values), for people: one report proves
+    """Members that have sent invalid gradients (NaN, infinity, absurd values). For people: one report proves
     nothing."""
     forward_s: float = 0.0
     window: int = 0
@@ -286,8 +287,7 @@ class ChainRequest(_Message, frozen=True):
 
 
 class ChainLinks(_Message, frozen=True):
-    """As many requested links as fit, oldest first. Without the plan `after` they begin before the receiver's own live
-    plan."""
+    """The links after the requested plan, oldest first, as many as fit; the last two if the sender lacks that plan."""
 
     links: tuple[bytes, ...]
 
@@ -993,8 +993,8 @@ Message = (
 
 
 class Activation(EraMessage, frozen=True):
-    """To the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32, then their
-    weights if the run leaves some targets out (`peer/pipeline/wire.py`)."""
+    """Sent to the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32, then
+    their weights if the run leaves some targets out (`peer/pipeline/wire.py`)."""
 
     stage: int
     incarnation: int
@@ -1006,7 +1006,7 @@ class Activation(EraMessage, frozen=True):
 
 
 class Gradient(EraMessage, frozen=True):
-    """Back to the sender of the activation. Payload: the gradient [B, T, D]; empty for validation."""
+    """Sent back to the sender of the activation. Payload: the gradient [B, T, D]; empty for validation."""
 
     stage: int
     step: int
@@ -1125,7 +1125,7 @@ class ProbeChunk(_Message, frozen=True):
     """-1 starts the receiver's clock; other negative values mean nothing."""
     echo: bool
     took_s: float = 0.0
-    """In an answer: seconds from the last such start to the answered frame."""
+    """Set in an answer: seconds from the last such start to the answered frame."""
 
 
 FrameMeta = (

@@ -1,4 +1,4 @@
-"""In-memory disk with the power-cut behaviour that POSIX allows.
+"""A disk in memory with the power-cut behaviour that POSIX allows.
 
 A file has visible bytes and durable bytes; a folder has visible names and unsynced changes. `crash` draws by seed
 
