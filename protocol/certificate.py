@@ -86,11 +86,7 @@ def _body(era: int, version: int, proofs: Proofs) -> bytes:
 
 
 def jury(members: Sequence[PeerID], lot: str) -> tuple[PeerID, ...]:
-    """Return the members that sign for their group.
-
-    Args:
-        lot: a string that no member can choose.
-    """
+    """Return the members that sign for their group. `lot` must be a string that no member can choose."""
     if len(members) <= JURY:
         return tuple(members)
     return tuple(sorted(members, key=lambda peer: blake3(f"{lot}/{peer}".encode()).digest())[:JURY])

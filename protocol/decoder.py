@@ -166,12 +166,7 @@ EXPERT_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @lru_cache(maxsize=1024)
 def family_of(decoder: DecoderSpec, *, head_size: int | None, experts: bool) -> str:
-    """Return the family of a decoder.
-
-    Args:
-        head_size: None if it is the width divided by the number of heads.
-    Raises: ValueError: no family fits.
-    """
+    """Return the family of a decoder; `head_size` is None for width / heads. Raises: ValueError: no family fits."""
     said = {name: getattr(decoder, name) for name in decoder.__struct_fields__} | {"head_size": head_size}
     usual = {name: getattr(LLAMA, name) for name in decoder.__struct_fields__} | {"head_size": None}
     families = EXPERT_FAMILIES if experts else FAMILIES

@@ -25,7 +25,7 @@ class TooDeep(ValueError):
 def check_depth(data: bytes | bytearray | memoryview) -> None:
     """Raise `TooDeep` unless `data` is one or more whole msgpack values nested at most `CONTROL_DEPTH_MAX` deep.
 
-    Linear in `len(data)`: every byte is visited once, whatever the nesting.
+    Linear in `len(data)`, whatever the nesting.
     """
     view = memoryview(data)
     end = len(view)

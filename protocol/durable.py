@@ -6,10 +6,7 @@ from shoal.protocol.ports import Disk, Payload
 
 
 def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
-    """Write `content` beside `path`, then rename. Content and name are durable on return.
-
-    Raises: OSError: for example, the disk is full.
-    """
+    """Write `content` beside `path`, then rename; durable on return. Raises: OSError: for example, the disk is full."""
     beside = path.with_suffix(".new")
     disk.make_folder(path.parent)
     disk.write(beside, content)

@@ -315,10 +315,7 @@ def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
 
 
 def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
-    """Return (signer, record) of a record that `source` stored, if the signer may store it.
-
-    Raises: RemoteError.
-    """
+    """Return (signer, record) of a record that `source` stored, if the signer may store it. Raises: RemoteError."""
     envelope, record = _opened_record(seals, run, data, source)
     gate.members.show(envelope.sender, envelope.certificate)
     if not gate.may_sign(envelope.sender, type(record)):

@@ -25,11 +25,7 @@ _KEY_FILE_PREFIX = bytes.fromhex("08011240")
 
 
 class Identity:
-    """A private key with its public key and PeerID.
-
-    Args:
-        seed: the Ed25519 seed, 32 bytes.
-    """
+    """A private key with its public key and PeerID; `seed` is the Ed25519 seed, 32 bytes."""
 
     def __init__(self, seed: bytes) -> None:
         if len(seed) != 32:
@@ -64,10 +60,7 @@ class Identity:
         raise LocalError(f"{path} is not a shoal identity: move it away and a new one will be made")
 
     def save(self, path: Path) -> None:
-        """Write the key file atomically (mode 0600); durable on return.
-
-        Raises: LocalError: it cannot be written.
-        """
+        """Write the key file atomically (mode 0600); durable on return. Raises: LocalError: it cannot be written."""
         beside = path.with_name(f"{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,10 +88,7 @@ def peer_id_of(public_key: bytes) -> PeerID:
 
 
 def public_key_of(peer_id: PeerID) -> bytes:
-    """Return the 32-byte Ed25519 key inside `peer_id`.
-
-    Raises: ValueError: not the PeerID of an Ed25519 key.
-    """
+    """Return the 32-byte Ed25519 key inside `peer_id`. Raises: ValueError: not the PeerID of an Ed25519 key."""
     raw = bytes(base58.b58decode(peer_id))
     if len(raw) != 38 or not raw.startswith(_PEER_ID_PREFIX):
         raise ValueError(f"{peer_id!r} is not the PeerID of an Ed25519 key")

@@ -112,10 +112,7 @@ def make_invite(run: str, owner: PeerID, addresses: Sequence[str], key: InviteKe
 
 
 def parse_invite(text: str) -> Invite:
-    """Read an invite.
-
-    Raises: InviteError: one line that says if the text is no invite, is mistyped, or is of another version.
-    """
+    """Read an invite. Raises: InviteError: one line: no invite, mistyped, or of another version."""
     _, prefix, rest = "".join(text.split()).rpartition(PREFIX)
     if not prefix:
         raise InviteError(f"this is not a shoal invite (they begin with {PREFIX!r}): ask the host for a fresh one")
@@ -142,10 +139,8 @@ def parse_invite(text: str) -> Invite:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Split `/ip4/…/tcp/…/p2p/ID` into (`/ip4/…/tcp/…`, `ID`); the ID is the last peer's, also behind a relay.
-
-    Without a peer at its end: (`address`, "").
-    """
+    """Split `…/p2p/ID` into (`…`, `ID`), also behind a relay with its own ID. Without an ID at its end: (`address`,
+    "")."""
     where, slash, peer = address.rpartition("/p2p/")
     return (where, peer) if slash and "/" not in peer else (address, "")
 

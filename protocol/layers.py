@@ -39,9 +39,9 @@ def all_layer_keys(model: ModelSpec) -> tuple[str, ...]:
 
 
 def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
-    """Return the layers of a stage of decoder layers [first, last).
+    """Return the layers of a stage of decoder layers [first, last); the first stage has the embedding, the last the
+    head.
 
-    The first stage also holds the embedding, the last one the head.
     Raises: ValueError: the range is empty or outside the model.
     """
     if not 0 <= first < last <= model.num_layers:

@@ -15,8 +15,8 @@ KEY_BYTES_MAX: Final = 2 * 1024 * 1024
 """Bytes of all directory values under one key: hivemind sends no reply of 4 MiB, and a home line needs seconds for
 less. The adverts of 1,000 peers with eight addresses each have 1.2 MB, or 1.8 if all addresses are relayed."""
 RECORD_EXPIRES_S_MAX: Final = 2 * 3600
-"""Longest life of a directory record, since nodes keep strangers' records until then. Ours live half an hour at most;
-the rest allows for clocks that are an hour ahead."""
+"""Longest life of a directory record; nodes keep strangers' records that long. Ours live half an hour, and clocks may
+err."""
 
 FRAME_META_BYTES_MAX: Final = 4 * 1024
 FRAME_PAYLOAD_BYTES_MAX: Final = 256 * 1024 * 1024
@@ -48,8 +48,8 @@ EXCLUSIONS_MAX: Final = 16
 PLANS_SERVED: Final = 16
 """Obeyed plans that still give roles: a draining member has left the newest one, and churn can make a plan a second."""
 PLAN_WAIT_S: Final = 2.0
-"""How long a member's message waits for a plan that explains it: a plan reaches everybody within two round trips, and
-frames of a new layout overtake it."""
+"""How long a message waits for a plan that explains it: plans spread in two round trips, and frames may overtake
+them."""
 REFUSALS_LOGGED_S: Final = 1.0
 WAITING_FOR_PLAN_MAX: Final = 256
 """Messages waiting for a plan at once, a sixteenth of them from one sender; the rest are refused at once."""
@@ -132,8 +132,7 @@ SHUT_OUT_S: Final = 60.0
 SHUT_OUT_ADDRESSES_MAX: Final = 512
 """Addresses and networks shut out at a time: kernel programs have 4,096 instructions, and an IPv6 network takes six."""
 STRANGERS_REQUESTS_PER_S: Final = 50.0
-"""Requests and streams read from all strangers of one network (/24, or /48 of IPv6): at 0.2 to 0.6 ms, 3 % of a
-core."""
+"""Requests and streams read from all strangers of one network (/24, or /48 of IPv6): 3 % of a core at 0.6 ms each."""
 STRANGERS_ALLOWANCE: Final = 1000.0
 """Requests of them that may come at once. A restarted peer knows no certificate, so each member sends it a few requests
 before it shows one, and a hundred members may share a network."""

@@ -173,8 +173,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     silent: tuple[PeerID, ...] = ()
     """Members that the sender cannot reach: a hint for the coordinator to check sooner."""
     unsound: tuple[PeerID, ...] = ()
-    """Members that have sent invalid gradients (NaN, infinity, absurd values). For people: one report proves
-    nothing."""
+    """Members that have sent invalid gradients (NaN, infinity, absurd values). For people: one report is no proof."""
     forward_s: float = 0.0
     window: int = 0
     end: bytes = b""
@@ -210,8 +209,7 @@ class HeartbeatReply(_Message, frozen=True):
     save_at: int = 0
     """The version of which every stage is to write a snapshot; 0: none is due."""
     safe: tuple[int, int] = (0, 0)
-    """(era, version) of the newest snapshot with every layer on two members' disks: older ones can go. Version 0:
-    none."""
+    """(era, version) of the newest snapshot with every layer on two disks: older ones can go. Version 0: none."""
     probe: tuple[PeerID, ...] = ()
     """Peers to which the receiver is to measure its link, `PROBES_PER_REPLY_MAX` at most."""
     beside: tuple[PeerID, ...] = ()
@@ -234,7 +232,7 @@ class TermRequest(_Message, frozen=True):
 
 
 class TermGrant(_Message, frozen=True):
-    """Answers a TermRequest. A grant ends votes for plans of lower terms, and for other candidates' plans of this
+    """Answers a TermRequest. A grant ends votes for lower terms' plans, and for other candidates' plans of this
     term."""
 
     granted: bool
@@ -244,7 +242,7 @@ class TermGrant(_Message, frozen=True):
     live: bytes = b""
     """The sender's live plan, if newer than the request's."""
     accepted: bytes = b""
-    """The plan after the live one for which the sender has voted. It may be live, so the candidate must finish it
+    """The plan after the live one for which the sender has voted. It may be live: the candidate must finish it
     first."""
     accepted_term: int = 0
 
@@ -260,8 +258,8 @@ class PlanOffer(_Message, frozen=True):
 
 
 class PlanVote(_Message, frozen=True):
-    """Answers a PlanOffer. If accepted, `signature` is a `vote` statement on the offer's term and the plan's digest, to
-    be published with the live plan."""
+    """Answers a PlanOffer. `signature` is a `vote` statement on the offer's term and plan, published with the live
+    plan."""
 
     accepted: bool
     reason: str = ""

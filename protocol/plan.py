@@ -120,8 +120,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     seed: int = 0
     reason: str = ""
     mandate: bytes = b""
-    """The owner's permission to make this plan without votes (`sign_mandate`), after the loss of a majority; or
-    empty."""
+    """The owner's permission for this plan without votes (`sign_mandate`), after the loss of a majority; or empty."""
     reign: int = 0
     """Number of mandates so far. Only a mandate raises it, and it counts before term and sequence, so that a mandate
     overrides every plan that peers hold."""
@@ -145,8 +144,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     formats: Formats | None = None
     """Tensor formats by cut and by stage, out of `WireSpec.forward` and `WireSpec.sums`. None: the first of each."""
     certified: tuple[Certified, ...] = ()
-    """Restorable versions, one layer group at a time. New entries carry the signatures of the previous plan's
-    members."""
+    """Restorable versions, one layer group at a time; new ones with signatures of the previous plan's members."""
     roll: tuple[tuple[int, ...], ...] = ()
     """The electoral roll: positions in `members`, grouped by invite. Empty: every member votes, as its own group."""
 
@@ -383,10 +381,7 @@ def sign_mandate(owner: Identity, mandate: Mandate, *, run: str) -> bytes:
 
 
 def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Mandate:
-    """Verify a mandate that `source` sent.
-
-    Raises: RemoteError: unreadable, or not signed by `owner` for this run.
-    """
+    """Verify a mandate that `source` sent. Raises: RemoteError: unreadable, or not signed by `owner` for this run."""
     envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
     if envelope.sender != owner:
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")

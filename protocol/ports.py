@@ -104,10 +104,8 @@ class Compute(Protocol):
     """One device that runs one job at a time, in the order given."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run `work`. The simulated device turns `flop`, the job's arithmetic, into seconds.
-
-        Raises: any error of `work`.
-        """
+        """Run `work`, of `flop` operations, which the simulated device turns into seconds. Raises: any error of
+        `work`."""
         ...
 
     async def run_on_host(self, work: Callable[[], T]) -> T:

@@ -264,10 +264,9 @@ class Reconnection:
         return SECOND_PATIENCE_S if absence.is_second else PATIENCES_S[absence.tries % len(PATIENCES_S)]
 
     def dialled(self, peer: PeerID, outcome: Outcome | None, *, began_s: float, now_s: float) -> Outcome:
-        """Record that a dial has ended. Returns: what is now known.
+        """Record the end of a dial; `outcome` is None if nothing was dialled (no network, or libp2p had just failed).
 
-        Args:
-            outcome: None: nothing was dialled, because we have no network or libp2p had just failed.
+        Returns: what is now known.
         """
         self._dialled.discard(peer)
         absence = self._absent.get(peer)
@@ -289,9 +288,6 @@ class Reconnection:
 
 
 def goes_first(me: PeerID, peer: PeerID, *, ours: bool, theirs: bool) -> bool:
-    """Return True if we dial when both ends miss the other: the end that cannot be dialled does, else the lower PeerID.
-
-    Args:
-        ours, theirs: True if that end has an address that can be dialled from anywhere.
-    """
+    """Return True if we dial when both ends miss the other: the end that cannot be dialled from anywhere does (`ours`,
+    `theirs`: can be), else the lower PeerID."""
     return theirs if ours != theirs else me < peer

@@ -106,10 +106,10 @@ class ModelSpec(_Section, frozen=True):
     tied: bool = False
     """The head's matrix is the embedding. Both ends of the pipeline hold it and apply the sum of both gradients."""
     subspace: int = 0
-    """Subspace size k, less than `dim`; 0: no subspace. Each layer adds to a token only k coordinates in a fixed
-    subspace of the run's seed, and a fixed vector of the token itself stands beside them. So k numbers a token travel
-    between stages instead of `dim`, without loss. The model learns less (`peer/model/MEASURED.md`);
-    `peer/model/subspace.py` has the source."""
+    """Subspace size k, less than `dim`; 0: none. Each layer adds to a token only k coordinates in a subspace drawn from
+    the run's seed; the rest of the residual stream is a fixed vector per token. So stages exchange k numbers a token
+    instead of `dim`, without loss. The model learns less (`peer/model/MEASURED.md`); `peer/model/subspace.py` has the
+    source."""
 
     def __post_init__(self) -> None:
         for name, most in _MODEL_MAX.items():
@@ -395,8 +395,7 @@ class TrainingSpec(_Section, frozen=True):
     steps: int = 400
     """Optimizer steps of the run."""
     microbatches_per_step: int = 8
-    """M: microbatches in a step, which uses their mean gradient. If missing, a run file gets one that fits the
-    model."""
+    """M: microbatches in a step, which uses their mean gradient. A run file without it gets one that fits the model."""
     microbatch_size: int = 4
     """Samples in a microbatch."""
     s_max: int = 1
@@ -411,8 +410,8 @@ class TrainingSpec(_Section, frozen=True):
     norms, softmaxes, loss) is float32. "auto": bf16 on devices that are faster in it; members may differ."""
     keep: Literal["stash", "layers", "recompute"] = "stash"
     """State kept between a microbatch's forward and backward. "stash": its activations and weights. "layers": its
-    weights and each layer's input; the backward recomputes one layer at a time, so that memory holds the activations of
-    one layer instead of a stage (activation checkpointing: Chen et al., 2016, arXiv 1604.06174). "recompute": its input
+    weights and each layer's input; the backward recomputes layer by layer, so that memory holds one layer's
+    activations, not a stage's (activation checkpointing: Chen et al., 2016, arXiv 1604.06174). "recompute": its input
     alone; the backward repeats the stage's forward with the weights that the step has by then."""
     validation_interval_steps: int = 20
     """Steps between validations; 0: never validate."""

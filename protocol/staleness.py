@@ -96,8 +96,8 @@ Muon's powers are guesses."""
 def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
     """Return the best number of synchronous first steps, >= 0.
 
-    Source: ours, with a warm-up of 20 steps: AdamW and NAdam were tried with 0, 20 and 40, NAdam with 80, Muon with 0
-        and 20, SGD not at all.
+    Source: ours, with 20 warm-up steps: AdamW and NAdam tried with 0, 20 and 40, NAdam with 80, Muon with 0 and 20, no
+        SGD.
     """
     return 0 if optimizer == "muon" else 2 * warmup_steps
 

@@ -14,12 +14,7 @@ BURST_S = 0.1
 
 @dataclass(kw_only=True, slots=True)
 class TokenBucket:
-    """A token bucket.
-
-    Args:
-        rate: bytes/s, > 0.
-        now_s: time on the clock that all calls use.
-    """
+    """A token bucket of `rate` bytes/s, > 0; all calls take `now_s` of one clock."""
 
     rate: float
     now_s: float

@@ -356,10 +356,7 @@ def _flaw(t: Topology) -> str | None:
 
 
 def check_everybody_is_reached(topology: Topology) -> None:
-    """Refuse a described network with an isolated device. In a measured one a peer may have lost all others.
-
-    Raises: LocalError.
-    """
+    """Refuse a described network with an isolated device; in a measured one a peer may have lost all others."""
     open_paths = topology.bytes_per_s > 0.0
     np.fill_diagonal(open_paths, False)
     lonely = np.flatnonzero(~(open_paths.any(axis=0) & open_paths.any(axis=1)))

@@ -28,7 +28,7 @@ def flip_bits(data: bytearray, rng: random.Random) -> None:
 
 
 def damaged_data(meta: bytes, payload: Payload | Phantom, *, source: PeerID, rng: random.Random) -> Frame | str:
-    """Decode a frame of `source` with flipped bits; a phantom counts as zeros.
+    """Decode a frame of `source` with flipped bits (a phantom counts as zeros).
 
     Returns: the delivered frame if the damage goes unnoticed, else why the stream breaks.
     """

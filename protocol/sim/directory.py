@@ -78,11 +78,7 @@ class Records:
 
 
 class SimDirectory:
-    """One peer's view of `records`.
-
-    Args:
-        latency_s: one way, to a typical node.
-    """
+    """One peer's view of `records`; `latency_s` is one way, to a typical node."""
 
     def __init__(
         self, card: Card, machine: Machine, records: Records, agenda: Agenda, trace: Trace, *, latency_s: float

@@ -66,12 +66,7 @@ class _Trouble:
 
 
 class SimDisk:
-    """One machine's disk; it outlives processes.
-
-    Args:
-        rng: draws the outcome of crashes and faults.
-        name: the machine's, for messages.
-    """
+    """One machine's disk; it outlives processes. `rng` draws the outcome of crashes and faults."""
 
     def __init__(self, rng: random.Random, name: str = "disk") -> None:
         self.name = name
@@ -155,8 +150,7 @@ class SimDisk:
         """Raise PowerCut from the operation after the next `after`, which by a draw has happened, wholly, in part or
         not.
 
-        Args:
-            then: called first, to stop other processes of the machine; it may call `crash`.
+        `then` is called first, to stop other processes of the machine; it may call `crash`.
         """
 
         def cut() -> BaseException:

@@ -41,11 +41,7 @@ class Deadlock(LocalError):
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """One thread, virtual seconds, no input or output.
-
-    Args:
-        start_s: the first `time()`.
-    """
+    """One thread, virtual seconds from `start_s`, no input or output."""
 
     # Attributes of Python 3.11's `BaseEventLoop` that its stubs omit.
     _ready: deque[asyncio.Handle]
@@ -266,7 +262,7 @@ class _OrderedTask(asyncio.Task[T]):
 def run(main: Coroutine[Any, Any, T], *, start_s: float = 0.0) -> T:
     """`asyncio.run` in virtual time: run `main`, cancel leftover tasks, close the loop.
 
-    Raises: Deadlock: nothing can happen any more and `main` is not done. LocalError: real input or output was tried.
+    Raises: Deadlock: no progress is possible. LocalError: real input or output was tried.
     """
     loop = VirtualTimeLoop(start_s=start_s)
     try:

@@ -89,12 +89,7 @@ class CardSpec:
 
 
 class Network:
-    """Links between places.
-
-    Args:
-        links: row = from, column = to. The diagonal is never read.
-    Raises: LocalError: the rows are not square.
-    """
+    """Links between places; row = from, column = to; the diagonal is never read. Raises: LocalError: not square."""
 
     def __init__(self, links: Sequence[Sequence[LinkSpec]]) -> None:
         _check_square("links", links)
@@ -116,7 +111,7 @@ class Network:
     ) -> "Network":
         """Make a network from two square matrices, row = from, column = to.
 
-        Raises: LocalError: sizes differ, a latency is negative or not finite, a bandwidth not above 0 and finite.
+        Raises: LocalError: sizes differ, a latency is negative or infinite, a bandwidth not above 0 or infinite.
         """
         _check_square("latency", latency_s)
         _check_square("bandwidth", bandwidth_bits_per_s)

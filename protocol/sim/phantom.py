@@ -4,10 +4,7 @@ from shoal.protocol.errors import LocalError
 
 
 class Phantom:
-    """Stands for `nbytes` bytes in a world without tensors: links charge for it, nobody can read it.
-
-    Phantoms of one size are equal.
-    """
+    """Stands for `nbytes` bytes in a world without tensors. Phantoms of one size are equal."""
 
     __slots__ = ("nbytes",)
 

@@ -24,11 +24,7 @@ Deliver = Callable[[bytes, Condition], object]
 
 
 class Post:
-    """Carries control messages between cards.
-
-    Args:
-        stream: two cards -> their stream, for its generator and its queue of control messages.
-    """
+    """Carries control messages; `stream` gives two cards' stream, for its generator and its queue."""
 
     def __init__(
         self, paths: Paths, cuts: Cuts, agenda: Agenda, trace: Trace, stream: Callable[[Card, Card], Stream]

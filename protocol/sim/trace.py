@@ -65,11 +65,7 @@ _EVENT = struct.Struct("<dBiiQQ")
 
 
 class Trace:
-    """The trace's hash.
-
-    Args:
-        watch: called with every event, to find the first difference of two runs.
-    """
+    """The running hash; `watch` is called with every event, to find the first difference of two runs."""
 
     def __init__(self, watch: Callable[[Event], None] | None = None) -> None:
         self._hash = xxhash.xxh3_128()

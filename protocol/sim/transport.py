@@ -219,12 +219,8 @@ class SimTransport:
         *,
         is_damaged: bool,
     ) -> None:
-        """Answer a call.
-
-        Args:
-            reply: None for a repeated request, which gets no answer.
-            is_damaged: the caller gets Unreachable: in a real connection, encryption finds the damage and breaks it.
-        """
+        """Answer a call; a repeated one (`reply` None) gets no answer, and a damaged one Unreachable: in a real
+        connection, encryption finds the damage and breaks it."""
         answer: bytes | Unreachable
         try:
             answer = await on_call(caller.peer_id, request)

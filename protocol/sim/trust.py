@@ -73,11 +73,7 @@ def everybody(run: str) -> Members:
 
 
 class OpenGate(Gate):
-    """A gate that allows every message, for tests of a part of a peer without plans.
-
-    Args:
-        members: default: everybody.
-    """
+    """A gate that allows every message, for tests of a part of a peer without plans."""
 
     def __init__(self, members: Members | None = None) -> None:
         super().__init__(members or everybody(""), PeerID(""))

@@ -251,7 +251,7 @@ class World:
     ) -> Disturbed:
         """Disturb the paths from `a` to `b`, and back unless `one_way`. Returns: the disturbance, for `calm`.
 
-        Raises: LocalError: a peer is on both sides, or `disturbance` has an invalid probability.
+        Raises: LocalError: a peer is on both sides, or an invalid probability.
         """
         disturbed = self._paths.disturb(*_sides(a, b), disturbance, one_way=one_way)
         self._trace_cut(Kind.DISTURBED, disturbed, str(disturbance))
