@@ -122,7 +122,7 @@ _UNDER_A_PLAN: Final = (Role.PLANNED, Role.GROUP_MEMBER, Role.NEAR)
 
 for _kind in (*m.Message.__args__, *m.FrameMeta.__args__, *m.Record.__args__):
     if _kind not in WHO_MAY:
-        raise TypeError(f"{_kind.__name__} does not say who may send it: give it an entry in WHO_MAY")
+        raise TypeError(f"{_kind.__name__} has no role for its sender: give it an entry in WHO_MAY")
 
 
 class Verdict(Enum):

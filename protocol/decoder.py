@@ -175,4 +175,4 @@ def family_of(decoder: DecoderSpec, *, head_size: int | None, experts: bool) -> 
             return family
     unusual = ", ".join(name for name, value in said.items() if value != usual[name])
     kind = "with experts " if experts else ""
-    raise ValueError(f"no model {kind}of {', '.join(families)} has a decoder with {unusual} as they are here")
+    raise ValueError(f"no model family {kind}({', '.join(families)}) allows these values together: {unusual}")

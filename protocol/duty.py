@@ -25,7 +25,7 @@ class Duty:
 
     def __init__(self, share: float) -> None:
         if not 0.0 < share <= 1.0:
-            raise ValueError(f"a share of {share} of a device's time cannot be")
+            raise ValueError(f"a share of a device's time must be in (0, 1], is {share}")
         self._share = share
         self._credit_s = 0.0
         """Seconds of work allowed at once; negative: it has worked more than its share."""

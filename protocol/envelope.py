@@ -83,9 +83,9 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
     covered = _ENCODER.encode((domain, run, envelope.term, envelope.sender, envelope.sequence, envelope.body))
     if direct:
         if xxh3_64_digest(covered) != envelope.proof:
-            raise RemoteError(source, "sent a message whose checksum does not hold")
+            raise RemoteError(source, "sent a message with a wrong checksum")
     elif not verify(envelope.sender, envelope.proof, covered):
-        raise RemoteError(source, "sent a message whose signature does not hold")
+        raise RemoteError(source, "sent a message with an invalid signature")
     return envelope
 
 

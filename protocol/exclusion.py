@@ -110,13 +110,13 @@ def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
         if order.invites and (
             len(order.invites) != len(order.keys) or any(len(key) not in (0, 32) for key in order.invites)
         ):
-            raise ValueError("it does not say by which invites they came")
+            raise ValueError("it lacks their invites")
         if order.readmitted and not order.signature:
-            raise ValueError("only the owner lets anybody in again")
+            raise ValueError("only the owner may readmit")
         if any(not 0 <= at < len(order.keys) for at in order.readmitted):
-            raise ValueError("it lets in a key that it does not name")
+            raise ValueError("it readmits a key that it does not name")
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise RemoteError(source, f"sent something that is no exclusion ({error})") from error
+        raise RemoteError(source, f"sent an invalid exclusion ({error})") from error
     return order
 
 

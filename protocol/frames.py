@@ -109,7 +109,7 @@ def encode_credit(sequence: int, given_back_bytes: int) -> bytes:
 def decode_credit(frame: Frame, source: PeerID) -> int:
     """Return the bytes of credit that `source` returns. Raises: RemoteError."""
     if frame.type is not FrameType.CREDIT or len(frame.meta) != _CREDIT.size or frame.payload:
-        raise RemoteError(source, "sent something else where only credits belong")
+        raise RemoteError(source, "sent another frame where only credits are allowed")
     (given_back_bytes,) = _CREDIT.unpack(frame.meta)
     return int(given_back_bytes)
 
@@ -122,7 +122,7 @@ def encode_lanes(sequence: int, count: int) -> bytes:
 def decode_lanes(frame: Frame, source: PeerID) -> int:
     """Return the number of lanes that `source` asks for. Raises: RemoteError."""
     if frame.type is not FrameType.LANES or len(frame.meta) != _LANES.size or frame.payload:
-        raise RemoteError(source, "asked for lanes in a way that is none")
+        raise RemoteError(source, "sent a malformed request for lanes")
     (count,) = _LANES.unpack(frame.meta)
     return int(count)
 

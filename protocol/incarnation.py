@@ -28,5 +28,5 @@ def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -
     try:
         replace_file(disk, path, str(first + RESERVED).encode())
     except OSError as error:
-        logger.warning("cannot write %s: %s: should the clock be set back, others would not hear us", path, error)
+        logger.warning("cannot write %s: %s: if the clock is set back, other peers will ignore us", path, error)
     return first

@@ -94,7 +94,7 @@ class Invite(msgspec.Struct, frozen=True):
         body = bytes((self.protocol_version,)) + bytes.fromhex(self.run) + public_key_of(self.owner)
         body += bytes((_KEYLESS,)) if self.key is None else bytes((_KEYED,)) + self.key.encode()
         if len(self.addresses) > ADDRESSES_MAX:
-            raise ValueError(f"{len(self.addresses)} addresses are more than an invite has")
+            raise ValueError(f"{len(self.addresses)} addresses are more than an invite can hold")
         grouped: dict[str, list[str]] = {}
         for address in self.addresses:
             where, peer = split_address(address)
@@ -132,7 +132,7 @@ def parse_invite(text: str) -> Invite:
     try:
         invite = _decode(body)
     except (ValueError, IndexError, struct.error) as error:
-        raise InviteError("the invite's content is not that of an invite: ask the host for a fresh one") from error
+        raise InviteError("the invite has invalid content: ask the host for a fresh one") from error
     if not invite.addresses:
         raise InviteError("the invite names no address: ask the host for a fresh one")
     return invite
@@ -222,7 +222,7 @@ def _decode(body: bytes) -> Invite:
     if kind == _KEYED:
         key, rest = _decode_key(rest, run, owner)
     elif kind != _KEYLESS:
-        raise ValueError("no kind of key")
+        raise ValueError("unknown kind of key")
     return Invite(body[0], run, owner, tuple(_decode_addresses(rest, raw_owner)), key)
 
 
@@ -231,7 +231,7 @@ def _decode_key(rest: bytes, run: str, owner: PeerID) -> tuple[InviteKey, bytes]
     expires_s, seats, may_train = _TERMS.unpack_from(rest)
     end = _TERMS.size + _SIGNATURE_BYTES
     if len(rest) < end or may_train > 1:
-        raise ValueError("no terms of a key")
+        raise ValueError("invalid terms of the key")
     delegation = Delegation(Identity(seed).public_key, expires_s, seats, bool(may_train), rest[_TERMS.size : end])
     if not delegation_holds(delegation, run=run, owner=owner):
         raise ValueError("the run's owner has not signed it")
@@ -247,7 +247,7 @@ def _decode_addresses(rest: bytes, owner: bytes) -> Iterator[str]:
             key, rest = rest[:_KEY_BYTES], rest[_KEY_BYTES:]
         total += header % _IS_OWNER
         if total > ADDRESSES_MAX:
-            raise ValueError("more addresses than an invite has")
+            raise ValueError("more addresses than an invite can hold")
         for _ in range(header % _IS_OWNER):
             where, rest = _decode_address(rest)
             yield f"{where}/p2p/{_peer_id(key)}"

@@ -130,7 +130,7 @@ def open_certificate(data: bytes, *, run: str, owner: PeerID, member: PeerID) ->
             raise ValueError("it is too long")
         certificate = _CERTIFICATES.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise RemoteError(member, f"showed something that is no certificate ({error})") from error
+        raise RemoteError(member, f"showed an invalid certificate ({error})") from error
     delegation = certificate.delegation
     if not delegation_holds(delegation, run=run, owner=owner):
         raise RemoteError(member, "showed an invite that the run's owner did not sign")
@@ -138,7 +138,7 @@ def open_certificate(data: bytes, *, run: str, owner: PeerID, member: PeerID) ->
     if certificate.renewed_to_s:
         signer, body = owner, _renewed(member, delegation, certificate.renewed_to_s)
     if not statement_holds(signer, certificate.signature, "member", run=run, body=body):
-        raise RemoteError(member, "showed somebody else's certificate")
+        raise RemoteError(member, "showed another member's certificate")
     return certificate
 
 

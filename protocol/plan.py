@@ -366,7 +366,7 @@ class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
         """Return why `plan` is not the mandated one; empty: it is."""
         named = (plan.reign, plan.term, plan.coordinator, plan.previous)
         if named != (self.reign, self.term, self.coordinator, self.previous):
-            return "has the mandate for another"
+            return "has the mandate for another plan"
         beginning = (plan.era, plan.restore_era, plan.restore_version)
         if self.era and beginning != (self.era, self.restore_era, self.restore_version):
             return "does not begin where the owner wants it to"
@@ -444,9 +444,9 @@ def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
     if flaw:
         return flaw
     if len(plan.members) > PEERS_MAX or len(set(plan.members)) != len(plan.members):
-        return "a peer stands in it twice, or too many peers"
+        return "it names a peer twice, or too many peers"
     if not all(0 < len(peer) <= PEER_ID_CHARS_MAX for peer in plan.members):
-        return "a member's name is no peer's"
+        return "it names a member by an ID that is too long, or empty"
     flaw = _stages_flaw(plan.stages, plan.sequence, shape) or _following_flaw(plan, shape) or _roll_flaw(plan)
     if flaw:
         return flaw
@@ -484,7 +484,7 @@ def _numbers_flaw(plan: Plan) -> str | None:
     if not 0 <= plan.restore_era <= max(0, plan.era - 1):
         return f"era {plan.era} does not begin at version {plan.restore_version} of era {plan.restore_era}"
     if plan.mandate and not plan.reign:
-        return "a mandate begins a reign, and this is none"
+        return "it has a mandate and no reign"
     return None
 
 
@@ -504,20 +504,20 @@ def _stages_flaw(stages: tuple[Stage, ...], sequence: int, shape: PlanShape) -> 
 
 def _following_flaw(plan: Plan, shape: PlanShape) -> str | None:
     if not plan.following:
-        return "it ends, and nothing follows it" if plan.ends_at else None
+        return "it has an end and no following layout" if plan.ends_at else None
     if plan.ends_at and not plan.restore_version <= plan.ends_at <= VERSION_MAX:
         return f"it ends at version {plan.ends_at}"
     peers = [peer for stage in plan.following for peer in stage.peers]
     if len(set(peers)) != len(peers) or not all(plan.has(peer) for peer in peers):
-        return "what follows it has a peer twice, or one that is no member"
+        return "its following layout names a peer twice, or one that is no member"
     flaw = _stages_flaw(plan.following, plan.sequence, shape)
-    return f"what follows it is impossible: {flaw}" if flaw else None
+    return f"its following layout is impossible: {flaw}" if flaw else None
 
 
 def _roll_flaw(plan: Plan) -> str | None:
     named = [at for group in plan.roll for at in group]
     if not all(plan.roll) or len(set(named)) != len(named) or not all(0 <= at < len(plan.members) for at in named):
-        return "its roll has a member twice, or one that is no member"
+        return "its roll names a member twice, or a peer that is no member"
     return None
 
 
@@ -535,7 +535,7 @@ def _members_flaw(members: tuple[Member, ...], sequence: int) -> str | None:
     if not all(m.share > 0 and m.bandwidth > 0 and m.share + m.bandwidth < 1e18 for m in members):
         return "has a share that is not a positive number"
     if not all(0 <= m.since <= sequence for m in members):
-        return "has a member that holds its place since a plan to come"
+        return "has a member with a place since a later plan"
     return None
 
 

@@ -174,8 +174,8 @@ class ModelSpec(_Section, frozen=True):
         found = [name for name, leaves in leaving.items() if leaves]
         _require(
             not found,
-            f"subspace is for layers that write products into the residual stream and nothing else, as Llama's and "
-            f"Qwen's do: decoder.{found[0] if found else ''} writes more. Leave one of them out",
+            f"subspace is for layers that add only matrix products to the residual stream, as Llama's and Qwen's do: "
+            f"decoder.{found[0] if found else ''} adds more. Leave one of them out",
         )
 
     @property
@@ -673,8 +673,7 @@ class RunSpec(_Section, frozen=True):
             _check_adapter(self.adapter, self.model)
             _require(
                 not self.swarm.expert_slots,
-                "swarm.expert_slots places experts that train, and beside [adapter] they stay as they are, with each "
-                "member of a stage: leave it out",
+                "swarm.expert_slots is for experts that train, and [adapter] freezes them: leave one of the two out",
             )
         if self.model.subspace:
             _check_subspace_run(self)
@@ -730,8 +729,8 @@ class RunSpec(_Section, frozen=True):
 def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
     _require(
         bool(adapter.targets_in(model)),
-        f"adapter.targets: in a model with experts {adapter.targets[0]} is of the experts, which get none: name "
-        f"one of {', '.join(ATTENTION_TARGETS)}, or leave the line out",
+        f"adapter.targets: in a model with experts {adapter.targets[0]} belongs to the experts, which get "
+        f"no adapters: name one of {', '.join(ATTENTION_TARGETS)}, or leave the line out",
     )
     _require(
         adapter.rank <= model.dim,
@@ -742,13 +741,12 @@ def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
 def _check_subspace_run(spec: RunSpec) -> None:
     _require(
         not spec.initial.digests,
-        "model.subspace is for a model that begins with its seed: the matrices of one that is there already write into "
-        "all of its width. Leave model.subspace out",
+        "model.subspace is for a model that begins from its seed, since the matrices of an existing model write into "
+        "its whole width: leave model.subspace out",
     )
     _require(
         spec.adapter is None,
-        "model.subspace is for a run that trains all weights, and beside [adapter] they stay as they are: leave one of "
-        "the two out",
+        "model.subspace is for a run that trains all weights, and [adapter] freezes them: leave one of the two out",
     )
     _require(
         not spec.swarm.expert_slots,
@@ -763,8 +761,8 @@ _CHANGING = {
 }
 
 _REPLACED = {
-    "predict": 'say compensation = "pipeoptim" for what predict = true was, "stash" for false',
-    "tied": "say tied = true in [model] for what it was in [initial]",
+    "predict": 'say compensation = "pipeoptim" instead of predict = true, "stash" instead of false',
+    "tied": "say tied = true in [model] instead of [initial]",
 }
 
 

@@ -60,6 +60,6 @@ class RateLimits:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.relay_bytes_per_s < math.inf:
-            raise ValueError("what is carried for others must be bounded, and at least 0")
+            raise ValueError("the rate for traffic of other members must be finite and at least 0")
         if not (self.upload_bytes_per_s > 0.0 and self.download_bytes_per_s > 0.0):
             raise ValueError("a rate limit must be above 0")

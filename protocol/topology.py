@@ -335,7 +335,7 @@ def _flaw(t: Topology) -> str | None:
         return f"latency is between {len(t.latency_s)} devices, bandwidth between {len(t.bytes_per_s)}, of {n}"
     vectors = (t.flop_per_s, t.memory_bytes, t.up_bytes_per_s, t.down_bytes_per_s, t.card, t.may_feed)
     if any(vector.shape != (n,) for vector in vectors) or len(t.regions) != n:
-        return f"not everything is said of all {n} devices"
+        return f"some fields do not have a value for each of {n} devices"
     for what, matrix in (("latency", t.latency_s), ("bandwidth", t.bytes_per_s)):
         links = np.argwhere(~(np.isfinite(matrix) & (matrix >= 0.0)))
         if len(links):

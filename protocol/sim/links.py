@@ -242,7 +242,7 @@ class Links:
             return
         self._trace.add(self._agenda.now_s(), Kind.CREDIT_DAMAGED, stream.source.number, stream.destination.number)
         outcome = damaged_credit(nbytes, source=stream.destination.peer_id, rng=stream.rng)
-        self._break(stream, outcome if isinstance(outcome, str) else "it gave back what it never got")
+        self._break(stream, outcome if isinstance(outcome, str) else "it returned more credit than it got")
 
     def _credit(self, stream: Stream, nbytes: int, epoch: int) -> None:
         if epoch != stream.epoch:

@@ -318,4 +318,4 @@ def _where(task: "asyncio.Task[Any]") -> str:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise LocalError(f"{what} has no place in virtual time: it would come at another moment in every run")
+    raise LocalError(f"{what} is not allowed in virtual time: it would come at another moment in every run")

@@ -183,7 +183,7 @@ class SimTransport:
             accept = target._accept_call
             self._post.send(self.card, target.card, request, lambda data, how: accept(self, data, digest, how, reply))
         self._calls[reply] = peer
-        why = f"no answer within {timeout_s:g} s" if target is not None else "no address that holds is known"
+        why = f"no answer within {timeout_s:g} s" if target is not None else "no valid address is known"
         late = Unreachable(peer, why)
         timer = self._agenda.loop.call_later(timeout_s, _fail, reply, late)  # a quarter of asyncio.timeout's cost
         try:
@@ -283,7 +283,7 @@ class SimTransport:
         target = self._reach(peer)
         if target is None:
             await asyncio.sleep(self._links.stall_s)
-            raise Unreachable(peer, "no address that holds is known")
+            raise Unreachable(peer, "no valid address is known")
         digest = xxhash.xxh3_64_intdigest(meta)
         if not isinstance(payload, Phantom):
             payload = bytearray(payload)
