@@ -220,7 +220,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Raises: RemoteError: a stranger sent bytes that are no call of this run; it gets no answer."""
+        """Answer a call. Raises: RemoteError: a stranger's bytes are no call of this run; it gets no answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)

@@ -2,12 +2,12 @@
 
     "shoal1" base58( version:1 run:8 owner:32 key peer* check:4 )
     key      0:1 | 1:1 seed:32 expires:4 seats:2 rights:1 signature:64    admits the newcomer; 0: an open run
-    peer     header:1 [key:32] address*     header: the number of addresses, + 128 for the owner, whose key is known
+    peer     header:1 [key:32] address*     header: the number of addresses, + 128 for the owner, without a key
     address  4 ip:4 port:2 | 6 ip:16 port:2 | 0 length:1 text    kinds; the text is a multiaddr without /p2p/…
 
 It has 220 characters with one address of the host, 330 with the addresses of three members. Anybody with the text can
-enter: it is a secret until it expires or is revoked. `check` (BLAKE3 of the rest) detects a lost letter. Spaces and
-punctuation that a chat adds around or inside an invite do no harm.
+enter: it is a secret until it expires or is revoked. `check` (BLAKE3 of the rest) detects a lost letter. Whitespace
+inside an invite, and punctuation around it, do no harm.
 """
 
 import ipaddress

@@ -157,7 +157,7 @@ class Excluded(NamedTuple):
     readmitted: Set[bytes] = frozenset()
     """Readmitted members, which are in even if their invite is excluded."""
     came_by: Mapping[bytes, bytes] = {}
-    """Excluded member -> its invite, if known: the member keeps a seat of it for good."""
+    """Excluded member -> its invite, if known: the seat stays taken for good."""
 
 
 class Members:

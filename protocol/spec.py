@@ -530,7 +530,7 @@ class WireSpec(_Section, frozen=True):
         return AUTO_ACTIVATIONS if self.activations == "auto" else (self.activations,)
 
     def backward_of(self, activations: WireFormat) -> WireFormat:
-        """Return the format of the gradients of activations in this format."""
+        """Return the gradients' format for activations in this format."""
         if self.activation_gradients is not None:
             return self.activation_gradients
         return "hadamard6" if activations in ("hadamard5", "hadamard4", "hadamard3") else activations

@@ -32,7 +32,7 @@ DEFAULT_FLOP_PER_S = 45e12
 """Default device speed: a V100 in fp16, as in the DT-FM paper's measurements."""
 DEFAULT_MEMORY_BYTES = 16e9
 _UNREAD_SHOWN = 12
-"""Most unread fields that a note names; it counts the others."""
+"""Unread fields that a note names at most; it counts the others."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -203,11 +203,11 @@ class UplinkWindow:
         return name in self._paths
 
     def round_trip_s(self, name: str) -> float:
-        """Return the least round trip of a connection of the last look."""
+        """Return the least round trip of a known connection."""
         return self._paths[name].seen.round_trip_s
 
     def wrote(self, name: str, nbytes: float) -> None:
-        """Record bytes written to a connection of the last look."""
+        """Record bytes written to a known connection."""
         path = self._paths[name]
         before = path.counted_bytes
         path.wrote(nbytes)

@@ -210,10 +210,8 @@ _NO_PATH = LinkSpec(latency_s=1.0, rate_bytes_per_s=1e-3)
 
 
 class MatrixNetwork(Network):
-    """A large network: two matrices, and a `LinkSpec` only for pairs that communicate.
-
-    Device i of the topology is at place i. Network cards are given to the world's `add_peer`.
-    """
+    """A large network: two matrices, and a `LinkSpec` only for pairs that communicate. Device i of the topology is at
+    place i; `World.add_peer` takes its network card."""
 
     def __init__(self, topology: Topology) -> None:
         self._latency_s = topology.latency_s

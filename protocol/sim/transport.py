@@ -115,7 +115,7 @@ class SimTransport:
     # The daemon's death -------------------------------------------------------------------------------------------
 
     def daemon_died(self, others: "Iterable[SimTransport]") -> None:
-        """Break every connection; `others` hear of it later from their own. This process lives."""
+        """Break every connection; the `others` notice later through their own daemons. This process lives."""
         why = "our own network daemon died"
         self._links.disconnected(self.card, why=why)
         for reply, peer in self._calls.items():
