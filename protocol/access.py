@@ -22,7 +22,7 @@ from shoal.protocol.plan import Plan
 
 
 class Role(Enum):
-    """The role that a sender needs. All but `OBSERVER` require a member (certified, or the owner) that is not
+    """The role that a sender needs. All but `OBSERVER` require a certified member (or the owner) that is not
     excluded."""
 
     NOBODY = auto()

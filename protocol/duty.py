@@ -1,22 +1,19 @@
 """Decides how long a device rests, so that it works its share of the time. Pure.
 
 A token bucket like that of `token_bucket.py`, filled with seconds of device time: `share` seconds come in per second,
-and work takes them. Idle time counts as rest, up to `BURST_S`: a pipeline peer waits for others anyway, and resting for
-its owner on top would count that time twice.
+and work takes them. Idle time counts as rest, up to `BURST_S`, since a pipeline peer waits for others anyway.
 
 Other work of the program (a coordinator's search, compilation at start, networking) is repaid too, from half of the
-income: it slows the device for a while and never stops it. Beyond `BESIDE_MAX_S` the whole income repays it, or the
-share would be exceeded for ever.
+income, which slows the device for a while and never stops it. Beyond `BESIDE_MAX_S` the whole income repays it.
 """
 
 from typing import Final
 
 BURST_S: Final = 10.0
-"""Idle time that may be made up for: some steps of a small run. More would let work fill a whole minute after an idle
+"""Idle time that may be made up for, some steps of a small run. With more, work could fill a minute after an idle
 one."""
 BESIDE_MAX_S: Final = 30.0
-"""Debt up to which half of the income repays it: a coordinator needs 15 to 20 s to compile and make its first
-search."""
+"""Debt that half of the income repays: a coordinator needs 15 to 20 s to compile and make its first search."""
 _BESIDE_PART: Final = 0.5
 
 

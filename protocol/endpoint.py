@@ -4,9 +4,8 @@ This is the one place where bytes from the network become values and where the t
 handler sees a message that its sender may not send. The transport authenticates the sender. Handlers register by
 message type; a message that does not decode, or that has no handler, is refused with a reason.
 
-A caller encloses its certificate until the receiver has answered it once. A receiver that has lost the certificate
-(after a restart), or knows one that has expired, refuses the call before any handler runs, and the caller repeats the
-call with its certificate.
+A caller encloses its certificate until the receiver has answered it once. A receiver without a valid certificate (after
+a restart, or an expiry) refuses the call before any handler runs, and the caller repeats the call with it.
 """
 
 import asyncio
@@ -61,11 +60,10 @@ class Endpoint:
     Args:
         gate: the access rules; `gate.members.certificate` is our own certificate, to be shown to others.
         first_sequence: the first sequence number of our envelopes; after a restart above all that others have seen.
-
     Attributes:
         term: stamped on outgoing envelopes; the node raises it with every plan that it obeys.
-        era, revision: stamped on training messages (`EraMessage`). A message with another era or revision is refused, a
-            frame is dropped.
+        era, revision: stamped on training messages (`EraMessage`). Messages of other values are refused, frames
+            dropped.
     """
 
     def __init__(

@@ -2,10 +2,8 @@
 
 An envelope that third parties may see (record, plan, mandate, hello) is signed by its sender. A call and its reply stay
 within one libp2p connection, which has authenticated both ends and encrypts the traffic, also through a relay; the
-transport names the other end. These two envelopes carry a checksum instead, which finds damage.
-
-Signature and checksum also cover a domain tag ("call", "record", "plan", ...), so that bytes made for one purpose
-cannot serve another.
+transport names the other end. These two envelopes carry a checksum instead, which finds damage. Signature and checksum
+also cover a domain tag ("call", "record", "plan", ...), so that bytes made for one purpose cannot serve another.
 """
 
 from collections import OrderedDict
@@ -37,8 +35,7 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     proof: bytes
     """The sender's Ed25519 signature; for a call or a reply the checksum xxh3-64."""
     certificate: bytes = b""
-    """The sender's certificate, if the receiver may lack it. It has its own signatures, so `proof` does not cover
-    it."""
+    """The sender's certificate, if the receiver may lack it; with signatures of its own, so `proof` leaves it out."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

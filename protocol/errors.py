@@ -42,8 +42,7 @@ class RemoteError(ShoalError):
 
 
 class Unreachable(ShoalError):
-    """`peer_id` did not answer in time, or its connection broke. `is_silence`: no answer at all; it may still be
-    running."""
+    """`peer_id` did not answer in time, or its connection broke. `is_silence`: nothing came back; it may still run."""
 
     def __init__(self, peer_id: str, why: str, *, is_silence: bool = False) -> None:
         super().__init__(f"peer {peer_id[-8:]} is unreachable: {why}")

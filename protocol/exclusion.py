@@ -1,12 +1,11 @@
 """Exclusion orders: the owner, or a majority, removes a member's key or an invite's key from the run for good. Pure.
 
-An order carries its own signatures, so anybody may forward it, and plans carry the orders of their run. The owner's
+An order carries its own signatures, so any peer may forward it, and plans carry the orders of their run. The owner's
 order names every key that the owner ever excluded and marks the readmitted ones: the newest order is enough. A
-majority's order comes from the electors of one plan and concerns one set of keys. The owner can readmit any key,
-whichever order excluded it.
+majority's order comes from the electors of one plan, for one set of keys. The owner can readmit any key.
 
-A member can make a fresh key at any time, so an order also names each member's invite. An excluded member keeps its
-seat occupied, and the second exclusion of a member of one invite excludes that invite.
+A member can make a fresh key at any time, so an order also names each member's invite. An excluded member's seat stays
+taken, and the second exclusion of a member of one invite excludes that invite.
 """
 
 from collections import Counter

@@ -139,8 +139,7 @@ def parse_invite(text: str) -> Invite:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Split `…/p2p/ID` into (`…`, `ID`), also behind a relay with its own ID. Without an ID at its end: (`address`,
-    "")."""
+    """Split `…/p2p/ID` into (`…`, `ID`), also behind a relay with its own ID; without an ID: (`address`, "")."""
     where, slash, peer = address.rpartition("/p2p/")
     return (where, peer) if slash and "/" not in peer else (address, "")
 

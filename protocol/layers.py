@@ -39,8 +39,7 @@ def all_layer_keys(model: ModelSpec) -> tuple[str, ...]:
 
 
 def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
-    """Return the layers of a stage of decoder layers [first, last); the first stage has the embedding, the last the
-    head.
+    """Return the layers of a stage of decoder layers [first, last), with embedding and head at the ends of the model.
 
     Raises: ValueError: the range is empty or outside the model.
     """

@@ -15,8 +15,7 @@ KEY_BYTES_MAX: Final = 2 * 1024 * 1024
 """Bytes of all directory values under one key: hivemind sends no reply of 4 MiB, and a home line needs seconds for
 less. The adverts of 1,000 peers with eight addresses each have 1.2 MB, or 1.8 if all addresses are relayed."""
 RECORD_EXPIRES_S_MAX: Final = 2 * 3600
-"""Longest life of a directory record; nodes keep strangers' records that long. Ours live half an hour, and clocks may
-err."""
+"""Longest life of a directory record; nodes keep strangers' records that long. Ours live half an hour."""
 
 FRAME_META_BYTES_MAX: Final = 4 * 1024
 FRAME_PAYLOAD_BYTES_MAX: Final = 256 * 1024 * 1024
@@ -48,8 +47,7 @@ EXCLUSIONS_MAX: Final = 16
 PLANS_SERVED: Final = 16
 """Obeyed plans that still give roles: a draining member has left the newest one, and churn can make a plan a second."""
 PLAN_WAIT_S: Final = 2.0
-"""How long a message waits for a plan that explains it: plans spread in two round trips, and frames may overtake
-them."""
+"""How long a message waits for a plan that explains it. Plans spread in two round trips; frames may overtake them."""
 REFUSALS_LOGGED_S: Final = 1.0
 WAITING_FOR_PLAN_MAX: Final = 256
 """Messages waiting for a plan at once, a sixteenth of them from one sender; the rest are refused at once."""
@@ -62,8 +60,7 @@ ADDRESS_CHARS_MAX: Final = 256
 STAGES_MAX: Final = 256
 PEERS_MAX: Final = 20_000
 TERM_MAX: Final = 1 << 48
-"""The highest term of a plan, grant or claim: five hundred million years of a term a minute. A number close to 2^64
-could have no successor."""
+"""The highest term of a plan, grant or claim: a number close to 2^64 could have no successor."""
 SEQUENCE_MAX: Final = 1 << 48
 """The highest plan sequence, and the highest `Plan.seed`."""
 REIGN_MAX: Final = 1 << 32
@@ -211,8 +208,7 @@ REPAIRED_SHARE: Final = 0.05
 """Long-run share of the run's microbatches that one member may have repeated, beside `s_max` + 2 whole steps at once:
 what a stage lacks when its only holder dies, requested twice."""
 SAVES_OF_ONE_MAX: Final = 4
-"""Versions that one leaving member may have us save before it has been away: usually one, and another if its experts
-were at another version."""
+"""Versions that one leaving member may have us save before it has been away: its stage's, and its experts'."""
 KEEPING_SHARE: Final = 0.5
 """Long-run share of time in which a peer fetches copies for one member."""
 KEEPING_AT_ONCE_S: Final = 60.0
@@ -228,8 +224,8 @@ PINNED_BYTES_MAX: Final = 2 * 1024**3
 REPLAYED_BYTES_MAX: Final = 1024**3
 """Bytes of reduced gradients kept for a newcomer to replay; a newcomer that needs more fetches a newer state."""
 REPLAYED_STEPS_MIN: Final = 16
-"""Reduced gradients kept at least, however large: a stage with gradients of 400 MB steps every few seconds, and its
-state takes a minute on a home line."""
+"""Reduced gradients kept at least: with gradients of 400 MB a stage steps faster than its state travels on a home
+line."""
 LIGHT_STATE_S: Final = 60.0
 """A newcomer waits for its state if it arrives within this time; on a slower line it trains as a learner, with weights
 first (`../peer/light.py`). Weights take a sixth of the time, so below this they are not worth the extra download."""

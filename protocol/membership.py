@@ -3,12 +3,10 @@
     owner's key --Delegation--> invite's key --Certificate--> member's key
 
 An invite carries its delegation and the seed of its key, so its holder certifies itself, even while the host and every
-coordinator are down. A receiver checks two signatures and asks nobody. SPKI certificates (RFC 2693, section 3) and
-capability tokens use the same chain.
+coordinator are down. A receiver checks two signatures. Source: certificate chains of SPKI (RFC 2693, section 3).
 
 A certificate expires with its invite, and its peer becomes a stranger, except that a member of a recently obeyed plan
-stays in. For the time after that the owner renews: it signs a new certificate for each planned member that asks
-(`Members.renew`).
+stays in. Meanwhile it can ask the owner, which signs a new certificate for each planned member (`Members.renew`).
 
 A certificate cannot prove offline how many others the invite has made. So a coordinator enforces the number of seats
 when newcomers enter (`Members.why_not_enter`).

@@ -168,8 +168,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     held: tuple[tuple[int, int], ...] = ()
     """(expert group, version) of all experts whose state the sender holds."""
     loads: tuple[int, ...] = ()
-    """Tokens that the sender's microbatches have sent to each expert, over its stage's layers, since it took its place;
-    empty if experts are not placed."""
+    """Tokens that the sender's microbatches have sent to each expert since it took its place; empty if none are
+    placed."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender cannot reach: a hint for the coordinator to check sooner."""
     unsound: tuple[PeerID, ...] = ()
@@ -232,8 +232,7 @@ class TermRequest(_Message, frozen=True):
 
 
 class TermGrant(_Message, frozen=True):
-    """Answers a TermRequest. A grant ends votes for lower terms' plans, and for other candidates' plans of this
-    term."""
+    """Answers a TermRequest. A grant ends votes for lower terms' plans and for others' plans of this term."""
 
     granted: bool
     reason: str = ""
@@ -242,8 +241,7 @@ class TermGrant(_Message, frozen=True):
     live: bytes = b""
     """The sender's live plan, if newer than the request's."""
     accepted: bytes = b""
-    """The plan after the live one for which the sender has voted. It may be live: the candidate must finish it
-    first."""
+    """The sender's vote for a successor of the live plan. It may be live: the candidate must finish it first."""
     accepted_term: int = 0
 
 
@@ -258,8 +256,7 @@ class PlanOffer(_Message, frozen=True):
 
 
 class PlanVote(_Message, frozen=True):
-    """Answers a PlanOffer. `signature` is a `vote` statement on the offer's term and plan, published with the live
-    plan."""
+    """Answers a PlanOffer. `signature`, a `vote` statement on the offer's term and plan, is published with the plan."""
 
     accepted: bool
     reason: str = ""
@@ -355,8 +352,7 @@ class Calibrated(_Part, frozen=True, array_like=True):
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):
-    """The gaps between a peer's heartbeats, in seconds: mean, mean deviation and recent maximum, for its timeout
-    (`coordinator/adaptive_timeout.py`)."""
+    """Mean, mean deviation and recent maximum of the gaps between heartbeats (`coordinator/adaptive_timeout.py`)."""
 
     peer: PeerID
     mean_s: float
@@ -385,8 +381,7 @@ class Leave(_Message, frozen=True):
 
 
 class StandingRequest(_Message, frozen=True):
-    """Asks for the receiver's state: sent by `shoal recover`, by voters before they judge a plan, or by any
-    observer."""
+    """Asks for the receiver's state: sent by `shoal recover`, by voters before they judge a plan, or by observers."""
 
 
 class Standing(_Message, frozen=True, kw_only=True):
@@ -681,8 +676,7 @@ class Grant(EraMessage, frozen=True):
 
     items: tuple[tuple[int, int], ...]
     steps_ahead: int = -1
-    """The leader's choice of steps to run ahead; `gain` scales the number in flight (`replica/flow.py`). -1:
-    unknown."""
+    """The leader's choice of steps to run ahead, -1: unknown; `gain` scales the number in flight (`flow.py`)."""
     gain: float = 1.0
 
 
@@ -768,8 +762,7 @@ class StateOffer(EraMessage, frozen=True):
 
 
 class Keep(EraMessage, frozen=True):
-    """Asks for a copy on the receiver's disk, since the sender's whole stage may die. Answered at once; the receiver
-    fetches when it has time."""
+    """Asks for a copy on the receiver's disk, since the sender's whole stage may die. Answered before the fetch."""
 
     version: int
     layers: tuple[str, ...]
@@ -908,8 +901,7 @@ class ProbeTogether(_Message, frozen=True):
 
 
 class Probed(_Message, frozen=True):
-    """Answers a ProbeTogether: for each link (bytes that arrived, seconds from request to last byte). Empty:
-    declined."""
+    """Answers a ProbeTogether: for each link (bytes that arrived, seconds to the last byte). Empty: declined."""
 
     arrived: tuple[tuple[int, float], ...]
 

@@ -1,8 +1,7 @@
 """Plans: which peers hold which layers; each plan is one link of a signed chain. Pure.
 
 A plan names its term, its sequence and the hash of its predecessor, and is signed by the term's coordinator. Peers
-persist the highest plan that they have seen and refuse lower ones. So nobody obeys a replayed plan, or a coordinator
-that wakes up after its term.
+persist the highest plan that they have seen and refuse lower ones, such as replays, or plans of a deposed coordinator.
 
 A live plan proves itself: it travels as a *link* with the votes of its predecessor's electors (`PlanProof`), or
 contains the owner's mandate. Checking the votes needs the predecessor; `coordinator.chain` does it.
@@ -108,8 +107,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...] = ()
     era: int = 0
-    """Training generation: how often training restarted, from a snapshot because a stage had lost its holders, or from
-    the version at which another layout ended. Versions grow within one era only."""
+    """Training generation: the number of restarts, from a snapshot after a loss or from the version at which another
+    layout ended. Versions grow within one era only."""
     rollbacks: int = 0
     """Eras that began at a snapshot, or at the seed, because state was lost. The others continue an ended layout."""
     restore_version: int = 0
@@ -122,8 +121,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     mandate: bytes = b""
     """The owner's permission for this plan without votes (`sign_mandate`), after the loss of a majority; or empty."""
     reign: int = 0
-    """Number of mandates so far. Only a mandate raises it, and it counts before term and sequence, so that a mandate
-    overrides every plan that peers hold."""
+    """Number of mandates so far. It counts before term and sequence: a mandate overrides every plan that peers hold."""
     exclusions: tuple[bytes, ...] = ()
     """Exclusion orders in force. A successor keeps them, or orders that name at least as much."""
     ends_at: int = 0

@@ -67,8 +67,8 @@ class Transport(Protocol):
         sender gets Unreachable. Delivery is at most once: a broken stream says nothing about what arrived before.
 
         Args:
-            again: the frame's meta if the frame may be sent once more, on the next stream, when its own breaks after
-                the frame has left and before it is known to be handled. It may then arrive twice, and must not change.
+            again: the frame's meta if a frame that left, and may not have been handled when its stream broke, may be
+                sent again on the next stream. It may then arrive twice, and must not change.
         Raises: Unreachable.
         """
         ...
@@ -104,8 +104,7 @@ class Compute(Protocol):
     """One device that runs one job at a time, in the order given."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run `work`, of `flop` operations, which the simulated device turns into seconds. Raises: any error of
-        `work`."""
+        """Run `work` of `flop` operations, which the simulated device turns into seconds. Raises: errors of `work`."""
         ...
 
     async def run_on_host(self, work: Callable[[], T]) -> T:
@@ -155,8 +154,7 @@ class Disk(Protocol):
         ...
 
     def replace(self, source: PurePosixPath, target: PurePosixPath) -> None:
-        """Rename within one folder. Not durable before `sync_folder`, but atomic: after a crash the content is under
-        the old name or the new one.
+        """Rename within one folder: atomic (after a crash the old name or the new one), durable after `sync_folder`.
 
         A file replaces a file; a folder needs a free name, or that of an empty folder. Raises: ValueError: two folders.
         """
@@ -182,6 +180,6 @@ class Disk(Protocol):
         ...
 
     def lock(self, path: PurePosixPath) -> AbstractContextManager[None]:
-        """Lock the file `path` (made if missing) across all processes of this machine; wait until it is free. The end
-        of the process releases it."""
+        """Lock the file `path` (made if missing) among all processes of this machine; wait until it is free, or its
+        holder ended."""
         ...

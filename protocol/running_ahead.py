@@ -123,8 +123,7 @@ def _mean_below(most: float, low: float, high: float) -> float:
 
 
 def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> Choice:
-    """Return the choice with the shortest time to a loss; of equal ones the one with more steps ahead, since versions
-    may be late.
+    """Return the choice with the shortest time to a loss; of equal ones the one with more steps ahead.
 
     Args:
         s_max: most steps that a microbatch may be ahead.

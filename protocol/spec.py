@@ -1,10 +1,9 @@
 """The run spec: everything on which all peers of a run agree before the first microbatch. Pure.
 
-A TOML file becomes a `RunSpec` (frozen, checked); nothing reads a global or an environment variable later. On the way
-`toml/defaults.py` fills in the missing fields that should fit the model, so a `RunSpec` has numbers there; its own
-defaults are for code. Only `swarm.stages` may stay "auto", because the number of peers is not known yet; each plan
-chooses it. The run id is the hash of the owner's key and of the spec's unchangeable fields, so peers with the same run
-id and revision agree on every field.
+A TOML file becomes a `RunSpec` (frozen, checked); nothing reads a global or an environment variable later.
+`toml/defaults.py` fills in missing fields that should fit the model; the defaults here are for code. Only
+`swarm.stages` may stay "auto": each plan chooses it. The run id is the hash of the owner's key and of the unchangeable
+fields, so peers with the same run id and revision agree on every field.
 
 This file is long because it holds every field of a run file with its meaning.
 """
@@ -81,8 +80,7 @@ class ModelSpec(_Section, frozen=True):
     """Decoder layers, without embedding and head."""
     num_heads: int = 4
     """Query heads H; divides dim. A run file without it, or with "auto", gets heads of 64. The next two fields, the
-    learning rate, the warm-up and the division of a step into microbatches have such rules, too (`toml/defaults.py`);
-    `shoal host` prints what it chose."""
+    learning rate, the warm-up and the division of a step have such rules, too; `shoal host` prints the choices."""
     num_kv_heads: int = 2
     """Key and value heads; divides num_heads."""
     ffn_dim: int = 352
@@ -255,8 +253,7 @@ class DataSpec(_Section, frozen=True):
     validation_fraction: float = 0.05
     """Share of the text that is kept for validation."""
     digest: str = ""
-    """BLAKE3 of the prepared text, filled in by the host; of several sources one each, joined by +. A peer with a
-    different text does not serve stage 0."""
+    """BLAKE3 of the prepared text, filled in by the host; of several sources joined by +. Stage 0 needs this text."""
     field: str = "text"
     """Name of the text field in a row of JSON, CSV, Parquet or a data set."""
     subset: str = ""
@@ -376,8 +373,7 @@ class OptimizerSpec(_Section, frozen=True):
     final_learning_rate_fraction: float = 0.1
     """Last rate of a falling schedule, as a fraction of the peak."""
     clip_norm: float = 1.0
-    """Gradient norm bound of each layer, so that it does not depend on the stages; with experts, of each expert and of
-    the rest of the layer. 0: no clipping."""
+    """Gradient norm bound of each layer; with experts, of each expert and of the rest of the layer. 0: no clipping."""
 
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, f"learning_rate must be positive, is {self.learning_rate}")
@@ -578,8 +574,7 @@ class AdapterSpec(_Section, frozen=True):
     alpha: float = 32.0
     """B A is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ADAPTER_TARGETS
-    """Target matrices of each decoder layer; default all. Experts and routers get no adapters: in a model with experts
-    only attention matrices count."""
+    """Target matrices of each decoder layer; default all. In a model with experts only attention matrices count."""
     base: BaseFormat = "bf16"
     """Storage and wire format of the base. "int8": blocks of 64 with a scale each. "nf4": 4 bits a number in the
     decoder layers' matrices, "int8" in embedding and head. Norms and biases are bf16 at least."""
@@ -850,8 +845,7 @@ def unchanging_bytes(spec: RunSpec) -> bytes:
 
 
 def continued_spec(spec: RunSpec, wanted: RunSpec, *, at: int) -> RunSpec:
-    """Return the next revision: `spec` until step `at`, then the changeable fields of `wanted`; without a change,
-    `spec`.
+    """Return the next revision: `spec` until step `at`, then the changeable fields of `wanted`; or `spec`, if equal.
 
     Raises: ValueError: the run cannot be continued so.
     """

@@ -49,8 +49,8 @@ class Price:
     at_one: float
     """Additional steps, as a fraction of all, at a staleness of one step; >= 0."""
     half_powers: int = 2
-    """Twice the power of staleness, > 0. Plans must not depend on the machine, and only products and square roots give
-    the same digits everywhere."""
+    """Twice the power of staleness, > 0. Products and square roots give the same digits on all machines, as plans
+    need."""
     unseen: "Price | None" = None
     """The price with nothing of the open step seen; None: the same."""
 
@@ -89,15 +89,14 @@ _LIKE: Final = MappingProxyType(
 
 _NADAM: Final = {"none": Price(0.57, 3), "pipeoptim": Price(0.47, 3), "eager": Price(0.02, 9, unseen=Price(0.47, 3))}
 _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Price(0.14, 2, unseen=Price(0.4, 1))}
-"""The powers of NAdam's `pipeoptim` and `eager` come from two shares with earlier initial weights; NAdam's `none` and
-Muon's powers are guesses."""
+"""NAdam's powers of `pipeoptim` and `eager` were measured with earlier initial weights; the others are guesses."""
 
 
 def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
     """Return the best number of synchronous first steps, >= 0.
 
-    Source: ours, with 20 warm-up steps: AdamW and NAdam tried with 0, 20 and 40, NAdam with 80, Muon with 0 and 20, no
-        SGD.
+    Source: ours, with 20 warm-up steps: AdamW, NAdam with 0, 20 and 40, NAdam with 80, Muon with 0 and 20; SGD
+        untested.
     """
     return 0 if optimizer == "muon" else 2 * warmup_steps
 

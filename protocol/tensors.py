@@ -33,8 +33,8 @@ _NORMS: Final = {
         "post_feedforward_layernorm",
     ),
 }
-"""`decoder.norms` -> a layer's norms. `post_attention_layernorm` is after the residual sum in Llama, and within the
-branch in OLMo 2 and Gemma."""
+"""`decoder.norms` -> norms. `post_attention_layernorm` is after the residual sum in Llama, and within the branch in
+OLMo 2 and Gemma."""
 
 
 def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:

@@ -1,8 +1,7 @@
 """Limits a byte rate by a token bucket that may go into debt. Pure: the caller says what time it is.
 
 A sender may send while the bucket is not empty and pays afterwards. So a message may be larger than the bucket, and
-urgent ones (a vote, a heartbeat) go at once; later ones wait until the debt is paid. In any time T at most `rate * T +
-burst` and one message pass.
+urgent ones (a vote, a heartbeat) go at once. In any time T at most `rate * T + burst` and one message pass.
 """
 
 import math

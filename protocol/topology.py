@@ -1,7 +1,6 @@
 """A swarm as allocators and simulations see it: the devices, and the links between any two of them.
 
-The file format is a JSON object, that of the DT-FM paper's cases with a few optional fields; `load_topology` documents
-it. Diagonals are never read.
+The file format is JSON as in the DT-FM paper's cases, with optional fields (`load_topology`). Diagonals are never read.
 """
 
 import math

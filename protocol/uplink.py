@@ -6,10 +6,9 @@ queue with priorities, and only as much is in flight as keeps the uplink busy:
 
     window = rate * (round trip + QUEUE_S)
 
-The round trip is the least one seen, `rate` the recent delivery rate. The window bounds bytes and sets no pace: while
-anything is queued the line sends at full speed, so a low estimate does not slow it down. `QUEUE_S` puts more in flight
-than the estimate fills: on a faster line the estimate grows by (round trip + QUEUE_S) / round trip per sample; on a
-slower line some samples show that.
+The round trip is the least one seen, `rate` the recent delivery rate. The window sets no pace: while anything is queued
+the line sends at full speed, so a low estimate does not slow it down. `QUEUE_S` puts more in flight than the estimate
+fills: on a faster line the estimate grows by (round trip + QUEUE_S) / round trip per sample.
 
 An idle line says nothing about its rate: a sample lowers it only if at least a round trip's worth of bytes was queued
 throughout. Each connection has its own window by the same rule and its own rate, so that a slow receiver gets little
@@ -17,8 +16,7 @@ ahead of its rate and takes little of the line's window. It is 1.5 times as wide
 the line's window limits them; their own windows would freeze the present shares.
 
 Source: Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016: the windowed maximum of the
-    delivery rate, the least round trip, application-limited samples. We neither pace nor probe, because TCP below does
-    both; we only bound its queue.
+    delivery rate, the least round trip, application-limited samples. We do not pace or probe: TCP below us does both.
 """
 
 import math
@@ -41,8 +39,7 @@ _NUM_PATH_SAMPLES: Final = 20
 """Samples of a connection. Its rate is often low because others share the line, so its rate when alone is remembered
 for longer, and the next burst need not find it again."""
 _UNSEEN_S: Final = 0.5
-"""Written bytes that the kernel has not seen after one to two such spans are not on their way to it: the daemon holds
-them back, or they took another path."""
+"""Written bytes that the kernel has not seen after one to two such spans wait in the daemon, or took another path."""
 _PAUSE_S: Final = 0.5
 """A pause without a look that starts a new sample."""
 

@@ -1,7 +1,6 @@
 """Tensor formats on the wire, and their sizes in bytes. Pure.
 
-"int8" and "hadamard6" to "hadamard3" are formats of `kernels/codec`: tiles of 64 numbers, each with a scale of two
-bytes.
+"int8" and "hadamard6" to "hadamard3" are formats of `kernels/codec`: tiles of 64 numbers with a scale of two bytes.
 """
 
 from collections import Counter

@@ -15,8 +15,7 @@ class Disturbance:
     """
 
     slowness: float = 1.0
-    """Factor on the path's rate; without effect on a path of infinite rate. Of several the largest counts, since the
-    narrowest place sets the speed."""
+    """Factor on the path's rate, if finite. Of several the largest counts: the narrowest place sets the speed."""
     delay_s: float = 0.0
     """Added to the latency."""
     loss: float = 0.0

@@ -270,8 +270,7 @@ class SimTransport:
         priority: Priority,
         again: bytes | None = None,
     ) -> None:
-        """Return when the frame's last byte has left. `payload` is copied before the first wait. `again` has no effect:
-        no frame is sent twice here.
+        """Return when the frame's last byte has left; `payload` is copied at once. `again` has no effect here.
 
         Raises: Unreachable. ValueError: the frame is larger than any peer accepts.
         """

@@ -213,7 +213,7 @@ class World:
     # Faults -------------------------------------------------------------------------------------------------------
 
     def crash(self, peer: SimPeer) -> None:
-        """Cut the peer's power: connections break, no `finally` runs; unsent data is gone, unsynced files gone or
+        """Cut the peer's power: connections break, no `finally` runs; unsent data is lost, unsynced files may be
         torn."""
         if not peer.is_alive:
             return
@@ -281,8 +281,7 @@ class World:
     def kill_daemon(self, peer: SimPeer, *, restarts_in_s: float = 2.0) -> None:
         """Kill the peer's network daemon, if it runs; the process lives and restarts it (later if it is paused).
 
-        All its connections break. Until the restart its own calls, frames and directory operations wait, and others
-        find nobody at its address.
+        All its connections break. Until the restart its own operations wait, and others find no peer at its address.
         """
         if not peer.is_alive or not peer.transport.card.is_up:
             return
