@@ -23,7 +23,7 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Change of the rotary frequencies for contexts longer than those of the first training.
 
     Sources: linear, Chen et al., 2023, arXiv 2306.15595; yarn, Peng et al., 2023, arXiv 2309.00071; llama3, as in the
-        reference code of Llama 3.1. The numbers are those of `transformers`.
+    reference code of Llama 3.1. The numbers are those of `transformers`.
     """
 
     kind: Literal["linear", "llama3", "yarn"]

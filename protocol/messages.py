@@ -4,7 +4,9 @@ Five conversations: a peer with the coordinator (heartbeats, plans, status), a p
 members within a stage group (progress, rounds, digests, claims), a newcomer with state holders, and an inference client
 with the stages. Peers share no clock, so messages carry durations only.
 
-In all messages `era` and `version` name a training generation and a number of committed steps in it.
+In all messages `era` and `version` name a training generation and a number of committed steps in it. In answers `term`
+is the highest term that the sender has granted or obeyed, and `live` its live plan, empty if it has none (in TermGrant
+and PlanVote also if the request's is as new).
 
 This file is long because the closed union of everything that may cross the wire is one thing to read.
 """
@@ -237,9 +239,7 @@ class TermGrant(_Message, frozen=True):
     granted: bool
     reason: str = ""
     term: int = 0
-    """The highest term that the sender has granted or obeyed."""
     live: bytes = b""
-    """The sender's live plan, if newer than the request's."""
     accepted: bytes = b""
     """The sender's vote for a successor of the live plan. It may be live: the candidate must finish it first."""
     accepted_term: int = 0
@@ -261,9 +261,7 @@ class PlanVote(_Message, frozen=True):
     accepted: bool
     reason: str = ""
     term: int = 0
-    """The highest term that the sender has granted or obeyed."""
     live: bytes = b""
-    """The sender's live plan, if newer than the offer's predecessor."""
     signature: bytes = b""
     unfit: bool = False
 
@@ -316,7 +314,6 @@ class HandOver(_Message, frozen=True, kw_only=True):
     loss: float | None = None
     validation_loss: float | None = None
     validation_step: int | None = None
-    """The validated version."""
     pace: tuple[PaceMark, ...] = ()
     staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
@@ -387,7 +384,6 @@ class StandingRequest(_Message, frozen=True):
 class Standing(_Message, frozen=True, kw_only=True):
     live: bytes
     term: int
-    """The highest term that the sender has granted or obeyed."""
     era: int
     stage: int | None
     version: int
@@ -878,7 +874,6 @@ class InferenceOutput(EraMessage, frozen=True, kw_only=True):
     version: int = -1
     payload: bytes = b""
     refused: str = ""
-    """Why there is no result, for people."""
     is_past: bool = False
 
 

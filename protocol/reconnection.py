@@ -63,7 +63,6 @@ class Way:
     is_owed: bool
     """True if sent data is not acknowledged yet."""
     silent_s: float
-    """Time since the last data from the other end."""
     local: str
 
 
@@ -107,7 +106,6 @@ class Reconnection:
     _absent: dict[PeerID, _Absence] = field(default_factory=dict)
     _back_s: dict[PeerID, float] = field(default_factory=dict)
     _unchanged: dict[PeerID, tuple[frozenset[str], float]] = field(default_factory=dict)
-    """Peer -> its connections, and since when they are the same."""
     _dialled: set[PeerID] = field(default_factory=set)
     _stalled_s: dict[str, float] = field(default_factory=dict)
     """Connection -> since when it owes us an acknowledgement, without a break."""

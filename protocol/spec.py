@@ -565,7 +565,7 @@ class AdapterSpec(_Section, frozen=True):
     vector m, the change of DoRA's magnitude vector. The base is the model with which the run begins: `initial`, or the
     seed.
     Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv 2106.09685; Liu et al., "DoRA:
-        Weight-Decomposed Low-Rank Adaptation", 2024, arXiv 2402.09353, equation 5.
+    Weight-Decomposed Low-Rank Adaptation", 2024, arXiv 2402.09353, equation 5.
     """
 
     kind: Literal["lora", "dora"]

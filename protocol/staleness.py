@@ -17,8 +17,8 @@ are synchronous (warm-up: 20). So a run begins synchronously (`synchronous_steps
 after that. Muon needs no synchronous steps.
 
 Source: ours, from `tests/bench/staleness`. A run's loss is converted to the number of steps that a synchronous run
-    needs for it (interpolated between runs of 200, 300 and 400 steps, each with its own schedule), minus its own
-    synchronous steps. 400 steps, the byte GPT, NAdam 4e-3, one seed:
+needs for it (interpolated between runs of 200, 300 and 400 steps, each with its own schedule), minus its own
+synchronous steps. 400 steps, the byte GPT, NAdam 4e-3, one seed:
 
     synchronous                               400 steps 1.201, 300 steps 1.327, 200 steps 1.551
     eager, two members, all stale after 40    1.209 = 394 steps
@@ -96,7 +96,7 @@ def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
     """Return the best number of synchronous first steps, >= 0.
 
     Source: ours, with 20 warm-up steps: AdamW, NAdam with 0, 20 and 40, NAdam with 80, Muon with 0 and 20; SGD
-        untested.
+    untested.
     """
     return 0 if optimizer == "muon" else 2 * warmup_steps
 

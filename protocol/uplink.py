@@ -16,7 +16,7 @@ ahead of its rate and takes little of the line's window. It is 1.5 times as wide
 the line's window limits them; their own windows would freeze the present shares.
 
 Source: Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016: the windowed maximum of the
-    delivery rate, the least round trip, application-limited samples. We do not pace or probe: TCP below us does both.
+delivery rate, the least round trip, application-limited samples. We do not pace or probe: TCP below us does both.
 """
 
 import math

@@ -239,7 +239,6 @@ class SimDisk:
             folder.change({source.name: None, target.name: moved})
 
     def _remove(self, path: PurePosixPath, *, most: int | None = None) -> None:
-        """Remove all of it, or `most` names, innermost first."""
         parts = _parts(path)
         if not parts:
             raise _os_error(errno.EBUSY, path)

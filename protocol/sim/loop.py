@@ -225,8 +225,6 @@ class _Handle(asyncio.Handle):
 
 
 class _Timer(asyncio.TimerHandle):
-    """A timer handle, likewise."""
-
     __slots__ = ()
 
     def __init__(

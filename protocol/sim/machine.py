@@ -12,6 +12,5 @@ class Machine:
     place: int
     disk: SimDisk
     clock_ahead_s: float = 0.0
-    """Error of the wall clock."""
     slowdown: float = 1.0
     """Factor on the time of its device's jobs."""

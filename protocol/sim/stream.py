@@ -31,7 +31,6 @@ class SimFrame:
     left: asyncio.Future[None]
     """Done when the last byte has left; cancelled when the sender has given up."""
     epoch: int = 0
-    """The stream's epoch when the frame started."""
     is_damaged: bool = False
     is_repeated: bool = False
     """A second delivery, which costs no credit."""
@@ -81,7 +80,6 @@ class Card:
         self.is_alive = True
         self.is_serving = False
         self.is_up = True
-        """True while its network daemon runs."""
         self.came_up = asyncio.Event()
         """Set while `is_up` is true."""
         self.num_daemons_died = 0

@@ -69,7 +69,6 @@ class SimTransport:
         self._met: set[PeerID] = set()
         self._early: list[Callable[[], None]] = []
         self._calls: dict[asyncio.Future[bytes], PeerID] = {}
-        """Awaited reply -> peer."""
         self._is_closing = False
         self._handlers: dict[asyncio.Task[None], asyncio.Future[bytes] | None] = {}
         """Running handler -> the reply that it owes; None: it handles a stream's frames."""
