@@ -83,7 +83,7 @@ def order_exclusion(
 
 
 def in_force(orders: Iterable[Exclusion]) -> Excluded:
-    """Return the exclusions by these valid orders; the owner's newest order overrides all others on its keys."""
+    """Return the exclusions that follow from these valid orders; the owner's newest order overrides all others."""
     is_out: dict[bytes, bool] = {}
     came_by: dict[bytes, bytes] = {}
     for order in sorted(orders, key=lambda order: (bool(order.signature), order.number)):

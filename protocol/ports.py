@@ -55,7 +55,7 @@ class Transport(Protocol):
         ...
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
-        """Raises: Unreachable."""
+        """Send a request and return the reply. Raises: Unreachable."""
         ...
 
     async def send(
@@ -67,8 +67,8 @@ class Transport(Protocol):
         sender gets Unreachable. Delivery is at most once: a broken stream says nothing about what arrived before.
 
         Args:
-            again: the frame's meta if a frame that left, and may not have been handled when its stream broke, may be
-                sent again on the next stream. It may then arrive twice, and must not change.
+            again: the frame's meta for one repetition on the next stream, if this one breaks after the frame has left
+                and before it is known to be handled. It may then arrive twice, and must not change.
         Raises: Unreachable.
         """
         ...

@@ -86,7 +86,8 @@ class Choice:
     steps_ahead: int
     """k: the most steps that a microbatch may be ahead; 0: synchronous."""
     gain: float
-    """g: the most microbatches in flight at the start of a later step's, relative to an empty pipeline's contents."""
+    """g: a later step's microbatch may begin below this many in flight, as a multiple of an empty pipeline's
+    contents."""
     step_s: float
     staleness_steps: float
 

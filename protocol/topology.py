@@ -299,7 +299,7 @@ def close_paths(
     behind_nat: Sequence[bool] | Bools,
     unreachable: Iterable[tuple[str, str]],
 ) -> None:
-    """Set the rate to 0 where there is no path: between devices behind different routers, and between the pairs in
+    """Set the rate to 0 where there is no path: between devices behind different NATs, and between the pairs in
     `unreachable`. Raises: LocalError: a pair names an unknown device."""
     if bytes_per_s.shape != (len(names), len(names)):
         return  # `Topology` raises the error

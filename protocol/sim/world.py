@@ -178,7 +178,7 @@ class World:
         return peer
 
     def identity(self, name: str) -> Identity:
-        """Return the identity of a present or future peer's name."""
+        """Return the identity of the present or future peer with this name."""
         return Identity(hashlib.blake2b(f"shoal sim identity/{self.seed}/{name}".encode(), digest_size=32).digest())
 
     @property
