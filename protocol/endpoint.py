@@ -114,7 +114,7 @@ class Endpoint:
         """Answer messages of `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
-            stage: handle only messages whose `stage` is this group; None: all messages that no group's handler takes.
+            stage: handle only messages with this group as `stage`; None: all messages that no group's handler takes.
         """
         self._on_message[kind, stage] = handler
 
@@ -294,11 +294,11 @@ class Endpoint:
         if verdict is Verdict.WAIT:
             verdict = await self._wait_for_plan(source, type(header))
         if verdict is not Verdict.ALLOWED:
-            logger.debug("dropped a %s frame of %s: not its to send", type(header).__name__, source[-8:])
+            logger.debug("dropped a %s frame of %s: its sender may not send it", type(header).__name__, source[-8:])
             return
         handler = _handler(self._on_frame, header)
         if handler is None:
-            logger.debug("dropped a %s frame from %s: nobody here takes it", type(header).__name__, source[-8:])
+            logger.debug("dropped a %s frame from %s: no handler", type(header).__name__, source[-8:])
             return
         if isinstance(header, messages.EraMessage) and (header.era != self.era or header.revision != self.revision):
             kind = type(header).__name__
@@ -317,7 +317,7 @@ def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: 
     envelope, record = _opened_record(seals, run, data, source)
     gate.members.show(envelope.sender, envelope.certificate)
     if not gate.may_sign(envelope.sender, type(record)):
-        raise RemoteError(source, f"stored a {type(record).__name__} that is not its to store")
+        raise RemoteError(source, f"stored a {type(record).__name__}, which it may not store")
     return envelope.sender, record
 
 

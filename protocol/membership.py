@@ -180,8 +180,8 @@ class Members:
         self._wall_s = wall_s
         self._shown: OrderedDict[PeerID, dict[bytes, Certificate]] = OrderedDict()
         self.planned: Set[PeerID] | None = None
-        """Members of recently obeyed plans, whose certificates may have expired. None: this peer knows no plan, so it
-        cannot tell and accepts expired certificates."""
+        """Members of recently obeyed plans, even with expired certificates. None: this peer knows no plan, so it cannot
+        tell and accepts expired certificates."""
         self.guests: deque[PeerID] = deque(maxlen=_GUESTS_MAX)
         """Commands on this machine, which have a member's permissions."""
         self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""

@@ -168,7 +168,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes that the sender still has to prefetch for the layout that follows the plan `plan_sequence`: layers, and
     steps that they are behind. 0 if it has no room to prefetch."""
     held: tuple[tuple[int, int], ...] = ()
-    """(expert group, version) of all experts whose state the sender holds."""
+    """(expert group, version) of all expert state that the sender holds."""
     loads: tuple[int, ...] = ()
     """Tokens that the sender's microbatches have sent to each expert since it took its place; empty if none are
     placed."""

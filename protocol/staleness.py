@@ -1,6 +1,6 @@
 """Models what staleness costs; the pipeline's control and the allocator share this model. Pure.
 
-A run whose microbatches are s steps stale on average needs 1 + price s^power times as many steps to a loss as a
+A run with microbatches that are s steps stale on average needs 1 + price s^power times as many steps to a loss as a
 synchronous run. So the objective is not tokens/s but
 
     seconds a step x (1 + price s^power)
