@@ -1,12 +1,12 @@
-"""One table: which message may come from whom. `Endpoint` enforces it before any handler sees a message. Pure.
+"""The access table: which role may send each message. `Endpoint` enforces it before any handler runs. Pure.
 
-The handlers behind it take for granted that the sender stands where the table says, under one of the plans that this
-peer has obeyed of late. What the table cannot know stays with them: whether this sender was asked for this very thing.
+A handler can therefore rely on the sender's role. What the table cannot know stays with the handler, such as whether
+this sender was asked for this very thing.
 
-A role is held under a plan, and two peers never obey a new plan in the same moment. Hence the last few plans count,
-and a member's message that no plan of ours explains yet waits for the next plan for a moment before it is refused. The
-two need not have their places under one plan: whoever drains has left its group by the newest one, and finishes the
-round that is open with a member that came by the very same plan.
+A role follows from a plan, and two peers never adopt a new plan at the same moment. Hence the last `PLANS_SERVED` plans
+count, and a member's message that none of our plans explains waits briefly for the next plan before it is refused. Two
+members may get their roles from different plans: a draining member has left its group under the newest plan and still
+finishes the open round, together with a member that the same plan added.
 """
 
 from collections import deque
@@ -22,27 +22,26 @@ from shoal.protocol.plan import Plan
 
 
 class Role(Enum):
-    """Says who may send a message. Each role but `OBSERVER` is a member, certified or the owner, and not excluded."""
+    """The role that a sender needs. All but `OBSERVER` require a certified member (or the owner) that is not
+    excluded."""
 
     NOBODY = auto()
-    """It is only ever an answer."""
     OBSERVER = auto()
-    """Whoever has an invite, one that only lets look on included."""
+    """Any holder of an invite, observer invites included."""
     MEMBER = auto()
-    """Whoever has an invite to train."""
+    """A holder of an invite to train."""
     PLANNED = auto()
-    """A member of a plan that we obey or obeyed of late, its spares included."""
+    """A member, spares included, of one of the last `PLANS_SERVED` plans that this peer obeyed."""
     GROUP_MEMBER = auto()
-    """The sender holds the same stage or the same experts as we."""
+    """The sender holds the same stage or the same experts as we do."""
     NEAR = auto()
     """The sender is a group member, or holds the stage before ours or after it."""
     OWNER = auto()
-    """The run's owner."""
 
 
 WHO_MAY: Final[Mapping[type, Role]] = {
-    # A peer and the coordinator. A plan, and the owner's mandate, prove themselves
-    # wherever they come from: the sender need only be a member.
+    # A peer and the coordinator. A plan and the owner's mandate carry their own signatures, so any member may deliver
+    # them.
     m.Heartbeat: Role.MEMBER,
     m.HeartbeatReply: Role.NOBODY,
     m.TermRequest: Role.MEMBER,
@@ -58,7 +57,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.Reset: Role.MEMBER,
     m.Renew: Role.PLANNED,
     m.Renewed: Role.NOBODY,
-    # Whoever looks on.
+    # Observers.
     m.StandingRequest: Role.OBSERVER,
     m.Standing: Role.NOBODY,
     m.StatusRequest: Role.OBSERVER,
@@ -77,7 +76,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.RoundStart: Role.GROUP_MEMBER,
     m.RoundEnded: Role.GROUP_MEMBER,
     m.Digest: Role.GROUP_MEMBER,
-    m.Attestation: Role.PLANNED,  # also from who drains to another place; the handler looks closer
+    m.Attestation: Role.PLANNED,  # a draining member sends it, too; the handler checks the rest
     m.Claim: Role.GROUP_MEMBER,
     m.Grant: Role.NOBODY,
     m.Repair: Role.PLANNED,
@@ -97,7 +96,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.ReducedRequest: Role.PLANNED,
     m.TiedRequest: Role.PLANNED,
     m.TiedOffer: Role.NOBODY,
-    # What the model says. Its stages work for whoever asks, so an invite that only lets look on is not enough.
+    # Inference costs the stages work, so an observer invite is not enough.
     m.InferenceRequest: Role.MEMBER,
     m.InferenceAnswer: Role.NOBODY,
     m.InferenceOutput: Role.PLANNED,
@@ -113,7 +112,7 @@ WHO_MAY: Final[Mapping[type, Role]] = {
     m.TiedChunk: Role.PLANNED,
     m.InferenceInput: Role.PLANNED,
     m.ProbeChunk: Role.MEMBER,
-    # Records on the directory, by who signed them.
+    # Directory records, by their signer.
     m.SpecRecord: Role.OWNER,
     m.AdvertRecord: Role.MEMBER,
     m.PlanHead: Role.MEMBER,
@@ -123,37 +122,33 @@ _UNDER_A_PLAN: Final = (Role.PLANNED, Role.GROUP_MEMBER, Role.NEAR)
 
 for _kind in (*m.Message.__args__, *m.FrameMeta.__args__, *m.Record.__args__):
     if _kind not in WHO_MAY:
-        raise TypeError(f"{_kind.__name__} does not say who may send it: give it an entry in WHO_MAY")
+        raise TypeError(f"{_kind.__name__} has no role for its sender: give it an entry in WHO_MAY")
 
 
 class Verdict(Enum):
     ALLOWED = auto()
     REFUSED = auto()
     WAIT = auto()
-    """Refused as long as we know no plan that gives the sender the role."""
+    """Refused unless a plan arrives that gives the sender the role."""
 
 
 class Gate:
-    """Applies the table on behalf of one peer.
-
-    Args:
-        me: this peer.
-    """
+    """Applies the access table for the peer `me`."""
 
     def __init__(self, members: Members, me: PeerID) -> None:
         self.members, self._me = members, me
         self._plans: deque[Plan] = deque(maxlen=PLANS_SERVED)
         self._held: set[tuple[PeerID, Role]] = set()
-        """What these plans were found to give."""
+        """Cache of (peer, role) pairs that these plans grant."""
 
     def obey(self, plan: Plan) -> None:
-        """`plan` is the one to go by from now on; those before it give places for a while longer."""
+        """Use `plan` from now on; the roles under the plans before it stay valid for a while."""
         self._plans.appendleft(plan)
         self._held.clear()
         self.members.planned = frozenset(peer for known in self._plans for peer in known.members)
 
     def verdict(self, source: PeerID, kind: type) -> Verdict:
-        """Whether `source` may send us a message of `kind`."""
+        """Decide if `source` may send us a message of `kind`."""
         role = WHO_MAY[kind]
         if source == self._me:
             return Verdict.ALLOWED
@@ -173,11 +168,11 @@ class Gate:
         return bool(self._plans)
 
     def is_planned(self, peer: PeerID) -> bool:
-        """Whether one of the plans obeyed of late has `peer` as a member."""
+        """True if one of the last `PLANS_SERVED` plans has `peer` as a member."""
         return peer in (self.members.planned or ())
 
     def may_sign(self, signer: PeerID, kind: type) -> bool:
-        """Whether a record of `kind` counts that `signer` put on the directory."""
+        """True if `signer` may put a record of `kind` on the directory."""
         return self.verdict(signer, kind) is Verdict.ALLOWED
 
     def _holds(self, source: PeerID, role: Role) -> bool:

@@ -1,7 +1,7 @@
-"""How the weights of a base, which are not trained, are stored and sent, and the bytes that they take. Pure.
+"""Storage format of a base model's frozen weights, and its size in bytes. Pure.
 
-All tensors of a layer lie one behind the other, in the order of `tensors.layer_tensors`, each padded to `ALIGNMENT`
-bytes. "int8" is the format of that name of `kernels/codec`, "nf4" that of `kernels/nf4`.
+A layer's tensors lie one behind the other in the order of `tensors.layer_tensors`, each padded to `ALIGNMENT` bytes.
+"int8" is the format of `kernels/codec`, "nf4" that of `kernels/nf4`.
 """
 
 import math
@@ -16,14 +16,14 @@ from shoal.protocol.tensors import ROUTER, layer_tensors
 ALIGNMENT: Final = 16
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
 TILE: Final = 64
-"""Numbers that share a scale, in formats of few bits."""
+"""Elements that share one scale in "int8" and "nf4"."""
 _TILE_BYTES: Final = {"int8": 66, "nf4": 34}
 
 
 def stored_tensors(
     model: ModelSpec, base: BaseFormat, key: str
 ) -> Iterator[tuple[str, tuple[int, ...], BaseFormat, int, int]]:
-    """Each tensor of a layer: (name, shape, its own format, first byte, end)."""
+    """Yield each tensor of a layer: (name, shape, its own format, first byte, end)."""
     matrices, vectors = layer_tensors(model, key)
     first = 0
     for name, shape in (matrices | vectors).items():
@@ -34,7 +34,7 @@ def stored_tensors(
 
 
 def form_bytes(form: BaseFormat, numel: int) -> int:
-    """The bytes of a tensor of `numel` elements."""
+    """Return the size in bytes of a tensor of `numel` elements."""
     if form in _PLAIN_BYTES:
         return _PLAIN_BYTES[form] * numel
     return _TILE_BYTES[form] * -(-numel // TILE)
@@ -42,19 +42,20 @@ def form_bytes(form: BaseFormat, numel: int) -> int:
 
 @lru_cache(maxsize=4096)
 def base_bytes(model: ModelSpec, base: BaseFormat, key: str) -> int:
-    """The bytes of a layer's base, a multiple of `ALIGNMENT`."""
+    """Return the size in bytes of a layer's base, a multiple of `ALIGNMENT`."""
     *_, (_, _, _, _, end) = stored_tensors(model, base, key)
     return end + -end % ALIGNMENT
 
 
 def model_bytes(model: ModelSpec, base: BaseFormat) -> int:
-    """The bytes of the base of a whole model."""
+    """Return the size in bytes of the whole model's base."""
     return sum(base_bytes(model, base, key) for key in all_layer_keys(model))
 
 
 def _form_of(base: BaseFormat, key: str, shape: tuple[int, ...], *, is_router: bool) -> BaseFormat:
-    # A router takes little room, and a token that it sends elsewhere is another model's.
+    # A router is small, and rounding it would send tokens to other experts.
     if len(shape) == 1 or is_router:
         return "fp32" if base == "fp32" else "bf16"
-    # Every token passes through embedding and head, whose rows are one token's each: 4 bits would cost much there.
+    # Every token passes through embedding and head, and each of their rows belongs to one token: 4 bits cost much
+    # there.
     return "int8" if base == "nf4" and key in (EMBED, HEAD) else base

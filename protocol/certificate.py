@@ -1,11 +1,10 @@
-"""Certificates of versions: a majority of the places of a group has signed what the group's layers are at a version.
-Pure.
+"""Version certificates: a majority of a group signs the digests of its layers at one version. Pure.
 
-A number proves nothing: anybody can put a snapshot on its disk and claim that it is the newest. So each member of a
-group signs the digests of its layers at every version of which snapshots are written, and when a layout ends
-(`Attested`, in its heartbeats). The next plan carries what a majority of a group has signed (`Certified`), and its
-voters check the signatures; so a live plan is the run's table of the versions that may be gone back to, layer by layer.
-Whoever fetches such a version takes no layer with another digest.
+A version number alone proves nothing: anybody can claim to have the newest snapshot. So each member signs the digests
+of its group's layers at every snapshot version and when a layout ends, and sends the signature in its heartbeats
+(`Attested`). The next plan carries what a majority of a group has signed (`Certified`), and its voters check the
+signatures. A live plan therefore lists, layer by layer, the versions that the run may restore. A peer that fetches such
+a version rejects a layer with another digest.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,31 +16,30 @@ from blake3 import blake3
 from shoal.protocol.identity import PeerID
 
 JURY = 15
-"""Members that sign for a larger group, drawn by lot: their signatures travel with a plan."""
+"""Members drawn by lot that sign for a larger group, because the signatures travel in a plan."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 Proofs = tuple[tuple[str, str], ...]
-"""(layer, `LayerState.proof`) of all layers of a group, in their order."""
+"""(layer, `LayerState.proof`) of all layers of a group, in order."""
 
 
 def root_of(proofs: Iterable[tuple[str, str]]) -> str:
-    """One digest of the (layer, digest) of all layers of a group, in their order."""
+    """Return one digest over the (layer, digest) pairs of a group's layers, in order."""
     return blake3(_ENCODER.encode(tuple(proofs))).hexdigest(length=16)
 
 
 def state_body(*, era: int, version: int, root: str) -> bytes:
-    """What a holder signs, as a `state` statement. The layers' names are in the root."""
+    """Return the bytes that a holder signs as its `state` statement. The root covers the layers' names."""
     return _ENCODER.encode((era, version, root))
 
 
 class Attested(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
-    """One member's word that its group's layers have these digests at a version to which it has stepped."""
+    """One member's signed claim that its group's layers have these digests at a version that it has committed."""
 
     era: int
     version: int
     proofs: Proofs
     signature: bytes
-    """Its `state` statement of `body`."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -54,18 +52,18 @@ class Attested(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
 
 class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
-    """What a group's layers are at a version, by the word of a majority of its places."""
+    """Digests of a group's layers at a version, signed by a majority of the group."""
 
     era: int
     version: int
     proofs: Proofs
     signatures: tuple[tuple[int, bytes], ...] = ()
-    """(position among the group's jury under the plan before, its `state` statement). Empty in later plans: the voters
-    of the first one have checked them."""
+    """(position in the group's jury under the previous plan, that member's `state` statement). Empty in later plans,
+    since the first plan's voters have checked the signatures."""
 
     @property
     def age(self) -> tuple[int, int]:
-        """(era, version): the higher is newer."""
+        """(era, version); the greater is newer."""
         return self.era, self.version
 
     @property
@@ -75,7 +73,7 @@ class Certified(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
     @cached_property
     def bare(self) -> "Certified":
-        """The same without signatures."""
+        """This certificate without signatures."""
         return msgspec.structs.replace(self, signatures=()) if self.signatures else self
 
     @cached_property
@@ -88,12 +86,12 @@ def _body(era: int, version: int, proofs: Proofs) -> bytes:
 
 
 def jury(members: Sequence[PeerID], lot: str) -> tuple[PeerID, ...]:
-    """The members whose signatures certify a version of their group. Args: lot: nobody can choose it."""
+    """Return the members that sign for their group. `lot` must be a string that no member can choose."""
     if len(members) <= JURY:
         return tuple(members)
     return tuple(sorted(members, key=lambda peer: blake3(f"{lot}/{peer}".encode()).digest())[:JURY])
 
 
 def layers_at(certified: Iterable[Certified], age: tuple[int, int]) -> dict[str, str]:
-    """Layer -> the digest that it has at (era, version), of the layers of which that is certified."""
+    """Return layer -> certified digest at (era, version), for the layers that have one."""
     return {key: proof for entry in certified if entry.age == age for key, proof in entry.proofs}

@@ -1,7 +1,7 @@
-"""The switches of the one decoder, and the families of models that are made of them. Pure.
+"""The decoder's switches, and the model families made of them. Pure.
 
-With all switches at their defaults the decoder is Llama's. A family is a row of `FAMILIES`, not a class: which switches
-it may have, and with which values. A decoder that no family has is refused, since nobody could load what it learns.
+With all switches at their defaults the decoder is Llama's. A family is a row of `FAMILIES`, not a class: the values
+that each switch may have. A combination outside all families is refused: no other software could load the result.
 """
 
 import math
@@ -20,7 +20,7 @@ def _require(condition: bool, sentence: str) -> None:
 
 
 class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """How rotary frequencies are changed for contexts longer than those that the model was first trained on.
+    """Change of the rotary frequencies for contexts longer than those of the first training.
 
     Sources: linear, Chen et al., 2023, arXiv 2306.15595; yarn, Peng et al., 2023, arXiv 2309.00071; llama3, as in the
     reference code of Llama 3.1. The numbers are those of `transformers`.
@@ -28,13 +28,13 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
-    """The divisor of low frequencies; with linear, of all."""
+    """The divisor of low frequencies; with linear, of all frequencies."""
     original_context: int = 0
-    """Tokens of a sample before the change; linear does not ask."""
+    """Context length in tokens before the change; linear does not need it."""
     low_freq_factor: float = 1.0
-    """llama3: what turns less often than this within the original context is divided."""
+    """llama3: frequencies with fewer turns than this within the original context are divided by `factor`."""
     high_freq_factor: float = 4.0
-    """llama3: what turns more often is left as it is; between the two it changes over gradually."""
+    """llama3: frequencies with more turns than this stay as they are; between the two the change is gradual."""
     beta_slow: float = 1.0
     """yarn: as `low_freq_factor`."""
     beta_fast: float = 32.0
@@ -42,7 +42,7 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     attention_factor: float | None = None
     """yarn: the factor of cosines and sines. None: 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """yarn: the change-over begins and ends at whole frequencies."""
+    """yarn: the transition begins and ends at whole frequencies."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.factor < math.inf, f"factor must be 1 at least, is {self.factor}")
@@ -71,39 +71,37 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def yarn_factor(factor: float, scale: float = 1.0) -> float:
-    """How much longer queries and keys together become by yarn's rule (2309.00071, equation 22), times a scale."""
+    """Return yarn's factor on queries and keys together (2309.00071, equation 22), times `scale`."""
     return 0.1 * scale * math.log(factor) + 1.0
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The switches that tell the decoder from Llama's."""
+    """The switches in which a decoder differs from Llama's."""
 
     rope: RopeScaling | None = None
-    """None: rotary positions as they are."""
+    """None: rotary positions are unchanged."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections of the attention have biases: none, all but the last, all."""
     mlp_bias: bool = False
-    """The projections of the feed-forward have biases."""
     qk_norm: Literal["none", "head", "projection"] = "none"
-    """Queries and keys are normalised before they are rotated: each head by itself, or the whole projection."""
+    """Norm of queries and keys before the rotation: of each head, or of the whole projection."""
     norms: Literal["pre", "post", "both"] = "pre"
-    """Attention and feed-forward are normalised before, behind (within the residual), or both."""
+    """Norm placement at attention and feed-forward: before, after (within the residual branch), or both."""
     norm_plus_one: bool = False
     """A norm multiplies by 1 + w instead of w, so that its weights lie around 0."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """What bends the feed-forward's gate: SwiGLU or GeGLU."""
+    """Activation of the feed-forward's gate: SwiGLU or GeGLU."""
     window: int = 0
-    """Tokens that a token looks at, itself among them; 0: all before it."""
+    """Sliding attention window in tokens, including the token itself; 0: full causal attention."""
     full_layers: tuple[int, ...] = ()
-    """The decoder layers in which it looks at all before it even so."""
+    """The decoder layers that use full attention despite `window`."""
     window_rope_theta: float | None = None
-    """`rope_theta` of the layers with a window, to which `rope` does not apply then. None: as everywhere."""
+    """`rope_theta` of layers with a window, to which `rope` then does not apply. None: as in other layers."""
     score_dim: int | None = None
     """Attention scores are divided by the square root of this. None: of the head size."""
     attention_softcap: float = 0.0
-    """c, where attention scores become c tanh(score / c); 0: they do not."""
+    """Soft cap c: attention scores become c tanh(score / c). 0: no cap."""
     logit_softcap: float = 0.0
-    """The same of the model's logits."""
     scale_embedding: bool = False
     """Embeddings are multiplied by the square root of the width."""
 
@@ -125,7 +123,7 @@ LLAMA: Final = DecoderSpec()
 
 
 class _Any:
-    """Stands for every value of a switch."""
+    """Contains every value: the switch is free."""
 
     def __contains__(self, value: object) -> bool:
         return True
@@ -157,23 +155,18 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma2": {**_GEMMA, "attention_softcap": _ANY},
     "gemma3_text": {**_GEMMA, "qk_norm": ("head",), "window_rope_theta": _ANY},
 }
-"""Family, by its `model_type` in `transformers` -> the values that each switch may have; all others have their
-defaults. The first that fits is a model's."""
+"""Family (`model_type` in `transformers`) -> allowed values of each switch; a switch that is not named must have its
+default. A model belongs to the first family that fits."""
 EXPERT_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "mixtral": {**_ROTARY, **_HEADS, "window": _ANY},
     "qwen3_moe": {**_BIASES, **_ROTARY, **_HEADS, "window": _ANY, "qk_norm": ("head",)},
 }
-"""The same of models with experts."""
+"""The same for models with experts."""
 
 
 @lru_cache(maxsize=1024)
 def family_of(decoder: DecoderSpec, *, head_size: int | None, experts: bool) -> str:
-    """The family of a decoder.
-
-    Args:
-        head_size: where it is not the width divided by the heads.
-    Raises: ValueError: there is none.
-    """
+    """Return the family of a decoder; `head_size` is None for width / heads. Raises: ValueError: no family fits."""
     said = {name: getattr(decoder, name) for name in decoder.__struct_fields__} | {"head_size": head_size}
     usual = {name: getattr(LLAMA, name) for name in decoder.__struct_fields__} | {"head_size": None}
     families = EXPERT_FAMILIES if experts else FAMILIES
@@ -182,4 +175,4 @@ def family_of(decoder: DecoderSpec, *, head_size: int | None, experts: bool) -> 
             return family
     unusual = ", ".join(name for name, value in said.items() if value != usual[name])
     kind = "with experts " if experts else ""
-    raise ValueError(f"no model {kind}of {', '.join(families)} has a decoder with {unusual} as they are here")
+    raise ValueError(f"no model family {kind}({', '.join(families)}) allows these values together: {unusual}")

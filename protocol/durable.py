@@ -1,4 +1,4 @@
-"""Replaces a file as a whole: after a crash or a power cut there is the old content or the new one, never none."""
+"""Replaces a file atomically: after a crash or a power cut the file has either the old content or the new one."""
 
 from pathlib import PurePosixPath
 
@@ -6,10 +6,7 @@ from shoal.protocol.ports import Disk, Payload
 
 
 def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
-    """Write `content` beside `path` and rename it. On return it is durable, and so is its name.
-
-    Raises: OSError: there is no room, for example.
-    """
+    """Write `content` beside `path`, then rename; durable on return. Raises: OSError: for example, the disk is full."""
     beside = path.with_suffix(".new")
     disk.make_folder(path.parent)
     disk.write(beside, content)

@@ -1,12 +1,11 @@
-"""A peer's mouth and ears: typed messages over a Transport, each call and reply in an envelope (`envelope.py`).
+"""Typed messages over a `Transport`, with each call and reply in an envelope (`envelope.py`).
 
-One place where bytes from the network become values, and where the table of `access.py` is enforced: no handler sees a
-message that its sender may not send. Who the sender is the transport says, whose connection has proved it. Handlers
-register by message type; a message of a type that nobody handles, or that does not decode, is the sender's fault and
-says so.
+This is the one place where bytes from the network become values and where the table of `access.py` is enforced: no
+handler sees a message that its sender may not send. The transport authenticates the sender. Handlers register by
+message type; a message that does not decode, or that has no handler, is refused with a reason.
 
-A caller encloses its certificate until the other has answered it once. A peer that has forgotten it meanwhile (a
-restart), or knows one that has ended, refuses the call unhandled, and the call goes out again with it.
+A caller encloses its certificate until the receiver has answered it once. A receiver without a valid certificate (after
+a restart, or an expiry) refuses the call before any handler runs, and the caller repeats the call with it.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""A kind of message and a group."""
+"""(message type, group); group None: no particular group."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")
@@ -45,7 +44,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _MESSAGES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Message)
 _FRAMES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.FrameMeta)
 _RECORDS_KEPT = 4096
-"""Opened records of the directory, of all runs of this process."""
+"""Cached directory records of all runs in this process."""
 _RECORDS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Record)
 _SHOW = "show your certificate"
 _NOT_NEW = (
@@ -59,10 +58,12 @@ class Endpoint:
     """One peer's identity on one transport, within one run.
 
     Args:
-        gate: who may send what; also says who we are to others, by `gate.members.certificate`.
-
-    `term` stamps outgoing envelopes; the node raises it with every plan it obeys. `era` and `revision` stamp what
-    concerns training (`EraMessage`), and such a message of another era or revision is refused, a frame dropped.
+        gate: the access rules; `gate.members.certificate` is our own certificate, to be shown to others.
+        first_sequence: the first sequence number of our envelopes; after a restart above all that others have seen.
+    Attributes:
+        term: stamped on outgoing envelopes; the node raises it with every plan that it obeys.
+        era, revision: stamped on training messages (`EraMessage`). Messages of other values are refused, frames
+            dropped.
     """
 
     def __init__(
@@ -75,8 +76,6 @@ class Endpoint:
         first_sequence: int = 0,
         seals: Seals = SEALS,
     ) -> None:
-        # After a restart under the same identity sequences must not begin again below what others have seen:
-        # `first_sequence` is then the wall clock in microseconds.
         self.identity = identity
         self.peer_id = identity.peer_id
         self.transport = transport
@@ -90,12 +89,12 @@ class Endpoint:
         self.revision = 0
         self._next_sequence = first_sequence
         self.is_displaced = False
-        """Whether a later process has spoken as this peer, from a copy of its key: others hear that one alone."""
+        """True once another process with a copy of our key has spoken: others then ignore this one."""
         self._guard = ReplayGuard()
         self._knows_us: set[PeerID] = set()
-        """Who has answered a call of ours, and so has seen our certificate."""
+        """Peers that have answered a call of ours, and so have seen our certificate."""
         self.on_heard: Callable[[PeerID], None] = lambda peer: None
-        """Called for each call and frame of a member, before it is handled."""
+        """Called for each call and frame of a member, before its handler."""
         self._new_plan = asyncio.Event()
         self._waiting: Counter[PeerID] = Counter()
         self._log_again_s = 0.0
@@ -104,7 +103,7 @@ class Endpoint:
         transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
 
     def obey(self, plan: Plan) -> None:
-        """Let `plan` give the members their roles from now on."""
+        """Take the members' roles from `plan` from now on."""
         self.gate.obey(plan)
         self._new_plan.set()
         self._new_plan = asyncio.Event()
@@ -112,10 +111,10 @@ class Endpoint:
     def on(
         self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]], *, stage: int | None = None
     ) -> None:
-        """Answer messages of `kind`; a `Refusal` (returned, or raised as `Refused`) tells the sender why not.
+        """Answer messages of `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
-            stage: those for this group alone, by the message's `stage`; None: all that no group takes.
+            stage: handle only messages with this group as `stage`; None: all messages that no group's handler takes.
         """
         self._on_message[kind, stage] = handler
 
@@ -125,13 +124,13 @@ class Endpoint:
         self._on_frame[kind, stage] = handler
 
     def leave_stage(self, stage: int) -> None:
-        """Whatever still comes for this group is refused, and its frames are dropped."""
+        """Remove this group's handlers: its messages are refused from now on, and its frames dropped."""
         for handlers in (self._on_message, self._on_frame):
             for address in [address for address in handlers if address[1] == stage]:
                 del handlers[address]
 
     def off(self, *handlers: Callable[..., object]) -> None:
-        """Answer nothing by these any more, but by who replaced them: a handler keeps alive what it belongs to."""
+        """Remove these handlers, but not their replacements: a registered handler keeps its owner alive."""
         for table in (self._on_message, self._on_frame):
             for address in [address for address, handler in table.items() if handler in handlers]:
                 del table[address]
@@ -141,7 +140,7 @@ class Endpoint:
     ) -> R:
         """Call `peer` and return its answer.
 
-        Raises: Unreachable; Refused: it declined; RemoteError: the answer is not an `expect`.
+        Raises: Unreachable; Refused: the peer declined; RemoteError: the answer is not an `expect`.
         """
         message = self._stamped(message)
         if peer == self.peer_id:
@@ -155,7 +154,7 @@ class Endpoint:
         return reply
 
     async def _call(self, peer: PeerID, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct:
-        """Call without our certificate if `peer` has answered us before, and with it if `peer` has forgotten us."""
+        """Call without our certificate if `peer` has answered before, and again with it if `peer` has forgotten it."""
         shown = self.members.certificate
         for certificate in (b"", shown) if peer in self._knows_us else (shown,):
             request = self._seal("call", message, certificate)
@@ -178,7 +177,7 @@ class Endpoint:
         priority: Priority,
         again: msgspec.Struct | None = None,
     ) -> None:
-        """Put one tensor frame on the stream to `peer`. Args: again: as of `Transport.send`. Raises: Unreachable."""
+        """Send one tensor frame to `peer`. `again` is as in `Transport.send`. Raises: Unreachable."""
         meta = self._stamped(meta)
         if peer == self.peer_id:
             handler = _handler(self._on_frame, meta)
@@ -189,14 +188,14 @@ class Endpoint:
         await self.transport.send(peer, _ENCODER.encode(meta), payload, priority=priority, again=repeated)
 
     def seal_record(self, record: msgspec.Struct) -> bytes:
-        """Sign `record` for the directory, with the certificate of whoever stands behind it."""
+        """Sign `record` for the directory and enclose our certificate."""
         return self._seal("record", record, self.members.certificate)
 
     def open_record(self, data: bytes, *, source: PeerID) -> tuple[PeerID, Any]:
         """Returns: (signer, record). Raises: RemoteError."""
         envelope, _ = _opened_record(self.seals, self.run, data, source)
         if envelope.sender == self.peer_id and envelope.sequence >= self._next_sequence:
-            self.is_displaced = True  # our own signature on what this process has not said
+            self.is_displaced = True  # our own signature on something that this process did not send
         return open_signed_record(self.seals, self.gate, self.run, data, source)
 
     def _stamped(self, message: msgspec.Struct) -> msgspec.Struct:
@@ -219,7 +218,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Raises: RemoteError: a stranger sent something that is not even a call of this run; it gets no answer."""
+        """Answer a call. Raises: RemoteError: a stranger's bytes are no call of this run; it gets no answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)
@@ -242,14 +241,14 @@ class Endpoint:
         return await self._dispatch(source, _decode(_MESSAGES, envelope.body, source))
 
     def _log_refused(self, error: RemoteError) -> None:
-        """A line now and then: a member that sends rubbish all day must not fill a disk."""
-        now_s = time.monotonic()  # of the log's reader, also in virtual time
+        """Log at most one line per `REFUSALS_LOGGED_S`, so that a member's rubbish cannot fill the disk."""
+        now_s = time.monotonic()  # real time even in a simulation, since people read the log
         if now_s >= self._log_again_s:
             logger.warning("refused a call: %s", error)
             self._log_again_s = now_s + REFUSALS_LOGGED_S
 
     async def _wait_for_plan(self, source: PeerID, kind: type) -> Verdict:
-        """What the table says of a message of `kind` by a plan that may be on its way to us."""
+        """Return the verdict under a plan that arrives within `PLAN_WAIT_S`; WAIT if none settles it."""
         verdict = Verdict.WAIT
         if not self._may_wait(source):
             return verdict
@@ -295,11 +294,11 @@ class Endpoint:
         if verdict is Verdict.WAIT:
             verdict = await self._wait_for_plan(source, type(header))
         if verdict is not Verdict.ALLOWED:
-            logger.debug("dropped a %s frame of %s: not its to send", type(header).__name__, source[-8:])
+            logger.debug("dropped a %s frame of %s: its sender may not send it", type(header).__name__, source[-8:])
             return
         handler = _handler(self._on_frame, header)
         if handler is None:
-            logger.debug("dropped a %s frame from %s: nobody here takes it", type(header).__name__, source[-8:])
+            logger.debug("dropped a %s frame from %s: no handler", type(header).__name__, source[-8:])
             return
         if isinstance(header, messages.EraMessage) and (header.era != self.era or header.revision != self.revision):
             kind = type(header).__name__
@@ -309,26 +308,22 @@ class Endpoint:
 
 
 def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
-    """The group's that it is for, else everybody's."""
     kind = type(message)
     return handlers.get((kind, getattr(message, "stage", None))) or handlers.get((kind, None))
 
 
 def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
-    """(signer, record) of what `source` stored, if the signer may.
-
-    Raises: RemoteError.
-    """
+    """Return (signer, record) of a record that `source` stored, if the signer may store it. Raises: RemoteError."""
     envelope, record = _opened_record(seals, run, data, source)
     gate.members.show(envelope.sender, envelope.certificate)
     if not gate.may_sign(envelope.sender, type(record)):
-        raise RemoteError(source, f"stored a {type(record).__name__} that is not its to store")
+        raise RemoteError(source, f"stored a {type(record).__name__}, which it may not store")
     return envelope.sender, record
 
 
 @lru_cache(maxsize=_RECORDS_KEPT)
 def _opened_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[Envelope, Any]:
-    """Most records are the same at the next reading, and immutable."""
+    """Decode a record, cached: most records are unchanged at the next reading."""
     envelope = seals.unseal(data, "record", run=run, source=source, relayed=True)
     return envelope, _decode(_RECORDS, envelope.body, source)
 

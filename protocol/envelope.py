@@ -1,13 +1,9 @@
-"""The envelope around every record and every call: run, term, sender, sequence, body, and what vouches for them.
+"""The envelope around every record and call: run, term, sender, sequence, body, and a signature or checksum.
 
-An envelope that a third party may be shown (record, plan, mandate, hello) is signed by its sender. A call and its reply
-are shown to nobody but the other end of one libp2p connection, which has proved both ends' keys to each other and keeps
-what it carries secret and whole, also through a relay. The transport says who that other end is, so these two
-envelopes carry a checksum in place of the signature: it finds damage, and stops nobody who lies about himself, which
-the transport does.
-
-Signature and checksum cover a domain tag too ("call", "record", "plan", ...), so that bytes made for one purpose cannot
-be used for another.
+An envelope that third parties may see (record, plan, mandate, hello) is signed by its sender. A call and its reply stay
+within one libp2p connection, which has authenticated both ends and encrypts the traffic, also through a relay; the
+transport names the other end. These two envelopes carry a checksum instead, which finds damage. Signature and checksum
+also cover a domain tag ("call", "record", "plan", ...), so that bytes made for one purpose cannot serve another.
 """
 
 from collections import OrderedDict
@@ -23,13 +19,13 @@ from shoal.protocol.limits import CONTROL_BYTES_MAX, REPLAY_WINDOW
 
 Domain = Literal["call", "reply", "record", "plan", "mandate", "hello"]
 _DIRECT: Final = frozenset({"call", "reply"})
-"""Domains of what one peer hands to another and nobody hands on."""
+"""Domains of messages between two ends of one connection; no one forwards them."""
 SIGNATURE_BYTES: Final = 64
 CHECKSUM_BYTES: Final = 8
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`body` is the msgpack of one message; the rest says who speaks, in which run and term, and its number."""
+    """`body` is one message in msgpack; the other fields name run, term and sender and number the message."""
 
     run: str
     term: int
@@ -37,9 +33,9 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     sequence: int
     body: bytes
     proof: bytes
-    """The sender's Ed25519 signature; of a call or a reply the checksum xxh3-64."""
+    """The sender's Ed25519 signature; for a call or a reply the checksum xxh3-64."""
     certificate: bytes = b""
-    """The sender's, where the receiver may not have seen it yet. It proves itself, so the signature leaves it out."""
+    """The sender's certificate, if the receiver may lack it; with signatures of its own, so `proof` leaves it out."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -47,26 +43,26 @@ _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
 def is_direct(domain: Domain) -> bool:
-    """Whether such an envelope is for the other end of a connection alone, and so needs no signature."""
+    """True if the envelope stays within one connection and needs no signature."""
     return domain in _DIRECT
 
 
 def seal(
     identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes, certificate: bytes = b""
 ) -> bytes:
-    """Put `body` into an envelope of `identity`, signed unless it `is_direct`. Returns: the envelope's bytes."""
+    """Return the bytes of an envelope of `identity` around `body`, signed unless the domain `is_direct`."""
     covered = _ENCODER.encode((domain, run, term, identity.peer_id, sequence, body))
     proof = xxh3_64_digest(covered) if domain in _DIRECT else identity.sign(covered)
     return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, proof, certificate))
 
 
 def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bool = False) -> Envelope:
-    """Check size, nesting, shape, run and signature (or checksum) of what `source` handed us, in that order.
+    """Check size, nesting, shape, run and signature (or checksum) of an envelope that `source` sent, in that order.
 
     Args:
-        source: who the transport says is at the other end.
-        relayed: records and plans are handed on by others; only then may the signer differ from `source`.
-    Raises: RemoteError: any of the checks fails; names `source`.
+        source: the peer at the other end, as authenticated by the transport.
+        relayed: True for records and plans, which others forward: the signer may then differ from `source`.
+    Raises: RemoteError: a check fails; names `source`.
     """
     if len(data) > CONTROL_BYTES_MAX:
         raise RemoteError(source, f"sent {len(data)} bytes where {CONTROL_BYTES_MAX} are the limit")
@@ -84,14 +80,14 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
     covered = _ENCODER.encode((domain, run, envelope.term, envelope.sender, envelope.sequence, envelope.body))
     if direct:
         if xxh3_64_digest(covered) != envelope.proof:
-            raise RemoteError(source, "sent a message whose checksum does not hold")
+            raise RemoteError(source, "sent a message with a wrong checksum")
     elif not verify(envelope.sender, envelope.proof, covered):
-        raise RemoteError(source, "sent a message whose signature does not hold")
+        raise RemoteError(source, "sent a message with an invalid signature")
     return envelope
 
 
 class ReplayGuard:
-    """Accepts each call sequence of a sender once, in any order within `REPLAY_WINDOW` of its highest."""
+    """Accepts each sequence of a sender once, in any order within `REPLAY_WINDOW` of the sender's highest."""
 
     def __init__(self, senders_max: int = 4096) -> None:
         self._seen: OrderedDict[PeerID, tuple[int, set[int]]] = OrderedDict()

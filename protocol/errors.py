@@ -1,12 +1,12 @@
-"""Errors by whose fault they are. Pure.
+"""Errors, by the side at fault. Pure.
 
-`LocalError`: ours or our user's; the message says what to do. `RemoteError`: a peer broke the protocol;
-carries who, so that the driver can stop talking to it. `Unreachable`: nobody's fault yet, a network is a network.
+`LocalError`: our process or its user; the message says what to do. `RemoteError`: a peer broke the protocol; it names
+that peer, so that the driver can stop talking to it. `Unreachable`: nobody's fault yet, since networks fail.
 """
 
 
 class ShoalError(Exception):
-    """Base of all. `str(error)` is one line fit for the command line."""
+    """Base class. `str(error)` is one line fit for the command line."""
 
 
 class LocalError(ShoalError):
@@ -22,11 +22,11 @@ class InviteError(LocalError):
 
 
 class RunNotFound(LocalError):
-    """Nobody who could be reached has the run of an invite."""
+    """No reachable peer has the run of an invite."""
 
 
 class DataError(LocalError):
-    """The text that a run trains on is missing, empty or not the run's."""
+    """The training text is missing, empty, or not the run's."""
 
 
 class TransportError(LocalError):
@@ -42,10 +42,7 @@ class RemoteError(ShoalError):
 
 
 class Unreachable(ShoalError):
-    """`peer_id` did not answer in time, or its connection broke.
-
-    Args: is_silence: nothing came back, however soon that was found out: a process may be there all the same.
-    """
+    """`peer_id` did not answer in time, or its connection broke. `is_silence`: nothing came back; it may still run."""
 
     def __init__(self, peer_id: str, why: str, *, is_silence: bool = False) -> None:
         super().__init__(f"peer {peer_id[-8:]} is unreachable: {why}")
@@ -55,7 +52,7 @@ class Unreachable(ShoalError):
 
 
 class Refused(ShoalError):
-    """`peer_id` understood the call and declined; `reason` is its sentence."""
+    """`peer_id` understood the call and declined; `reason` is its explanation."""
 
     def __init__(self, peer_id: str, reason: str) -> None:
         super().__init__(f"peer {peer_id[-8:]} refused: {reason}")

@@ -1,11 +1,11 @@
-"""Exclusion: the owner, or a majority, puts a member's key or a whole invite's out of the run for good. Pure.
+"""Exclusion orders: the owner, or a majority, removes a member's key or an invite's key from the run for good. Pure.
 
-An order proves itself, so anybody may hand it on, and plans carry the orders of their run. The owner's orders name all
-keys that it has ever excluded, and of these the ones that it has let in again: the newest order is enough. A majority's
-is of the electors of one plan, for one set of keys; what the owner lets in again is in, whoever excluded it.
+An order carries its own signatures, so any peer may forward it, and plans carry the orders of their run. The owner's
+order names every key that the owner ever excluded and marks the readmitted ones: the newest order is enough. A
+majority's order comes from the electors of one plan, for one set of keys. The owner can readmit any key.
 
-An order says by which invite each member came, because a member has a fresh key whenever it likes. The seat of an
-excluded member stays taken, and the second exclusion of a member of one invite excludes the invite.
+A member can make a fresh key at any time, so an order also names each member's invite. An excluded member's seat stays
+taken, and the second exclusion of a member of one invite excludes that invite.
 """
 
 from collections import Counter
@@ -22,26 +22,25 @@ from shoal.protocol.quorum import is_quorum
 from shoal.protocol.statement import sign_statement
 
 Holds = Callable[[PeerID, bytes, bytes], bool]
-"""(signer, signature, body) -> whether that is the signer's `exclusion` statement about this run."""
+"""(signer, signature, body) -> True if it is the signer's `exclusion` statement about this run."""
 
 
 class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One order; `keys` are public Ed25519 keys of 32 bytes, sorted, of members and of invites."""
+    """One order; `keys` are public Ed25519 keys (32 bytes) of members and invites, sorted."""
 
     keys: tuple[bytes, ...]
     signature: bytes = b""
-    """The owner's; empty if a majority orders it."""
+    """The owner's signature; empty for a majority's order."""
     base: str = ""
-    """Digest of the plan whose electors have voted; empty if the owner orders it."""
+    """Digest of the plan that names the electors; empty for the owner's order."""
     votes: tuple[tuple[int, bytes], ...] = ()
-    """(position among that plan's electors, signature)."""
     invites: tuple[bytes, ...] = ()
-    """The invites of `keys`, in the same order: the key of the one by which the member came, or an invite's own key;
-    empty: unknown. An order of an earlier version has none at all."""
+    """The invite of each of `keys`: the member's invite key, or an invite's own key; empty bytes: unknown. Orders of
+    earlier versions leave this tuple empty."""
     readmitted: tuple[int, ...] = ()
-    """Positions of those of `keys` that the owner lets in again, sorted."""
+    """Positions in `keys` of readmitted keys, sorted. Only the owner's orders have any."""
     number: int = 0
-    """The owner's order with the highest number counts."""
+    """Serial number of the owner's orders; the highest applies."""
 
     @property
     def body(self) -> bytes:
@@ -62,7 +61,7 @@ def exclusion_body(order: Exclusion) -> bytes:
 
 
 def propose_exclusion(came_by: Mapping[bytes, bytes], *, base: str = "") -> Exclusion:
-    """Make an order without a signature. Args: came_by: as `order_exclusion` has it; base: as `Exclusion` has it."""
+    """Return an unsigned order. `came_by` is as in `order_exclusion`, `base` as in `Exclusion`."""
     keys = tuple(sorted(came_by))
     return Exclusion(keys, base=base, invites=tuple(came_by[key] for key in keys))
 
@@ -70,12 +69,12 @@ def propose_exclusion(came_by: Mapping[bytes, bytes], *, base: str = "") -> Excl
 def order_exclusion(
     owner: Identity, came_by: Mapping[bytes, bytes], *, run: str, readmitted: Iterable[bytes] = (), number: int = 0
 ) -> Exclusion:
-    """Sign an order as the run's owner.
+    """Return an order signed by the run's owner.
 
     Args:
-        came_by: every key that was ever excluded -> as `Exclusion.invites`.
-        readmitted: those among them that are let in again.
-        number: above that of the owner's last order.
+        came_by: every key that was ever excluded -> its entry in `Exclusion.invites`.
+        readmitted: the readmitted keys among them.
+        number: greater than that of the owner's last order.
     """
     order = propose_exclusion(came_by)
     places = tuple(sorted(order.keys.index(key) for key in set(readmitted)))
@@ -84,7 +83,7 @@ def order_exclusion(
 
 
 def in_force(orders: Iterable[Exclusion]) -> Excluded:
-    """Who is out by all of these orders, which hold. On one key the owner's newest order decides."""
+    """Return the exclusions that follow from these valid orders; the owner's newest order overrides all others."""
     is_out: dict[bytes, bool] = {}
     came_by: dict[bytes, bytes] = {}
     for order in sorted(orders, key=lambda order: (bool(order.signature), order.number)):
@@ -98,7 +97,7 @@ def in_force(orders: Iterable[Exclusion]) -> Excluded:
 
 
 def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
-    """Decode what `source` handed us; whether it holds is another question. Raises: RemoteError: it is no order."""
+    """Decode an order that `source` sent, without checking its signatures. Raises: RemoteError: it is malformed."""
     try:
         if len(data) > EXCLUSION_BYTES_MAX:
             raise ValueError(f"it has {len(data)} bytes")
@@ -110,18 +109,18 @@ def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
         if order.invites and (
             len(order.invites) != len(order.keys) or any(len(key) not in (0, 32) for key in order.invites)
         ):
-            raise ValueError("it does not say by which invites they came")
+            raise ValueError("it lacks their invites")
         if order.readmitted and not order.signature:
-            raise ValueError("only the owner lets anybody in again")
+            raise ValueError("only the owner may readmit")
         if any(not 0 <= at < len(order.keys) for at in order.readmitted):
-            raise ValueError("it lets in a key that it does not name")
+            raise ValueError("it readmits a key that it does not name")
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise RemoteError(source, f"sent something that is no exclusion ({error})") from error
+        raise RemoteError(source, f"sent an invalid exclusion ({error})") from error
     return order
 
 
 def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPlan], holds: Holds) -> bool:
-    """Whether the owner has signed the order, or a majority of the electors of the one of `plans` that it names."""
+    """True if the owner signed the order, or a majority of the electors of the plan that it names among `plans`."""
     if order.signature:
         return holds(owner, order.signature, order.body)
     base = next((plan for plan in plans if plan.digest == order.base), None)

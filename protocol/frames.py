@@ -1,17 +1,16 @@
-"""The wire format of tensor frames: pure bytes in, frames out. No socket, no task. Pure.
+"""Wire format of tensor frames, from bytes to frames and back. Pure.
 
     header   magic 4 B | type 1 B | sequence 8 B | meta length 4 B | payload length 8 B | header checksum 4 B
     meta     msgpack of one frame header (DATA), a sealed envelope (HELLO), credit (CREDIT), or a number (LANES)
     payload  one tensor's bytes
     trailer  xxh3-64 of all of the above 8 B | end marker 4 B
 
-The header has its own checksum because a flipped bit in a length would otherwise make the receiver wait for gigabytes
-that never come. The checksum of the rest stands behind it, so that both sides hash piece by piece while the bytes are
-still in the cache and the loop is free between pieces.
+The header has its own checksum: otherwise a flipped bit in a length would make the receiver wait for gigabytes that
+never come. The checksum of the whole frame stands at its end, so that both sides hash piece by piece while the bytes
+are in the cache, and the event loop runs between pieces.
 
-Sequences count per direction from 0. Frame 0 is HELLO, all others are not. Credits are in bytes of whole frames. A
-direction that has lanes (`live/lane.py`) is two streams of bytes, each of which brings some of its frames: `FrameOrder`
-puts them in one order again.
+Sequences count per direction from 0. Frame 0 is HELLO, and only frame 0. Credits are in bytes of whole frames. A
+direction with lanes (`live/lane.py`) is two byte streams, each with some of the frames; `FrameOrder` merges them.
 """
 
 import struct
@@ -44,7 +43,7 @@ _LANES: Final = struct.Struct(">B")
 HEADER_BYTES: Final = _FIELDS.size + _HEADER_CHECKSUM.size
 FRAME_OVERHEAD_BYTES: Final = HEADER_BYTES + _TRAILER.size
 PIECE_BYTES: Final = 512 * 1024
-"""What is hashed and written at a time: fits a second-level cache, and is 50 us of hashing."""
+"""Bytes hashed and written at a time: they fit in a second-level cache and take 50 us to hash."""
 
 
 class FrameType(IntEnum):
@@ -56,7 +55,7 @@ class FrameType(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One frame that arrived whole. `payload` belongs to whoever holds the frame and may be written to."""
+    """One complete frame. `payload` belongs to the holder of the frame, which may write to it."""
 
     type: FrameType
     sequence: int
@@ -77,15 +76,14 @@ class Header:
 
 
 def wire_bytes(meta_bytes: int, payload_bytes: int) -> int:
-    """Count what a frame costs in credit."""
+    """Return the credit that a frame costs, in bytes."""
     return FRAME_OVERHEAD_BYTES + meta_bytes + payload_bytes
 
 
 def encode_frame(kind: FrameType, sequence: int, meta: bytes, payload: Payload) -> Iterator[bytes | memoryview]:
-    """The frame in pieces to be written in order: header and meta, views of `payload`, trailer.
+    """Yield a frame in pieces: header and meta, views of `payload`, trailer.
 
-    Never copies the payload; a piece is hashed when it is asked for, so `payload` must not change until the last one
-    is out.
+    Never copies the payload, and hashes a piece when it is requested: do not change `payload` before the last piece.
 
     Raises: ValueError: `meta` or `payload` is larger than a receiver accepts.
     """
@@ -104,27 +102,27 @@ def encode_frame(kind: FrameType, sequence: int, meta: bytes, payload: Payload) 
 
 
 def encode_credit(sequence: int, given_back_bytes: int) -> bytes:
-    """A whole CREDIT frame."""
+    """Return a complete CREDIT frame."""
     return b"".join(encode_frame(FrameType.CREDIT, sequence, _CREDIT.pack(given_back_bytes), b""))
 
 
 def decode_credit(frame: Frame, source: PeerID) -> int:
-    """Bytes that `source` gives back. Raises: RemoteError."""
+    """Return the bytes of credit that `source` returns. Raises: RemoteError."""
     if frame.type is not FrameType.CREDIT or len(frame.meta) != _CREDIT.size or frame.payload:
-        raise RemoteError(source, "sent something else where only credits belong")
+        raise RemoteError(source, "sent another frame where only credits are allowed")
     (given_back_bytes,) = _CREDIT.unpack(frame.meta)
     return int(given_back_bytes)
 
 
 def encode_lanes(sequence: int, count: int) -> bytes:
-    """A whole LANES frame: it asks the receiver to dial so many lanes of this stream."""
+    """Return a complete LANES frame, which asks the receiver to dial `count` lanes for this stream."""
     return b"".join(encode_frame(FrameType.LANES, sequence, _LANES.pack(count), b""))
 
 
 def decode_lanes(frame: Frame, source: PeerID) -> int:
-    """How many lanes `source` asks for. Raises: RemoteError."""
+    """Return the number of lanes that `source` asks for. Raises: RemoteError."""
     if frame.type is not FrameType.LANES or len(frame.meta) != _LANES.size or frame.payload:
-        raise RemoteError(source, "asked for lanes in a way that is none")
+        raise RemoteError(source, "sent a malformed request for lanes")
     (count,) = _LANES.unpack(frame.meta)
     return int(count)
 
@@ -132,12 +130,12 @@ def decode_lanes(frame: Frame, source: PeerID) -> int:
 def decode_header(
     raw: bytes | bytearray | memoryview, *, source: PeerID, sequence: int, may_skip: bool = False
 ) -> Header:
-    """Check `HEADER_BYTES` bytes against every limit, before a byte is allocated for what they announce.
+    """Check a header against every limit before allocating memory for its frame.
 
     Args:
-        sequence: the only one that `source` may use now, or the first of them.
-        may_skip: whether frames in between may come another way.
-    Raises: RemoteError: not the header of the next frame of an honest peer.
+        sequence: the expected sequence, or the lowest allowed one.
+        may_skip: frames in between may arrive over another lane.
+    Raises: RemoteError: an honest peer does not send this header here.
     """
     magic, kind, got_sequence, meta_bytes, payload_bytes = _FIELDS.unpack_from(raw)
     (checksum,) = _HEADER_CHECKSUM.unpack_from(raw, _FIELDS.size)
@@ -163,31 +161,31 @@ def _short_hash(fields: bytes | memoryview) -> int:
 
 
 class CreditWindow:
-    """Bytes of frames on their way or not yet handled, counted alike by the sender and the receiver of a stream."""
+    """Bytes of frames in flight or not yet handled. Sender and receiver of a stream count alike."""
 
     def __init__(self, limit_bytes: int = STREAM_CREDIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self.outstanding_bytes = 0
 
     def admits(self, frame_bytes: int) -> bool:
-        """Whether a frame may go now. One larger than the whole window goes alone."""
+        """True if a frame may be sent now. A frame larger than the whole window is sent alone."""
         return self.outstanding_bytes == 0 or self.outstanding_bytes + frame_bytes <= self.limit_bytes
 
     def take(self, frame_bytes: int) -> None:
         self.outstanding_bytes += frame_bytes
 
     def give_back(self, frame_bytes: int, source: PeerID) -> None:
-        """Raises: RemoteError: `source` returns more than it ever got."""
+        """Raises: RemoteError: `source` returns more credit than it was given."""
         if frame_bytes > self.outstanding_bytes:
             raise RemoteError(source, f"gave back {frame_bytes} bytes where {self.outstanding_bytes} are outstanding")
         self.outstanding_bytes -= frame_bytes
 
 
 def _room_for(payload_bytes: int) -> bytearray | memoryview:
-    """Make room for a payload: a large one gets pages that take memory as they are written to.
+    """Allocate a payload buffer; a large one takes memory only as it is written.
 
-    A `bytearray` is zeroed, so 29 bytes of header would cost their receiver the 256 MiB that they announce, and its
-    loop a third of a second. Lost: `mmap`, whose pages are new each time (16 MiB: 16 ms where numpy's take 0.4).
+    A `bytearray` is zeroed: a header of 29 bytes could make its receiver commit 256 MiB and block the loop for a third
+    of a second. Lost: `mmap`, which maps new pages each time (16 ms for 16 MiB, where numpy takes 0.4).
     """
     if payload_bytes <= BULK_CHUNK_BYTES:
         return bytearray(payload_bytes)
@@ -195,17 +193,17 @@ def _room_for(payload_bytes: int) -> bytearray | memoryview:
 
 
 class FrameAssembler:
-    """Puts one direction of a stream back together, in the manner of `asyncio.BufferedProtocol`.
+    """Assembles the frames of one direction of a stream, in the manner of `asyncio.BufferedProtocol`.
 
-    Ask `buffer()` where the next bytes belong, write some of them there, and say how many with `advance()`. The
-    payload is received in place: its bytes are touched once by the kernel and once by the checksum.
+    Write the next bytes into `buffer()` and report their number with `advance()`. The payload is received in place: the
+    kernel and the checksum touch each byte once.
 
     Args:
-        window: of DATA frames; taken at the header, given back by whoever handled the frame.
-        sequence: of the first frame.
+        window: credit of DATA frames: taken at the header, returned by the consumer of the frame.
+        sequence: the sequence of the first frame.
 
     Attributes:
-        may_skip: whether frames in between may come another way.
+        may_skip: frames in between may arrive over another lane.
     """
 
     def __init__(
@@ -219,25 +217,25 @@ class FrameAssembler:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the stream may end here without cutting a frame."""
+        """True between two frames, where the stream may end."""
         return self._part is self._header_part and self._filled == 0
 
     @property
     def left_bytes(self) -> int:
-        """What is to come of the frame whose header has come; 0: none has."""
+        """Bytes still missing of the frame in progress; 0 before its header is complete."""
         if self._header is None:
             return 0
         return len(self._part) - self._filled + sum(len(part) for part, _ in self._parts)
 
     def buffer(self) -> memoryview:
-        """Never empty; its first bytes are the next ones of the stream."""
+        """Return the buffer for the stream's next bytes; never empty."""
         return self._part[self._filled :]
 
     def advance(self, count: int) -> Frame | None:
-        """`count` bytes have been written into `buffer()`.
+        """Process `count` bytes that were written into `buffer()`.
 
-        Returns: the frame, if these were its last bytes.
-        Raises: RemoteError: what came is no honest peer's; the assembler must not be used after that.
+        Returns: the frame, if these bytes complete it.
+        Raises: RemoteError: no honest peer sends these bytes; do not use the assembler afterwards.
         """
         if self._hashed:
             self._checksum.update(self._part[self._filled : self._filled + count])
@@ -301,10 +299,9 @@ class FrameAssembler:
 
 
 class FrameOrder:
-    """Puts the DATA and LANES frames of one sender into the order of their sequence numbers. They may overtake each
-    other, since some come over the daemon's stream and some over lanes.
+    """Restores the order of one sender's DATA and LANES frames, which arrive over the daemon's stream and over lanes.
 
-    A frame that waits for an earlier one has used its sender's credit, which so bounds how many bytes wait.
+    A frame that waits for an earlier one has used its sender's credit, which bounds the waiting bytes.
     """
 
     def __init__(self, source: PeerID) -> None:
@@ -313,7 +310,7 @@ class FrameOrder:
         self._early: dict[int, Frame] = {}
 
     def put(self, frame: Frame) -> Iterator[Frame]:
-        """Yield what comes next now. Raises: RemoteError: that number has come already."""
+        """Add `frame` and yield all frames now in order. Raises: RemoteError: the sequence was used before."""
         if frame.sequence < self._next or frame.sequence in self._early:
             raise RemoteError(self._source, f"sent frame {frame.sequence} twice")
         self._early[frame.sequence] = frame

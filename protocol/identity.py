@@ -1,8 +1,7 @@
-"""Defines who a peer is: one Ed25519 key, used by libp2p for its TLS handshake and by us for signatures.
+"""Peer identity: one Ed25519 key, which libp2p uses for TLS and this program for signatures.
 
-A libp2p PeerID of an Ed25519 key *is* the key: the identity multihash of the protobuf-encoded public key
-(libp2p specs, peer-ids). So a PeerID needs no certificate: whoever can sign for it owns it, and the binding of
-application key to transport address that the design asks for holds by construction.
+The libp2p PeerID of an Ed25519 key contains the key: it is the identity multihash of the protobuf-encoded public key
+(libp2p specs, peer-ids). So a PeerID needs no certificate: a signature proves the identity that libp2p authenticates.
 """
 
 import os
@@ -26,11 +25,7 @@ _KEY_FILE_PREFIX = bytes.fromhex("08011240")
 
 
 class Identity:
-    """A private key and what follows from it.
-
-    Args:
-        seed: 32 bytes, the Ed25519 seed.
-    """
+    """A private key with its public key and PeerID; `seed` is the Ed25519 seed, 32 bytes."""
 
     def __init__(self, seed: bytes) -> None:
         if len(seed) != 32:
@@ -46,9 +41,9 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> "Identity":
-        """Read the key file at `path`, or make one there (mode 0600).
+        """Read the key file at `path`, or create it (mode 0600).
 
-        Raises: LocalError: the file is no Ed25519 key in libp2p's format, or cannot be read or made.
+        Raises: LocalError: the file is no Ed25519 key in libp2p's format, or cannot be read or written.
         """
         try:
             raw = path.read_bytes()
@@ -60,15 +55,12 @@ class Identity:
             raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
         if len(raw) == 68 and raw.startswith(_KEY_FILE_PREFIX):
             identity = cls(raw[4:36])
-            if raw[36:] == identity.public_key:  # or else a flipped bit would make us somebody else
+            if raw[36:] == identity.public_key:  # a flipped bit would give us another identity
                 return identity
         raise LocalError(f"{path} is not a shoal identity: move it away and a new one will be made")
 
     def save(self, path: Path) -> None:
-        """Write the key file, mode 0600: durable on return, and after a crash before that whole or not there.
-
-        Raises: LocalError: it cannot be written.
-        """
+        """Write the key file atomically (mode 0600); durable on return. Raises: LocalError: it cannot be written."""
         beside = path.with_name(f"{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +72,7 @@ class Identity:
             os.replace(beside, path)
             folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(folder)  # an owner who loses its name has lost its run
+                os.fsync(folder)  # without its key file an owner loses its run
             finally:
                 os.close(folder)
         except OSError as error:
@@ -96,10 +88,7 @@ def peer_id_of(public_key: bytes) -> PeerID:
 
 
 def public_key_of(peer_id: PeerID) -> bytes:
-    """The 32-byte Ed25519 key inside `peer_id`.
-
-    Raises: ValueError: not the PeerID of an Ed25519 key.
-    """
+    """Return the 32-byte Ed25519 key inside `peer_id`. Raises: ValueError: not the PeerID of an Ed25519 key."""
     raw = bytes(base58.b58decode(peer_id))
     if len(raw) != 38 or not raw.startswith(_PEER_ID_PREFIX):
         raise ValueError(f"{peer_id!r} is not the PeerID of an Ed25519 key")
@@ -108,12 +97,12 @@ def public_key_of(peer_id: PeerID) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _verifier(peer_id: PeerID) -> Ed25519PublicKey:
-    """Base58 in Python takes half as long as the signature's check."""
+    """Return the public key object, cached: decoding Base58 takes half as long as checking a signature."""
     return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
 
 
 def verify(peer_id: PeerID, signature: bytes, data: bytes) -> bool:
-    """Whether `peer_id` signed `data`. Never raises on what came from a network."""
+    """True if `peer_id` signed `data`. Never raises, whatever the network sent."""
     try:
         _verifier(peer_id).verify(signature, data)
     except (InvalidSignature, ValueError):

@@ -1,7 +1,7 @@
-"""A number for each start of a peer, above all that it has ever put on a message.
+"""Incarnation numbers: each start of a peer begins above every sequence that it has ever sent.
 
-Others refuse a sequence that is not above those they have seen from a peer, so a restart whose clock has been set back
-would be heard by nobody. The wall clock is only the first guess; what an earlier start has reserved on disk is a bound.
+Others refuse a sequence at or below the highest they have seen from a peer. After a restart with the clock set back,
+the wall clock alone would begin too low, so each start also reserves a range of sequences on disk.
 """
 
 import contextlib
@@ -15,18 +15,18 @@ from shoal.protocol.ports import Disk
 logger = logging.getLogger(__name__)
 
 RESERVED: Final = 2**36
-"""Messages that one process may send: at a million a second it would last for nineteen hours of nothing else."""
+"""Messages that one process may send: enough for nineteen hours at a million a second."""
 
 
 def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -> int:
-    """Choose where this process's sequences begin, and keep that in the file `path`."""
+    """Return this process's first sequence, and reserve a range from it in the file `path`."""
     first = int(wall_s * 1e6)
     if disk is None:
         return first
-    with contextlib.suppress(OSError, ValueError):  # not there, or torn: the clock has to do
+    with contextlib.suppress(OSError, ValueError):  # missing or torn: use the clock alone
         first = max(first, int(disk.read(path)))
     try:
         replace_file(disk, path, str(first + RESERVED).encode())
     except OSError as error:
-        logger.warning("cannot write %s: %s: should the clock be set back, others would not hear us", path, error)
+        logger.warning("cannot write %s: %s: if the clock is set back, other peers will ignore us", path, error)
     return first

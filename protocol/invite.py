@@ -1,13 +1,13 @@
-"""Invites: what one volunteer needs to find a run and to be let in. Short enough to paste in a chat.
+"""Invites: the text with which a volunteer finds and enters a run, short enough for a chat message.
 
     "shoal1" base58( version:1 run:8 owner:32 key peer* check:4 )
-    key      0:1 | 1:1 seed:32 expires:4 seats:2 rights:1 signature:64    what lets the newcomer in; 0: an open run
-    peer     header:1 [key:32] address*     header: the number of addresses, + 128 for the owner, whose key is known
+    key      0:1 | 1:1 seed:32 expires:4 seats:2 rights:1 signature:64    admits the newcomer; 0: an open run
+    peer     header:1 [key:32] address*     header: the number of addresses, + 128 for the owner, without a key
     address  4 ip:4 port:2 | 6 ip:16 port:2 | 0 length:1 text    kinds; the text is a multiaddr without /p2p/…
 
-220 characters with one address of the host's, 330 with those of three members. Whoever has the text can enter: it is a
-secret, until it expires or is revoked. A letter that got lost is noticed (`check` is BLAKE3 of the rest), and what a
-chat puts around an invite, or between its letters, does no harm.
+It has 220 characters with one address of the host, 330 with the addresses of three members. Anybody with the text can
+enter: it is a secret until it expires or is revoked. `check` (BLAKE3 of the rest) detects a lost letter. Whitespace
+inside an invite, and punctuation around it, do no harm.
 """
 
 import ipaddress
@@ -26,12 +26,12 @@ from shoal.protocol.limits import ADDRESS_CHARS_MAX, ADDRESSES_MAX, PROTOCOL_VER
 from shoal.protocol.membership import Delegation, Members, certify, delegate, delegation_holds
 
 PREFIX = "shoal1"
-"""Base58 has no l: it is nowhere within an invite."""
+"""Base58 has no l, so the prefix cannot occur inside an invite."""
 _CHECK_BYTES = 4
 _RUN_BYTES, _KEY_BYTES = 8, 32
 _IS_OWNER = 128
 _CHARS_MAX = 4096
-"""Eight addresses as text, each of another peer, are 3,300; and base58 takes time that grows with the square."""
+"""Eight addresses as text, each of another peer, take 3,300; and base58 takes quadratic time."""
 _TEXT, _IP4, _IP6 = 0, 4, 6
 _AROUND = "`'\"<>()[].,;:!?*_"
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d{1,5})$")
@@ -40,24 +40,23 @@ _PLACE = re.compile(r"^/(ip[46]|dns[46a]?[a-z]*)/([^/]+)/tcp/\d+")
 
 _KEYLESS, _KEYED = 0, 1
 _TERMS = struct.Struct(">IHB")
-"""The terms of an invite's key: when it expires, how many seats it has, and whether its members may train."""
+"""The key's terms: expiry, number of seats, and whether its members may train."""
 _SIGNATURE_BYTES = 64
 EXPIRES_S_MAX = (1 << 32) - 1
 SEATS_MAX = (1 << 16) - 1
 
 
 class InviteKey(msgspec.Struct, frozen=True):
-    """The secret in an invite: a key of its own, and the owner's word that it may certify members."""
+    """The secret in an invite: its own key, and the owner's signed permission to certify members."""
 
     seed: bytes
-    """The seed of the Ed25519 key, 32 bytes."""
     delegation: Delegation
 
     @classmethod
     def make(
         cls, owner: Identity, *, run: str, expires_s: int = 0, seats: int = 0, may_train: bool = True
     ) -> "InviteKey":
-        """A fresh one, as `Delegation` has the terms. Raises: ValueError: a term does not fit an invite."""
+        """Make a fresh key with the terms of `Delegation`. Raises: ValueError: a term does not fit into an invite."""
         if not (0 <= expires_s <= EXPIRES_S_MAX and 0 <= seats <= SEATS_MAX):
             raise ValueError(f"an invite expires by {EXPIRES_S_MAX} s after 1970 and has at most {SEATS_MAX} seats")
         seed = os.urandom(32)
@@ -70,7 +69,7 @@ class InviteKey(msgspec.Struct, frozen=True):
 
 
 class Invite(msgspec.Struct, frozen=True):
-    """`addresses` are multiaddrs with `/p2p/…` of peers that let a newcomer in; `owner` signs the run spec."""
+    """`addresses` are multiaddrs, with `/p2p/…`, of peers that admit a newcomer; `owner` signs the run spec."""
 
     protocol_version: int
     run: str
@@ -81,21 +80,21 @@ class Invite(msgspec.Struct, frozen=True):
     """None: the run is open to anyone."""
 
     def certificate_of(self, member: PeerID) -> bytes:
-        """Make what shows that `member` has this invite; it is empty where nothing needs to be shown."""
+        """Return the certificate of `member`; empty if it needs none (open run, or the owner)."""
         if self.key is None or member == self.owner:
             return b""
         return certify(Identity(self.key.seed), self.key.delegation, member, run=self.run)
 
     def members_for(self, me: PeerID) -> Members:
-        """The run's members, as `me` first knows them: the owner, and how to prove that we are one."""
+        """Return the `Members` with which `me` begins: it knows the owner and our own certificate."""
         return Members(self.run, self.owner, certificate=self.certificate_of(me), is_open=self.key is None)
 
     def encode(self) -> str:
-        """Raises: ValueError: a part of it is none, such as the address of nobody."""
+        """Raises: ValueError: a part is invalid, such as an address without a peer."""
         body = bytes((self.protocol_version,)) + bytes.fromhex(self.run) + public_key_of(self.owner)
         body += bytes((_KEYLESS,)) if self.key is None else bytes((_KEYED,)) + self.key.encode()
         if len(self.addresses) > ADDRESSES_MAX:
-            raise ValueError(f"{len(self.addresses)} addresses are more than an invite has")
+            raise ValueError(f"{len(self.addresses)} addresses are more than an invite can hold")
         grouped: dict[str, list[str]] = {}
         for address in self.addresses:
             where, peer = split_address(address)
@@ -113,10 +112,7 @@ def make_invite(run: str, owner: PeerID, addresses: Sequence[str], key: InviteKe
 
 
 def parse_invite(text: str) -> Invite:
-    """Read an invite.
-
-    Raises: InviteError: one line that says whether it is no invite, mistyped, or of another version.
-    """
+    """Read an invite. Raises: InviteError: one line: no invite, mistyped, or of another version."""
     _, prefix, rest = "".join(text.split()).rpartition(PREFIX)
     if not prefix:
         raise InviteError(f"this is not a shoal invite (they begin with {PREFIX!r}): ask the host for a fresh one")
@@ -136,34 +132,30 @@ def parse_invite(text: str) -> Invite:
     try:
         invite = _decode(body)
     except (ValueError, IndexError, struct.error) as error:
-        raise InviteError("the invite's content is not that of an invite: ask the host for a fresh one") from error
+        raise InviteError("the invite has invalid content: ask the host for a fresh one") from error
     if not invite.addresses:
         raise InviteError("the invite names no address: ask the host for a fresh one")
     return invite
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """`/ip4/…/tcp/…/p2p/ID` -> (`/ip4/…/tcp/…`, `ID`), also where the way leads over a relay with an ID of its own.
-
-    Without a peer at its end: (`address`, "").
-    """
+    """Split `…/p2p/ID` into (`…`, `ID`), also behind a relay with its own ID; without an ID: (`address`, "")."""
     where, slash, peer = address.rpartition("/p2p/")
     return (where, peer) if slash and "/" not in peer else (address, "")
 
 
 def peers_of(addresses: Iterable[str]) -> list[PeerID]:
-    """The peers to which the addresses lead, each once, in their order."""
+    """Return the peers at the ends of `addresses`, each once, in order."""
     return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in addresses))
 
 
 def only_direct(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Leave out the addresses that lead over a relay."""
+    """Drop the addresses that lead over a relay."""
     return tuple(address for address in addresses if "/p2p-circuit" not in address)
 
 
 def is_global(address: str) -> bool:
-    """Whether a multiaddr can be dialled from anywhere, as far as it tells: it is a name, or an address of the internet
-    that is over no relay."""
+    """True if a multiaddr names a host or a public IP address, without a relay: it looks dialable from anywhere."""
     match = _PLACE.match(address)
     if match is None or not only_direct((address,)):
         return False
@@ -174,15 +166,14 @@ def is_global(address: str) -> bool:
 
 
 def is_open(addresses: Iterable[str]) -> bool:
-    """Whether a peer that tells these multiaddrs can be dialled from anywhere, as far as they tell: one is of the
-    internet, and none of a private network. Behind a NAT libp2p tells both, once four peers have seen the outer one."""
+    """True if a peer with these multiaddrs looks dialable from anywhere: one is public, and none is of a private
+    network. Behind a NAT libp2p announces both kinds, once four peers have seen the outer address."""
     ranks = [(_rank(address), is_global(address)) for address in only_direct(addresses)]
     return any(is_outer for _, is_outer in ranks) and all(rank != _PRIVATE for rank, _ in ranks)
 
 
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Choose addresses for an invite: what the whole world reaches first, then the local network; addresses of this
-    machine only if there are no others."""
+    """Order addresses for an invite: public ones, then private ones; loopback addresses only if there are no others."""
     ranked = [(_rank(address), address) for address in addresses]
     best = min((rank for rank, _ in ranked), default=0)
     kept = [(rank, address) for rank, address in ranked if rank < _LOOPBACK or best >= _LOOPBACK]
@@ -199,7 +190,7 @@ def _rank(address: str) -> int:
     except ValueError:
         ip = None
     if ip is None:
-        return 0  # a name, or a relay: somebody chose to tell it
+        return 0  # a host name or a relay: chosen on purpose
     if ip.is_loopback or ip.is_link_local:
         return _LOOPBACK
     return 0 if ip.is_global else _PRIVATE
@@ -222,7 +213,7 @@ def _encode_address(where: str) -> bytes:
 
 
 def _decode(body: bytes) -> Invite:
-    """Raises: ValueError, IndexError, struct.error: it is none."""
+    """Raises: ValueError, IndexError, struct.error: it is no invite."""
     run, start = body[1 : 1 + _RUN_BYTES].hex(), 1 + _RUN_BYTES + _KEY_BYTES
     raw_owner = body[1 + _RUN_BYTES : start]
     owner = _peer_id(raw_owner)
@@ -230,7 +221,7 @@ def _decode(body: bytes) -> Invite:
     if kind == _KEYED:
         key, rest = _decode_key(rest, run, owner)
     elif kind != _KEYLESS:
-        raise ValueError("no kind of key")
+        raise ValueError("unknown kind of key")
     return Invite(body[0], run, owner, tuple(_decode_addresses(rest, raw_owner)), key)
 
 
@@ -239,7 +230,7 @@ def _decode_key(rest: bytes, run: str, owner: PeerID) -> tuple[InviteKey, bytes]
     expires_s, seats, may_train = _TERMS.unpack_from(rest)
     end = _TERMS.size + _SIGNATURE_BYTES
     if len(rest) < end or may_train > 1:
-        raise ValueError("no terms of a key")
+        raise ValueError("invalid terms of the key")
     delegation = Delegation(Identity(seed).public_key, expires_s, seats, bool(may_train), rest[_TERMS.size : end])
     if not delegation_holds(delegation, run=run, owner=owner):
         raise ValueError("the run's owner has not signed it")
@@ -255,7 +246,7 @@ def _decode_addresses(rest: bytes, owner: bytes) -> Iterator[str]:
             key, rest = rest[:_KEY_BYTES], rest[_KEY_BYTES:]
         total += header % _IS_OWNER
         if total > ADDRESSES_MAX:
-            raise ValueError("more addresses than an invite has")
+            raise ValueError("more addresses than an invite can hold")
         for _ in range(header % _IS_OWNER):
             where, rest = _decode_address(rest)
             yield f"{where}/p2p/{_peer_id(key)}"

@@ -1,7 +1,7 @@
-"""The names of a model's layers, under which its state is kept, sent, and reported as held on a disk. Pure.
+"""Layer keys: the names under which a model's state is stored and sent. Pure.
 
 State is kept by layer: "embed", "layers.0" ... "layers.{L-1}", "head" (final norm and output projection). Where experts
-are placed, by unit: "layers.3.experts.5", and "layers.3.trunk" for the rest of that layer.
+are placed, it is kept by unit: "layers.3.experts.5", and "layers.3.trunk" for the rest of that layer.
 """
 
 from typing import Final
@@ -16,7 +16,7 @@ TRUNK: Final = "trunk"
 
 
 def layer_index(key: str) -> int:
-    """The i of "layers.i". Raises: ValueError: not such a key."""
+    """Return the i of "layers.i". Raises: ValueError: another kind of key."""
     prefix, _, index = key.partition(".")
     if prefix != "layers" or not index.isdecimal():
         raise ValueError(f"{key!r} is not the key of a decoder layer")
@@ -24,24 +24,23 @@ def layer_index(key: str) -> int:
 
 
 def expert_key(key: str, expert: int) -> str:
-    """Name one expert of the decoder layer `key`."""
+    """Return the key of one expert of the decoder layer `key`."""
     return f"{key}.{EXPERTS}.{expert}"
 
 
 def trunk_key(key: str) -> str:
-    """Name what is left of the decoder layer `key` without its experts."""
+    """Return the key of the decoder layer `key` without its experts."""
     return f"{key}.{TRUNK}"
 
 
 def all_layer_keys(model: ModelSpec) -> tuple[str, ...]:
-    """Every layer key, in the order in which activations pass."""
+    """Return every layer key, in forward order."""
     return stage_layer_keys(model, 0, model.num_layers)
 
 
 def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
-    """The layers of a stage that holds decoder layers [first, last).
+    """Return the layers of a stage of decoder layers [first, last), with embedding and head at the ends of the model.
 
-    The embedding belongs to whoever holds the first decoder layer, the head to whoever holds the last.
     Raises: ValueError: the range is empty or outside the model.
     """
     if not 0 <= first < last <= model.num_layers:
@@ -51,18 +50,18 @@ def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]
 
 
 def trunk_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
-    """Name what a stage of decoder layers [first, last) holds when its experts are elsewhere."""
+    """Return the keys that a stage of decoder layers [first, last) holds when experts are placed."""
     keys = stage_layer_keys(model, first, last)
     return tuple(key if key in (EMBED, HEAD) else trunk_key(key) for key in keys)
 
 
 def expert_keys(first: int, last: int, expert: int) -> tuple[str, ...]:
-    """One expert of all of the decoder layers [first, last)."""
+    """Return the keys of one expert in all decoder layers [first, last)."""
     return tuple(expert_key(f"layers.{index}", expert) for index in range(first, last))
 
 
 def held_keys(model: ModelSpec, *, placed: bool) -> tuple[str, ...]:
-    """Everything that a run's state is made of; `placed`: its experts are."""
+    """Return all keys of a run's state; `placed`: its experts are placed."""
     if not placed:
         return all_layer_keys(model)
     experts = (expert_keys(0, model.num_layers, expert) for expert in range(model.num_experts))
@@ -70,7 +69,7 @@ def held_keys(model: ModelSpec, *, placed: bool) -> tuple[str, ...]:
 
 
 def group_keys(model: ModelSpec, plan: Plan, group: int) -> tuple[str, ...]:
-    """Name what the members of a group of `plan` hold."""
+    """Return the keys that the members of a group of `plan` hold."""
     if group < len(plan.stages):
         return (trunk_keys if plan.experts else stage_layer_keys)(model, *plan.stages[group].layers)
     entry = plan.experts[group - len(plan.stages)]

@@ -1,9 +1,12 @@
-"""Control messages: closed, typed, at most 256 KiB; decoded once, at the edge. Pure.
+"""Control messages: a closed set of typed messages of at most 256 KiB, decoded once, at the edge. Pure.
 
-Five conversations: a peer with the coordinator (heartbeat, plans, status), a peer with the directory (records), a
-replica with its stage group (progress, rounds, digests, claims), a newcomer with a holder (state), and whoever asks the
-model something with the stages (inference).
-Relative durations only: peers share no clock.
+Five conversations: a peer with the coordinator (heartbeats, plans, status), a peer with the directory (records),
+members within a stage group (progress, rounds, digests, claims), a newcomer with state holders, and an inference client
+with the stages. Peers share no clock, so messages carry durations only.
+
+In all messages `era` and `version` name a training generation and a number of committed steps in it. In answers `term`
+is the highest term that the sender has granted or obeyed, and `live` its live plan, empty if it has none (in TermGrant
+and PlanVote also if the request's is as new).
 
 This file is long because the closed union of everything that may cross the wire is one thing to read.
 """
@@ -22,44 +25,42 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class EraMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A message that concerns one era's training: `Endpoint` stamps the sender's era and revision, and refuses
-    another's.
+    """A message about one era's training. `Endpoint` stamps the sender's era and revision, and refuses others.
 
-    An era ends when a layer has no holder left and the run goes back to a snapshot; versions grow within an era.
+    A new era begins when a layer has lost all holders and the run restores a snapshot; versions grow within an era.
     """
 
     era: int = 0
     revision: int = 0
-    """The revision of the spec that the sender trains by: another one has other learning rates, and another end."""
+    """Revision of the sender's spec: revisions differ in learning rates and in the last step."""
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A structure inside messages."""
 
 
-# --- what a peer says of itself, on the directory and in heartbeats ---
+# --- a peer's description of itself, on the directory and in heartbeats ---
 
 
 class Advert(_Part, frozen=True):
-    """Describes a peer by its own claims; the coordinator trusts what neighbours measured more than these."""
+    """A peer's description of itself; the coordinator trusts its neighbours' measurements more."""
 
     name: str
     device: str
-    """`cpu`, or the card's name."""
     flop_per_s: float
-    """The speed that the probe measured on this model's own layer shape, fp32."""
+    """Measured by a probe on this model's own layer shape, fp32."""
     memory_bytes: int
     upload_bytes_per_s: float
     download_bytes_per_s: float
     addresses: tuple[str, ...]
     has_data: bool
-    """The peer's text has the run's digest, so the peer may serve stage 0."""
+    """The peer has the run's text, checked by digest, so it may serve stage 0."""
     willing_to_coordinate: bool = True
     protocol_version: int = PROTOCOL_VERSION
     machine: str = ""
-    """The same for peers of one machine, which share its network card. Empty: not known."""
+    """Equal for peers of one machine, which share its network card; empty: unknown."""
     card_bytes_per_s: float = 0.0
-    """The most that has gone out over several links at once; 0: not known."""
+    """Highest measured rate over several links together; 0: unknown."""
 
     def __post_init__(self) -> None:
         if not is_name(self.name):
@@ -67,24 +68,24 @@ class Advert(_Part, frozen=True):
 
 
 class LinkReport(_Part, frozen=True, array_like=True):
-    """Reports what the sender measured of its link with `peer`; 0: not known."""
+    """The sender's measurements of its link with `peer`; 0: unknown."""
 
     peer: PeerID
     round_trip_s: float
     bytes_per_s: float
-    """The rate towards `peer`."""
+    """Rate towards `peer`."""
     received_bytes_per_s: float = 0.0
-    """The highest rate seen from `peer`: it can send at least so much."""
+    """Highest rate seen from `peer`, a lower bound of its rate."""
     num_probes: int = 0
-    """How many probes `bytes_per_s` is the best of; 0: it is what frames have shown."""
+    """Probes of which `bytes_per_s` is the best; 0: it comes from frames."""
     num_failed: int = 0
-    """How many calls and frames to `peer` have failed in a row, with no answer of `peer` since; 0: none."""
+    """Calls and frames to `peer` that failed in a row, without an answer since."""
     has_fallen: bool = False
-    """Whether the last two probes agree that the rate is far less than the best one before them."""
+    """True if the last two probes both show a far lower rate than the best one before."""
 
 
 class CommitReport(_Part, frozen=True, kw_only=True):
-    """The ledger of one commit, from the group's leader."""
+    """One commit's figures, from the group's leader."""
 
     era: int = 0
 
@@ -92,118 +93,110 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     step: int
     members: int
     microbatches: int
-    """Microbatches that were contributed, each counted once."""
     duplicates: int
     given_up: int
     tokens: int
     staleness_steps_mean: float
     loss: float | None
-    """The mean loss over the step's microbatches; only the last stage knows it."""
+    """Mean over the step's microbatches; only the last stage knows it."""
     digest: str
-    """The digest of the new state; equal on all members."""
     dissenting: int = 0
-    """Members whose state was another; they fetch the group's."""
+    """Members with another state, which then fetch the group's."""
     gradient_norm: float | None = None
-    """2-norm of the reduced gradient of the group's layers, before clipping; None: the sender did not step itself."""
+    """2-norm of the group's reduced gradient before clipping; None: the sender did not step itself."""
     age_s: float = 0.0
-    """The age of the commit when the report was sent: the report may have waited for a coordinator."""
+    """Age of the commit when the report was sent, which may have waited for a coordinator."""
 
 
 class ValidationReport(_Part, frozen=True, kw_only=True):
     era: int = 0
     step: int
-    """The version that was validated."""
+    """The validated version."""
     loss: float
     microbatches: int
 
 
 class Holding(_Part, frozen=True):
-    """A whole snapshot on the sender's disk."""
+    """A complete snapshot on the sender's disk."""
 
     era: int
     version: int
     layers: tuple[str, ...]
-    """Layer keys."""
 
 
 class PaceMark(_Part, frozen=True, array_like=True):
-    """One point of the run's progress (`coordinator.pace`): `age_s` ago the steps up to `step` were committed."""
+    """A point of the run's progress (`coordinator.pace`): all steps up to `step` were committed `age_s` ago.
+    `num_steps` and `tokens` count from the previous mark."""
 
     era: int
     step: int
     age_s: float
     num_steps: int
-    """Steps since the mark before."""
     tokens: int
-    """Tokens since the mark before."""
 
 
 # --- peer and coordinator ---
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Goes every `heartbeat_s` from every peer to the coordinator that the peer knows."""
+    """Sent by every peer to its coordinator every `heartbeat_s`."""
 
     advert: Advert
     plan_sequence: int
     plan_digest: str
     era: int = 0
-    """The era of `version` and `synced`; lower than the plan's while the sender has not followed the plan yet."""
+    """The era of `version` and `synced`; lower than the plan's until the sender has adopted the plan."""
     stage: int | None
     version: int
     synced: bool
     """The sender holds its stage's state and takes traffic."""
     light: tuple[int, int] | None = None
-    """The sender computes with its stage's weights while the state comes: (layers whose state it has, layers of the
-    stage, embeddings and head counted). None: the sender is not light."""
+    """Set for a learner, which trains with its stage's weights while the state downloads: (layers with state, layers of
+    the stage, embedding and head included)."""
     draining: bool
     commits: tuple[CommitReport, ...] = ()
     validations: tuple[ValidationReport, ...] = ()
-    """Every heartbeat repeats the newest that the sender led, so that no coordinator misses the run's last one."""
+    """The newest validation that the sender led is repeated, so that no coordinator misses the run's last one."""
     links: tuple[LinkReport, ...] = ()
-    """Some of the sender's links: they take turns, `LINKS_PER_HEARTBEAT_MAX` at most."""
+    """Some of the sender's links in turn, `LINKS_PER_HEARTBEAT_MAX` at most."""
     holdings: tuple[Holding, ...] = ()
     attested: tuple[Attested, ...] = ()
-    """What the sender has signed and the plan that it obeys does not certify yet."""
+    """Signed versions that the sender's plan does not certify yet."""
     carried: Holding | None = None
-    """What the sender held when the last layout ended, and keeps in memory for whoever holds the layers now."""
+    """State of the last layout that the sender keeps in memory for the layers' new holders."""
     unfetched_bytes: int = 0
-    """Bytes that the sender is still to fetch, while training goes on, for the layout that follows the plan
-    `plan_sequence`: layers, and the steps by which those that it has are behind. 0 if it has no room to fetch any."""
+    """Bytes that the sender still has to prefetch for the layout that follows the plan `plan_sequence`: layers, and
+    steps that they are behind. 0 if it has no room to prefetch."""
     held: tuple[tuple[int, int], ...] = ()
-    """(group, version) of the experts whose state the sender holds."""
+    """(expert group, version) of all expert state that the sender holds."""
     loads: tuple[int, ...] = ()
-    """Tokens that the sender's microbatches have sent to each expert, over all layers of its stage, since it took its
-    place there; empty if the experts are not placed."""
+    """Tokens that the sender's microbatches have sent to each expert since it took its place; empty if none are
+    placed."""
     silent: tuple[PeerID, ...] = ()
-    """Members that the sender tries to reach and cannot: a hint, which makes the coordinator look sooner."""
+    """Members that the sender cannot reach: a hint for the coordinator to check sooner."""
     unsound: tuple[PeerID, ...] = ()
-    """Members that have sent the sender gradients with NaN, infinity or numbers that no gradient has, or restart without
-    end. One member's word proves nothing: people see it. A majority of the member's group takes its place."""
+    """Members that have sent invalid gradients (NaN, infinity, absurd values) or restart without end. One report is no
+    proof and is shown to people; a majority of the member's group takes its place."""
     forward_s: float = 0.0
-    """Median seconds of a forward here; 0 before the first."""
     window: int = 0
-    """Microbatches this stage-0 replica keeps in flight."""
     end: bytes = b""
-    """The sender's `end` statement: all that it holds is at the run's last version. Empty: it is not."""
+    """The sender's `end` statement: its whole state is at the run's last version. Empty: not yet."""
     ends: tuple[tuple[PeerID, bytes], ...] = ()
-    """(member, its `end` statement) of enough members to prove that the run is done, for a coordinator that has not
-    heard them all."""
+    """(member, its `end` statement) of enough members to prove the run's end to a coordinator that has missed some."""
     revision: int = 0
-    """The revision of the spec that the sender trains by. A coordinator that goes by another one does not count the
-    sender in."""
+    """Revision of the sender's spec. A coordinator with another revision does not count the sender."""
     paused_s: float | None = None
-    """How long the sender's owner has had the device back; None: the sender is not paused."""
+    """How long the sender has been paused, its device given back to its owner; None: not paused."""
     unsaved_s: float = 0.0
-    """Seconds since the sender's stage last wrote a snapshot of a version, or since the sender took its place there."""
+    """Seconds since the last snapshot of the sender's stage, or since the sender took its place."""
     shortages: int = 0
-    """How often the sender had no memory for what it was given: its advert claims less since then."""
+    """How often the sender ran out of memory for its place; its advert claims less since then."""
 
 
 class HeartbeatReply(_Message, frozen=True):
-    """`plan` is the live plan's link (`SignedPlan.link`) if the asker's is another, else empty.
+    """`plan` is the live plan's link (`SignedPlan.link`) if the sender of the heartbeat obeys another plan, else empty.
 
-    Wherever a message names a live plan it carries the link, so that whoever gets it can check the votes.
+    A live plan always travels as its link, so that the receiver can check the votes.
     """
 
     coordinator: PeerID
@@ -211,173 +204,153 @@ class HeartbeatReply(_Message, frozen=True):
     is_coordinator: bool
     plan: bytes = b""
     ends: tuple[tuple[PeerID, bytes], ...] = ()
-    """(member, its `end` statement) of a majority of every group's members: the run is done. Empty: it is not."""
+    """(member, its `end` statement) of a majority of every group: the run is done. Empty: it is not."""
     revision: int = 0
-    """The revision of the spec that the sender trains by: `ends` belong to that revision."""
+    """Revision of the sender's spec, to which `ends` belong."""
     pace: tuple[PaceMark, ...] = ()
-    """Recent progress, oldest first: the next coordinator goes on from it."""
+    """Recent progress, oldest first, with which the next coordinator continues."""
     save_at: int = 0
-    """Every stage is to write a snapshot of this version when it comes to it; 0: none is due."""
+    """The version of which every stage is to write a snapshot; 0: none is due."""
     safe: tuple[int, int] = (0, 0)
-    """(era, version) of the newest snapshot of which every layer is on two disks of the plan's members: older ones are
-    needed no more. Version 0: there is none."""
+    """(era, version) of the newest snapshot with every layer on two disks: older ones can go. Version 0: none."""
     probe: tuple[PeerID, ...] = ()
-    """The peers towards which the coordinator wants the asker to measure its link, `PROBES_PER_REPLY_MAX` at most."""
+    """Peers to which the receiver is to measure its link, `PROBES_PER_REPLY_MAX` at most."""
     beside: tuple[PeerID, ...] = ()
-    """The peers that say to be behind the asker's network card, where it is asked to measure; `TOGETHER_MAX` at most.
-    With them it finds out what the card carries."""
+    """Peers that claim the receiver's network card, `TOGETHER_MAX` at most, with which it measures the card."""
     in_doubt: bool = False
-    """The run is far slower than what is known of devices and links explains."""
+    """The run is far slower than the known devices and links explain."""
 
 
 class TermRequest(_Message, frozen=True):
-    """A member of the live plan asks the other members for `term`, before it proposes a plan in it."""
+    """A candidate, a member of the live plan, asks the other members for `term` before it proposes a plan in it."""
 
     term: int
     live: bytes
-    """The sender's live plan; whoever obeys an older one adopts it first."""
+    """The sender's live plan; a receiver with an older one adopts it first."""
     handed_over: bool
-    """The coordinator itself gave the term away, so members that still hear it need not wait until they do not."""
+    """The coordinator handed the term over, so members that still hear it need not wait for its silence."""
     sounding: bool = False
-    """The sender asks whether the receiver would grant the term, and the receiver promises nothing: a peer that only
-    lost its way to the coordinator spends no term."""
+    """A pre-vote: the receiver says if it would grant the term, and promises nothing. So a peer that only lost its own
+    way to the coordinator uses up no term."""
 
 
 class TermGrant(_Message, frozen=True):
-    """Answers a TermRequest. If granted, the sender votes for no plan of a lower term any more, nor for another
-    coordinator's of this one."""
+    """Answers a TermRequest. A grant ends votes for lower terms' plans and for others' plans of this term."""
 
     granted: bool
     reason: str = ""
     term: int = 0
-    """The highest term that the sender has granted or obeyed."""
     live: bytes = b""
-    """The sender's live plan, if newer than the request's."""
     accepted: bytes = b""
-    """The plan that the sender has voted for after the live plan; it may be live by now, so the candidate must finish
-    it first."""
+    """The sender's vote for a successor of the live plan. It may be live: the candidate must finish it first."""
     accepted_term: int = 0
-    """The term in which the sender voted for that plan."""
 
 
 class PlanOffer(_Message, frozen=True):
-    """A coordinator asks a member of the predecessor to acknowledge `plan`; laggards find its predecessor enclosed."""
+    """A coordinator asks a member of the predecessor to vote for `plan`."""
 
     term: int
-    """The term in which the sender offers the plan: the plan's own, or a later one when the sender finishes a dead
-    coordinator's plan."""
+    """The term of the offer: the plan's own, or a later one when the sender finishes a dead coordinator's plan."""
     plan: bytes
     predecessor: bytes
-    """Empty if both do not fit in one message; laggards then learn it from their next heartbeat."""
+    """The predecessor, for members that lack it; empty if both do not fit in one message, and heartbeats bring it."""
 
 
 class PlanVote(_Message, frozen=True):
-    """Answers a PlanOffer. If accepted, `signature` (a `vote` statement on the offer's term and the plan's digest) is
-    shown to everybody once the plan is live."""
+    """Answers a PlanOffer. `signature`, a `vote` statement on the offer's term and plan, is published with the plan."""
 
     accepted: bool
     reason: str = ""
     term: int = 0
-    """The highest term that the sender has granted or obeyed."""
     live: bytes = b""
-    """The sender's live plan, if newer than the offer's predecessor."""
     signature: bytes = b""
     unfit: bool = False
-    """The plan contradicts what the sender knows, as `reason` says for people."""
 
 
 class PlanLive(_Message, frozen=True):
-    """A majority of the predecessor's members acknowledged `plan`: obey it."""
+    """A majority of the predecessor's electors voted for `plan`: obey it."""
 
     plan: bytes
 
 
 class ChainRequest(_Message, frozen=True):
-    """Asks for the live plans behind the one with digest `after`, which the sender obeys. Empty: it knows none."""
+    """Asks for the live plans after the one with digest `after`, which the sender obeys; empty: it knows none."""
 
     after: str
     reign: int
 
 
 class ChainLinks(_Message, frozen=True):
-    """Carries links, oldest first, as many as fit. If the receiver lacks the plan that the asker named, they begin
-    behind the one before its own live plan."""
+    """The links after the requested plan, oldest first, as many as fit; the last two if the sender lacks that plan."""
 
     links: tuple[bytes, ...]
 
 
 class Exclude(_Message, frozen=True):
-    """An order (`exclusion.py`) that puts keys out of the run; or one vote for such an order, to be put to others'."""
+    """An exclusion order (`exclusion.py`), or one vote for such an order."""
 
     order: bytes
 
 
 class Renew(_Message, frozen=True):
-    """Asks the run's owner for a certificate that lasts longer."""
+    """Asks the run's owner for a longer certificate."""
 
 
 class Renewed(_Message, frozen=True):
-    """Carries the certificate (`membership.py`)."""
+    """The renewed certificate (`membership.py`)."""
 
     certificate: bytes
 
 
 class HandOver(_Message, frozen=True, kw_only=True):
-    """The coordinator's last act in a term: `roster` is whom it counts alive, for the successor's first plan."""
+    """Transfers the leadership at the end of a term; `roster` lists the live peers for the successor's first plan."""
 
     plan: bytes
     roster: tuple[tuple[PeerID, Advert], ...]
     era: int = 0
     version: int = 0
-    """Highest version that anybody has named in this era, as far as the sender knows."""
+    """The highest version of this era that the sender has heard of."""
     step: int = 0
     """Steps that most members of every stage have confirmed."""
     loss: float | None = None
     validation_loss: float | None = None
     validation_step: int | None = None
-    """The version that was validated."""
     pace: tuple[PaceMark, ...] = ()
-    """Recent progress, as in `HeartbeatReply`."""
     staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
-    """Seconds since the run's first plan."""
     searched: bool = False
-    """The sender has looked for a better layout than this plan's, and there was none worth its moves."""
+    """The sender has searched for a better layout, and none was worth its moves."""
     plans: "tuple[PlanNote, ...]" = ()
-    """Recent plans, oldest first."""
     loads: tuple[tuple[float, ...], ...] = ()
-    """Tokens of late, by stage and expert, where experts are placed; a stage of which nothing is known has none."""
+    """Recent tokens by stage and expert, where experts are placed; a stage without data has none."""
     absent: "tuple[Absence, ...]" = ()
     """Members of the plan that have been silent for a while."""
     records: "tuple[PeerRecord, ...]" = ()
-    """How often members and others of late have failed, where experts are placed."""
+    """Failures of members and recent members, where experts are placed."""
     calibration: "Calibrated | None" = None
-    """What the sender has learned of how fast layouts are beside what was foreseen."""
     arrivals: "tuple[ArrivalStatistics, ...]" = ()
-    """The heartbeat arrivals of irregular peers, which may be silent for longer than others."""
+    """Heartbeat statistics of irregular peers, which get longer timeouts."""
     unreachable: "tuple[UnreachablePair, ...]" = ()
-    """The pairs of peers that cannot reach each other, by the word of both."""
+    """Pairs that cannot reach each other, confirmed by both."""
 
 
 class Calibrated(_Part, frozen=True, array_like=True):
-    """How fast layouts have been, beside what was foreseen of them."""
+    """Measured against predicted speed of layouts."""
 
     learned: tuple[tuple[int, float, int], ...]
-    """(number of stages, log(seen / what the objective says with today's figures), the steps behind it), smoothed."""
+    """(number of stages, smoothed log(measured / predicted with current figures), number of steps behind it)."""
     era: int
     steady_from: int
-    """The live layout has been at work with all its members since this version of `era`; -1: it is not yet."""
+    """The version of `era` since which the live layout has been complete; -1: it is not yet."""
     noted: float = 0.0
-    """Seen over foreseen, when a search for a better layout last began; 0: it has not been compared yet."""
+    """Measured / predicted speed when the last search for a better layout began; 0: not compared yet."""
     factor_then: float = 1.0
-    """The factor with which the live plan foresees."""
     off: tuple[float, ...] = ()
-    """log(seen tokens/s / tokens/s that its first plan promised), of each of the last layouts before the live one."""
+    """log(measured tokens/s / tokens/s that its first plan predicted) of each recent earlier layout."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):
-    """The gaps between a peer's heartbeats, in seconds, as the coordinator's timeout uses them: mean, mean deviation
-    and the worst of late (`coordinator/adaptive_timeout.py`)."""
+    """Mean, mean deviation and recent maximum of the gaps between heartbeats (`coordinator/adaptive_timeout.py`)."""
 
     peer: PeerID
     mean_s: float
@@ -391,55 +364,48 @@ class UnreachablePair(_Part, frozen=True, array_like=True):
     one: PeerID
     other: PeerID
     age_s: float
-    """Seconds since one of them last said so."""
 
 
 class Absence(_Part, frozen=True, array_like=True):
-    """A peer that is not heard any more."""
+    """A silent peer."""
 
     peer: PeerID
     advert: Advert
     seconds: float
-    """Seconds since the peer was heard last."""
 
 
 class Leave(_Message, frozen=True):
-    """Says good-bye: nobody is to wait for the sender."""
+    """Announces that the sender leaves: nobody is to wait for it."""
 
 
 class StandingRequest(_Message, frozen=True):
-    """Asks where the receiver stands. `shoal recover` sends this, and a voter before it judges a plan; anybody may."""
+    """Asks for the receiver's state: sent by `shoal recover`, by voters before they judge a plan, or by observers."""
 
 
 class Standing(_Message, frozen=True, kw_only=True):
     live: bytes
-    """The sender's live plan; empty if it knows none."""
     term: int
-    """The highest term that the sender has granted or obeyed."""
     era: int
     stage: int | None
     version: int
     synced: bool
     holdings: tuple[Holding, ...] = ()
     held: tuple[tuple[int, int], ...] = ()
-    """(group of experts, version) of all whose state the sender holds."""
     leaves: bool = False
     """The sender drains, or is about to leave the run."""
     revision: int = 0
-    """The revision of the spec that the sender trains by."""
 
 
 class Reset(_Message, frozen=True, kw_only=True):
-    """The owner lets the receiver make a plan without votes, as successor of `live`, for `roster` alone: the others of
-    that plan are gone, and what is left of it is no majority."""
+    """The owner permits the receiver to make a plan without votes, as successor of `live`, for `roster` alone: too few
+    of that plan's members are left for a majority."""
 
     mandate: bytes
     live: bytes
-    """The highest plan that anybody in reach obeys."""
+    """The highest plan that a reachable peer obeys."""
     version: int
-    """The highest version, in that plan's era, that anybody in reach has."""
+    """The highest version, in that plan's era, of a reachable peer."""
     roster: tuple[tuple[PeerID, Advert], ...]
-    """The peers in reach."""
 
 
 class StatusRequest(_Message, frozen=True):
@@ -452,82 +418,73 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     device: str
     stage: int | None
     version: int
-    """The peer's version; -1: this coordinator has not heard the peer yet."""
+    """-1: this coordinator has not heard the peer yet."""
     synced: bool
     draining: bool
     seen_s_ago: float
     forward_s: float
     window: int
     share: float = 0.0
-    """The peer's share of its stage's traffic, by the plan; 0 for a spare."""
+    """Planned share of its stage's traffic; 0 for a spare."""
     flop_per_s: float = 0.0
-    """The speed that the peer's probe measured."""
     paused_s: float | None = None
-    """How long the peer's owner has had the device back; None: the peer is not paused."""
+    """The next three are those of the peer's heartbeat."""
     shortages: int = 0
-    """How often the peer had no memory for what a plan had given it."""
     light: tuple[int, int] | None = None
-    """The peer trains with weights while its state comes: (layers whose state it has, layers of its stage)."""
 
 
 class ExpertStatus(_Part, frozen=True, omit_defaults=True):
-    """One expert of all layers of a stage whose experts are spread over its members."""
+    """One expert of all layers of a stage with placed experts."""
 
     stage: int
     expert: int
     load: float = 0.0
-    """Share of the tokens that its stage has sent to experts of late, in [0, 1]; all 0 while nobody has told."""
+    """Recent share of the stage's expert tokens, in [0, 1]; all 0 before any report."""
     holders: tuple[int, ...] = ()
-    """The holders that the plan names and that hold the expert's state, as positions in `SwarmStatus.peers`."""
+    """Planned holders with the expert's state, as positions in `SwarmStatus.peers`."""
     coming: tuple[int, ...] = ()
-    """The holders that the plan names and that have not said yet that they hold the state."""
+    """Planned holders that have not reported the state yet."""
 
 
 class PlanNote(_Part, frozen=True, array_like=True):
-    """One link of the chain, for people."""
+    """One plan of the chain, for people."""
 
     term: int
     sequence: int
     seconds_ago: float
-    """Seconds since the sender began to obey the plan."""
     coordinator: PeerID
     reason: str
     outcome: str = ""
-    """How fast the layout was to be, how fast it was while the plan was live, and what bounded it, in a sentence."""
+    """A sentence: predicted and measured speed of the layout, and its bottleneck."""
 
 
 class PeerRecord(_Part, frozen=True, array_like=True):
-    """One peer's past, as coordinators have seen it."""
+    """One peer's reliability, as coordinators have seen it."""
 
     peer: PeerID
     failures: float
-    """Times the peer was lost without a good-bye; those of long ago count in part."""
+    """Losses of the peer without a good-bye; older ones count in part."""
     seen_s: float
-    """Seconds in which a failure of the peer would have been seen."""
+    """Seconds in which a failure would have been noticed."""
 
 
 class Comparison(_Part, frozen=True, omit_defaults=True):
-    """How fast the live layout should be, and how fast it is."""
+    """Predicted and measured speed of the live layout."""
 
     foreseen_tokens_per_s: float
-    """The figure of the plan when it was made."""
     sentence: str
     seen_tokens_per_s: float = 0.0
-    """The median of late, standstills left out; 0: there are too few steps yet."""
+    """Recent median without standstills; 0: too few steps yet."""
     steps: int = 0
-    """The steps behind `seen_tokens_per_s`."""
     today_tokens_per_s: float = 0.0
-    """What is foreseen now, the figure of `sentence`: with the figures of today, and of synchronous steps while these
-    last."""
+    """Predicted with current figures, as in `sentence`; for synchronous steps while these last."""
     bound: str = ""
-    """What keeps the layout from being faster (`protocol.plan.Bound`), with the figures of today."""
+    """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
-    """The stage that `bound` is about."""
 
 
 class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Describes the swarm for `shoal status`, the live view and the dashboard; it is made from the coordinator's
-    heartbeats."""
+    """The swarm's state for `shoal status`, the live view and the dashboard, from the coordinator's heartbeats."""
 
     run: str
     name: str
@@ -538,41 +495,35 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     step: int
     steps: int
     tokens_per_s: float
-    """Tokens a second over the last minute, or over the last few steps if these are slow; standstills count
-    (`coordinator.pace`)."""
+    """Over the last minute, or the last few steps if they are slow; standstills count (`coordinator.pace`)."""
     loss: float | None
     validation_loss: float | None
     validation_step: int | None = None
-    """The version that was validated."""
     staleness_steps_mean: float
     stages: tuple[tuple[int, int], ...]
-    """Layer ranges."""
     peers: tuple[PeerStatus, ...]
     era: int = 0
-    """How often the run has begun again: from a snapshot, or with its layers divided into other stages."""
+    """Training generation: restarts from a snapshot or with another layout."""
     rollbacks: int = 0
-    """How often it has gone back, and lost steps."""
+    """Restarts that lost steps."""
     elapsed_s: float
     plans: tuple[PlanNote, ...] = ()
-    """The newest plans that the coordinator has obeyed, oldest first."""
     experts: tuple[ExpertStatus, ...] = ()
-    """The experts, by stage and expert; none if every member holds whole layers."""
     left_s: float | None = None
-    """Seconds until the last step, at the rate of `tokens_per_s`; None: the time is not known, or nothing moves."""
+    """Seconds until the last step at `tokens_per_s`; None: unknown, or no progress."""
     stands_s: float = 0.0
-    """How long no step has been committed, once that is longer than a step takes; 0: the run goes on."""
+    """Seconds without a commit, once that is longer than a step takes; 0: the run progresses."""
     waits_for: str = ""
-    """Who or what keeps the run from going on, in words; empty: nothing that is known."""
+    """The obstacle to progress, in words; empty: none known."""
     risks: tuple[str, ...] = ()
-    """What would be lost with one peer, who cannot reach whom, and which plans members refused, in sentences."""
+    """Single points of failure, unreachable pairs, and plans that members refused, in sentences."""
     comparison: Comparison | None = None
-    """None: nobody could say how fast the layout should be."""
+    """None: the coordinator has no prediction."""
     formats: Formats | None = None
-    """`Plan.formats`."""
 
 
 class PastCommit(_Part, frozen=True, array_like=True):
-    """A commit of a group in which the sender was."""
+    """A commit of one of the sender's groups."""
 
     seconds_ago: float
     report: CommitReport
@@ -586,17 +537,14 @@ class PastValidation(_Part, frozen=True, array_like=True):
 
 
 class HistoryRequest(_Message, frozen=True):
-    """Asks a peer that keeps a record of the run what it has seen of the run; any member may ask."""
+    """Asks a peer for its record of the run; any observer may ask."""
 
     commits_from: tuple[int, int]
-    """(era, step) of the first commit wanted."""
     validations_from: tuple[int, int]
-    """(era, version) of the first validation wanted."""
 
 
 class History(_Message, frozen=True):
-    """Carries the oldest that the sender remembers of what was asked for, in order: `HISTORY_PER_REPLY_MAX` of each at
-    most."""
+    """The oldest requested entries that the sender remembers, in order; `HISTORY_PER_REPLY_MAX` of each at most."""
 
     commits: tuple[PastCommit, ...] = ()
     validations: tuple[PastValidation, ...] = ()
@@ -606,7 +554,7 @@ class History(_Message, frozen=True):
 
 
 class ExpertPlace(_Part, frozen=True, array_like=True):
-    """Describes the sender as a member of a group of experts' holders, with the fields of a Hello for that group."""
+    """The sender's place in a group of expert holders; fields as in Hello."""
 
     group: int
     incarnation: int
@@ -617,84 +565,78 @@ class ExpertPlace(_Part, frozen=True, array_like=True):
 
 
 class Hello(EraMessage, frozen=True, kw_only=True):
-    """Says where the sender stands: to its group and to both neighbouring stages, when that changes. The answer is a
-    Hello."""
+    """The sender's presence, sent to its group and both neighbouring stages when it changes. The answer is a Hello."""
 
     incarnation: int
-    """Grows with every start of the sender's process and every stage it begins in: what an earlier one held is gone."""
+    """Grows with every start of the sender's process and every stage that it enters: earlier state is gone."""
     count: int = 0
-    """A count of the sender's Hellos: they may overtake each other."""
+    """Serial number, since Hellos may overtake each other."""
 
     plan_sequence: int
     stage: int
-    """The sender's stage; -1: it has none."""
+    """-1: none."""
     version: int
     ready: bool
     """The sender holds its stage's state and takes part in rounds."""
     is_open: bool
-    """The sender takes new traffic; a newcomer may be ready and not open yet."""
+    """The sender takes new traffic; a newcomer may be ready before that."""
     light: bool = False
-    """The sender takes part in rounds with its stage's weights alone, rounded to bf16: nobody may fetch state from it
-    or leave its stage to it, it owns no part of a sum, and it has no vote on digests."""
+    """The sender is a learner: it takes part in rounds with its stage's weights alone, rounded to bf16. It serves no
+    state, cannot hold its stage alone, owns no part of a sum and has no vote on digests."""
     draining: bool = False
-    """The sender is about to leave: it is ready and not open until all it owes is done, whether or not a plan still
-    names it."""
+    """The sender is leaving: it stays ready, not open, until its work is done, even if the plan no longer names it."""
     experts: tuple[ExpertPlace, ...] = ()
-    """The sender's place in each group of experts' holders, by group."""
 
 
 class Progress(EraMessage, frozen=True):
-    """Says what the sender has accumulated for `step`; it goes to the whole group whenever that grows."""
+    """The sender's accumulated contribution to `step`, sent to the whole group whenever it grows."""
 
     incarnation: int
-    """The incarnation, as in the sender's Hello: this message may overtake that Hello, or come after the sender has
-    begun anew."""
+    """The incarnation in the sender's Hello, which this message may overtake or outlive."""
     count: int
-    """A count of the sender's messages in this incarnation: they may overtake each other."""
+    """Serial number within this incarnation, since messages may overtake each other."""
     stage: int
     step: int
     indices: bytes
-    """Bitmap: bit i set, microbatch i is accumulated here."""
+    """Bitmap: bit i is set if microbatch i is accumulated."""
     lead: PeerID
-    """The member that the sender takes for the group's leader, empty if it takes nobody: a leader acts once all ready
-    members name it."""
+    """The sender's choice of leader, or empty. A leader acts once all ready members name it."""
     claimed: bytes
-    """Bitmap, stage 0 only: microbatches that the sender has been granted, accumulated or not."""
+    """Bitmap, stage 0 only: microbatches granted to the sender, accumulated or not."""
     loss_sum: float
     staleness_sum: int
     apart: tuple[tuple[int, float, int], ...] = ()
-    """(index, loss, staleness) of those that ran again and are not in the sum yet: a round may leave them out."""
+    """(index, loss, staleness) of repeated microbatches, held out of the sum: a round may leave them out."""
 
 
 class RoundMember(_Part, frozen=True):
     peer: PeerID
     bandwidth: float
     indices: bytes
-    """What the member brings: all that is in its sum, and as much as the leader says of what it keeps apart."""
+    """Bitmap of its contribution: its whole sum, and the held-out microbatches that the leader selects."""
 
 
 class RoundStart(EraMessage, frozen=True):
-    """The group's leader opens the reduction of `step`; the members are exactly these, in rank order."""
+    """The group's leader opens the reduction of `step`; `members` are exactly its members, in rank order."""
 
     stage: int
     step: int
     attempt: int
-    """The attempt grows with the plan's sequence and with every retry, so that the latest leader's latest message
-    holds."""
+    """Grows with the plan's sequence and with every retry; the latest leader's latest attempt counts."""
     members: tuple[RoundMember, ...]
     duplicates: int
     given_up: int
     loss_sum: float
     staleness_sum: int
     form: WireFormat = "fp32"
-    """The format in which its pieces travel, one of the run's `WireSpec.sums`."""
+    """Wire format of the pieces, one of `WireSpec.sums`."""
     light: tuple[PeerID, ...] = ()
-    """The members that hold weights alone: they contribute, get the reduced gradient, and own no part of the sum."""
+    """Learners: they contribute and get the reduced gradient, and own no part of the sum."""
 
 
 class RoundEnded(EraMessage, frozen=True):
-    """The sender has the reduced gradient of `step` by this attempt, and waits with it for the other end of a tied
-    model (`peer/group/tied.py`). Who answers takes part in no other attempt."""
+    """The sender has the reduced gradient of `step` from this attempt, and waits for the other end of a tied model
+    (`peer/group/tied.py`). A receiver that answers joins no other attempt."""
 
     stage: int
     step: int
@@ -702,7 +644,7 @@ class RoundEnded(EraMessage, frozen=True):
 
 
 class Digest(EraMessage, frozen=True):
-    """The sender has stepped to `version` and this is its state's digest."""
+    """The digest of the sender's state after the step to `version`."""
 
     stage: int
     version: int
@@ -710,18 +652,18 @@ class Digest(EraMessage, frozen=True):
 
 
 class Attestation(EraMessage, frozen=True):
-    """The sender holds this state of its group's layers at `version`, and has signed that for others to hand on: said
-    to the other holders while somebody joins the group, who is to fetch only what most of them have signed."""
+    """The sender's signature on its group's state at `version`, for others to forward. Sent to the other holders while
+    a newcomer joins, which may fetch only what most of them have signed."""
 
     stage: int
     version: int
     root: str
-    """The root of the digests of all layers of the group (`peer/group/attestations.py`)."""
+    """Root over the digests of all layers of the group (`peer/group/attestations.py`)."""
     signature: bytes
 
 
 class Claim(EraMessage, frozen=True):
-    """A stage-0 replica asks the group's leader for microbatches to make."""
+    """A stage-0 replica asks the group's leader for microbatches to compute."""
 
     count: int
 
@@ -731,53 +673,53 @@ class Grant(EraMessage, frozen=True):
 
     items: tuple[tuple[int, int], ...]
     steps_ahead: int = -1
-    """How far the leader wants everybody to run ahead, and with how much in flight (`replica/flow.py`); -1: the
-    leader does not know yet."""
+    """The leader's choice of steps to run ahead, -1: unknown; `gain` scales the number in flight (`flow.py`)."""
     gain: float = 1.0
 
 
 class Repair(EraMessage, frozen=True):
-    """A group's leader tells stage 0 that what these microbatches of `step` left at the leader's stage died with a
-    replica. They are to run again; whoever holds their gradient already computes and adds nothing."""
+    """A group's leader tells stage 0 that the stage lost its part of these microbatches of `step` with a replica. They
+    are computed again; a holder of their gradient computes and adds nothing."""
 
     step: int
     indices: bytes
 
 
 class Again(EraMessage, frozen=True):
-    """Stage 0's leader tells a group member which (step, index) of what is to run again are that member's to make."""
+    """Stage 0's leader assigns (step, index) of microbatches to compute again to a group member."""
 
     items: tuple[tuple[int, int], ...]
 
 
 class HandBack(EraMessage, frozen=True):
-    """The sender, of `stage`, pauses or lags and will not make these: (step, index, whether it may have run). The peer
-    that sent them sends them elsewhere; those of stage 0 are made by its leader."""
+    """The sender, of `stage`, rejects microbatches because it pauses or lags: (step, index, True if it may have run).
+    The peer that sent them sends them elsewhere; those of stage 0 go back to its leader."""
 
     stage: int
     items: tuple[tuple[int, int, bool], ...]
 
 
 class ExpertDone(EraMessage, frozen=True, kw_only=True):
-    """A member of `stage` is through with a microbatch: what these experts' holder has added up of it is whole.
+    """A member of `stage` has finished a microbatch: the holder's sum for these experts is complete in it.
 
-    Refused if the holder lacks some of it; then another one gets it all."""
+    Refused if the holder lacks a part; then another holder gets all of it.
+    """
 
     stage: int
     incarnation: int
-    """The incarnation of the sender's membership, as in its ExpertTokens; so is `passage`."""
+    """Both this and `passage` equal those of the sender's ExpertTokens."""
     passage: int
     step: int
     index: int
     experts: tuple[tuple[int, int], ...]
-    """(expert, how many layers' backwards it has had). Who was sent no token has had none, and counts it all the
-    same: every microbatch of a step is counted once by every expert."""
+    """(expert, number of layers with a backward). An expert without tokens has 0, and counts the microbatch all the
+    same: every expert counts every microbatch of a step once."""
     again: bool
-    """The microbatch may have come before, maybe to another holder: keep what it adds apart."""
+    """The microbatch may have come before, maybe to another holder: keep its contribution separate."""
 
 
 class ValidationResult(EraMessage, frozen=True):
-    """A stage-0 replica tells its leader the loss of one validation microbatch."""
+    """A stage-0 replica reports the loss of one validation microbatch to its leader."""
 
     step: int
     index: int
@@ -788,21 +730,20 @@ class ValidationResult(EraMessage, frozen=True):
 
 
 class StateRequest(EraMessage, frozen=True):
-    """Pin your current version (or `version`, if still there) and describe it."""
+    """Asks the receiver to pin its current version (or `version`, if still there) and to describe it."""
 
     layers: tuple[str, ...]
     version: int = -1
     stored_era: int = -1
-    """If >= 0, the receiver describes its snapshot of that era's `version`, of as many of `layers` as it has, and not
-    what it trains. -3: of what it trains the parameters alone, rounded to bf16."""
+    """If >= 0, describe the stored snapshot of that era's `version`, of as many of `layers` as it has. -3: describe the
+    current parameters alone, rounded to bf16."""
     ahead: bool = False
-    """The sender is to hold the one layer of `layers` in the following layout: it fetches what is trained now, replays
-    the steps that come, and compares the state with the holders' when the layout ends. So the offer has no digest."""
+    """The sender prefetches the one layer of `layers` for the next layout: it fetches the current state, replays the
+    steps that follow, and compares with the holders when the layout ends. So the offer has no digest."""
     base: int = -1
-    """The version of parameters alone that the sender has; -1: none."""
+    """The version of the sender's bf16 parameters; -1: none."""
     to_compare: bool = False
-    """The sender has the state of its group's layers already: describe what most holders have signed, and pin
-    nothing."""
+    """The sender has the state already: describe what most holders have signed, and pin nothing."""
 
 
 class StateOffer(EraMessage, frozen=True):
@@ -812,57 +753,51 @@ class StateOffer(EraMessage, frozen=True):
     digests: tuple[tuple[str, str], ...]
     pinned_s: float
     signatures: tuple[tuple[PeerID, bytes], ...] = ()
-    """Signatures for a newcomer of the group: which holders have signed the root of these very digests, and how
-    (`Attestation`)."""
+    """The holders' signatures (`Attestation`) on the root of these digests, for a newcomer of the group."""
     base: int = -1
-    """The version of parameters alone that was named in the request, if the sender has that, too, and can send the
-    difference to it; -1: it cannot."""
+    """The requested `base` if the sender has that version and can send the difference to it; else -1."""
 
 
 class Keep(EraMessage, frozen=True):
-    """Fetch the sender's state of `version` and keep it on disk: the sender's whole stage may die.
-
-    Answered at once; fetched when the receiver has time."""
+    """Asks for a copy on the receiver's disk, since the sender's whole stage may die. Answered before the fetch."""
 
     version: int
     layers: tuple[str, ...]
 
 
 class Halt(EraMessage, frozen=True):
-    """The sender leaves, and holds a stage alone: the leader of stage 0 is to begin no further step for a while.
+    """The sender, a stage's only holder, leaves: the leader of stage 0 is to begin no further step for a while.
 
-    `at_once`: nor to hand out what is left of a step that has begun, which then is not committed.
+    `at_once`: nor to hand out the rest of an open step, which then is not committed.
     """
 
     at_once: bool = False
 
 
 class Halted(_Message, frozen=True):
-    """Says that every stage comes to `version`, and none goes past it while the halt lasts."""
+    """Every stage reaches `version` and goes no further while the halt lasts."""
 
     version: int
 
 
 class Save(EraMessage, frozen=True):
-    """Write your layers to your disk at `version`, which every stage is about to reach. The answer comes when that is
-    done."""
+    """Asks the receiver to save its layers at `version`, which every stage is about to reach, and then to answer."""
 
     version: int
 
 
 class Saved(_Message, frozen=True):
-    """The sender's layers are on its disk at `version`. A version below the one asked for: the sender has not come to
-    that one yet."""
+    """The sender's layers are on disk at `version`; below the requested version: it has not reached that one yet."""
 
     version: int
 
 
 class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
-    """Send elements [start, stop) of one tensor of one layer, as StateChunk frames: 0 parameters, 1 and 2 moments, 3
-    the reduced gradient with which the layer stepped to `version`."""
+    """Asks for elements [start, stop) of one tensor of one layer, as StateChunk frames. `tensor` 0: parameters, 1 and
+    2: moments, 3: the reduced gradient with which the layer stepped to `version`."""
 
     stored_era: int = -1
-    """The era of a stored snapshot, as in the StateRequest; of a gradient, its era."""
+    """Same as in the StateRequest; for a gradient, its era."""
 
     version: int
     layer: str
@@ -870,17 +805,16 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True):
     start: int
     stop: int
     holder: PeerID | None = None
-    """Who has it; the receiver is to get it from there and to pass it on. None: the receiver has it."""
+    """The peer from which the receiver is to fetch the elements and pass them on; None: it has them."""
     base: int = -1
-    """The version of parameters alone that the sender has, where the receiver offers the difference to it
-    (`StateOffer.base`). -1: send them as they are."""
+    """The sender's bf16 version, if the receiver offers the difference to it (`StateOffer.base`); -1: full values."""
 
 
 class ReducedRequest(EraMessage, frozen=True):
-    """Send the reduced gradient of `step` (once there is one) as BULK frames; for a newcomer that catches up.
+    """Asks for the reduced gradient of `step`, once it exists, as BULK frames; for a newcomer that catches up.
 
-    The version of the answer, a `Digest`, says what comes: beyond `step`, the gradient; `step`, nothing but pieces of
-    its round, which are on their way to the sender; less, nothing.
+    The answer is a `Digest`; its version says what follows. Above `step`: the gradient. `step`: only the pieces of the
+    round that are on their way to the sender. Below: nothing.
     """
 
     stage: int
@@ -888,69 +822,60 @@ class ReducedRequest(EraMessage, frozen=True):
 
 
 class TiedRequest(EraMessage, frozen=True):
-    """Send your stage's reduced gradient of a tied model's matrix, of `step`, as soon as it is there."""
+    """Asks for the reduced gradient of a tied model's matrix, of `step`, as soon as it exists."""
 
     stage: int
-    """The receiver's."""
     step: int
     serial: int = 0
-    """The sender's count of these."""
     peek: bool = False
-    """Send nothing, and say whether you have it with both ends in it, or need it not."""
+    """Send nothing; answer if you have the gradient of both ends, or do not need it."""
 
 
 class TiedOffer(EraMessage, frozen=True):
     """Answers TiedRequest; the gradient follows as frames."""
 
     is_whole: bool
-    """It has the gradient of the other end in it."""
     form: WireFormat = "fp32"
-    """The format of the frames."""
 
 
 class InferenceRequest(_Message, frozen=True, kw_only=True):
-    """Whoever has an invite to train asks the swarm's stages what the model says to some tokens. The receiver sees to
-    it, whatever it holds itself."""
+    """A member asks the swarm's model about some tokens. The receiver serves the request, whatever it holds itself."""
 
     way: int = 0
-    """Chosen by the asker: requests with the same one go to the same members."""
+    """Chosen by the client: requests with the same way go to the same members."""
     session: int = 0
-    """Chosen by the asker, for tokens that come in several requests: the stages remember those before. 0: they need
-    not."""
+    """Chosen by the client for tokens in several requests: the stages keep the earlier tokens. 0: no session."""
     version: int = -1
-    """The version of the weights; -1: the newest, which the answer names."""
+    """Version of the weights; -1: the newest, which the answer names."""
     rows: int = 1
     position: int = 0
-    """Tokens of the session so far."""
     tokens: bytes
     """int32 [rows, T]."""
     targets: bytes = b""
-    """int32 [rows, T], whose likelihoods are asked for, `IGNORED` where none is. Empty: what follows the last token."""
+    """int32 [rows, T], targets to score, `IGNORED` for none. Empty: predict the next token."""
     begins: bytes = b""
-    """uint8 [rows, T], whether a document begins. Empty: attention looks across documents."""
+    """uint8 [rows, T], 1 where a document begins. Empty: attention crosses documents."""
 
 
 class InferenceAnswer(_Message, frozen=True, kw_only=True):
-    """Answers an InferenceRequest: with targets, float32 [rows, T] log-likelihoods and uint8 [rows, T], whether each is
-    the likeliest; without, the likeliest tokens, int32 [K], and their logits, float32 [K]."""
+    """Answers an InferenceRequest. With targets: float32 [rows, T] log-likelihoods, then uint8 [rows, T], 1 where the
+    target is the likeliest token. Without: the likeliest tokens, int32 [K], and their logits, float32 [K]."""
 
     version: int
     era: int
     payload: bytes
     is_past: bool = False
-    """There is no answer, because a stage is past the version that was asked for: a newer one may be asked for."""
+    """No answer: a stage is past the requested version; ask for a newer one."""
 
 
 class InferenceOutput(EraMessage, frozen=True, kw_only=True):
-    """The end of a request's way through the stages, to the peer that was asked."""
+    """A request's result, from the last stage to the entry peer."""
 
     serial: int
     version: int = -1
     payload: bytes = b""
     refused: str = ""
-    """The reason why there is none; for people."""
     is_past: bool = False
-    """The reason is that the version that was asked for is gone."""
 
 
 class Ping(_Message, frozen=True):
@@ -960,20 +885,19 @@ class Ping(_Message, frozen=True):
 
 
 class PingRequest(_Message, frozen=True):
-    """The coordinator, which `peer` does not answer, asks another member to ping it. The answer is that peer's Ping."""
+    """The coordinator, which cannot reach `peer`, asks another member to ping it and to return its Ping."""
 
     peer: PeerID
 
 
 class ProbeTogether(_Message, frozen=True):
-    """Asks a peer behind the same network card to probe `links` while the sender does so, too."""
+    """Asks a peer behind the same network card to probe `links` at the same time as the sender."""
 
     links: tuple[LinkReport, ...]
 
 
 class Probed(_Message, frozen=True):
-    """Answers a ProbeTogether: for each link how many bytes arrived, and how many seconds after the request the last of
-    them did. Empty: the sender declines."""
+    """Answers a ProbeTogether: for each link (bytes that arrived, seconds to the last byte). Empty: declined."""
 
     arrived: tuple[tuple[int, float], ...]
 
@@ -983,9 +907,9 @@ class Done(_Message, frozen=True):
 
 
 class Refusal(_Message, frozen=True):
-    """The sender has understood the message and declines; the sentence is for people.
+    """The sender understood the message and declines; `reason` is for people.
 
-    `keeps_out` says that the run does not let the sender in, whatever it asks.
+    `keeps_out`: the run does not admit the receiver, whatever it asks.
     """
 
     reason: str
@@ -1051,96 +975,85 @@ Message = (
 
 
 # --- headers of tensor frames: shapes and dtypes follow from the run spec, never from the sender ---
+# `stage` is the receiver's, unless the field says otherwise.
 
 
 class Activation(EraMessage, frozen=True):
-    """Goes to the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32; where
-    the run leaves some out, their weight behind them (`peer/pipeline/wire.py`)."""
+    """Sent to the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32, then
+    their weights if the run leaves some targets out (`peer/pipeline/wire.py`)."""
 
     stage: int
-    """The receiver's stage."""
     incarnation: int
-    """The incarnation of the sender, as in its Hello, which this frame may overtake."""
+    """The incarnation in the sender's Hello, which this frame may overtake."""
     step: int
     index: int
     again: bool = False
-    """The microbatch may have come before, maybe to another replica: keep what it adds apart."""
+    """The microbatch may have come before, maybe to another replica: keep its contribution separate."""
 
 
 class Gradient(EraMessage, frozen=True):
-    """Goes back to the sender of the activation. Payload: its gradient [B, T, D]; empty for validation."""
+    """Sent back to the sender of the activation. Payload: the gradient [B, T, D]; empty for validation."""
 
     stage: int
-    """The receiver's stage."""
     step: int
     index: int
     loss: float
     waited_s: float
-    """How long the microbatch stood in queues from the receiver's sending it on until now: such time is no sign of a
-    long way."""
+    """Time that the microbatch spent in queues since the receiver sent it on; it is not part of the round trip."""
     commit_s: float
-    """The time from the last contribution to a step to the next version, at the slowest of the stages so far."""
+    """Time from a step's last contribution to the next version, at the slowest stage so far."""
 
 
 class ExpertTokens(EraMessage, frozen=True, kw_only=True):
     """Tokens of one microbatch in one layer, to a holder of some of its experts. Payload: the tokens [N, D] in the wire
-    dtype, one expert's behind the other's; for a backward the gradients [N, D] of what came out of them behind all of
-    these."""
+    dtype, grouped by expert; in a backward followed by the gradients [N, D] of their outputs."""
 
     stage: int
-    """The stage whose experts these are, and to which the sender belongs."""
+    """The sender's stage, to which the experts belong."""
     incarnation: int
-    """The incarnation of the sender's membership."""
     passage: int
-    """The number of the sender's run of the microbatch: one run may be given up and begun anew."""
+    """Serial number of the sender's run of the microbatch, since a run may be given up and repeated."""
     serial: int
-    """A count of the sender's frames in this membership; a repeated request has the same serial."""
+    """Serial number of the sender's requests in this membership; a repeated request keeps it."""
     step: int
     index: int
     layer: int
-    """The decoder layer."""
     backward: bool
     counts: tuple[tuple[int, int], ...]
-    """(expert, tokens), of whom there are any."""
 
 
 class ExpertOutput(EraMessage, frozen=True, kw_only=True):
-    """Answers ExpertTokens with the experts' outputs [N, D], for a backward with the gradients of the tokens."""
+    """Answers ExpertTokens with the outputs [N, D], in a backward with the tokens' gradients."""
 
     stage: int
-    """The receiver's stage."""
     incarnation: int
     serial: int
     refused: str = ""
-    """The reason why there is no output; for people."""
 
 
 class InferenceInput(EraMessage, frozen=True, kw_only=True):
-    """A request of somebody outside on its way through the stages. Payload: the tokens [rows, T] as int32 to stage 0,
-    else the activation [rows, T, D], of a subspace model its coordinates [rows, T, k] and the tokens
-    (`peer/inference/wire.py`); then targets and beginnings, where there are any."""
+    """A client's request on its way through the stages. Payload: to stage 0 the tokens [rows, T] as int32; to the
+    others the activation [rows, T, D], or in a subspace model coordinates [rows, T, k] and tokens
+    (`peer/inference/wire.py`). Then targets and beginnings, if there are any."""
 
     stage: int
-    """The receiver's stage."""
     first_layer: int
-    """The receiver's, as the sender knows it."""
+    """The receiver's first layer, as the sender knows it."""
     entry: PeerID
-    """The peer that was asked, which gets the output."""
+    """The peer that received the request and gets the output."""
     serial: int
-    """The entry's count of what it was asked."""
     way: int
     session: int
     version: int
     rows: int
     length: int
-    """T."""
     position: int
     has_targets: bool
     has_begins: bool
 
 
 class ReducePart(EraMessage, frozen=True):
-    """Reduce-scatter: elements [start, start + n) of the sender's summed gradient of `step`, fp32."""
+    """Reduce-scatter: elements [start, start + n) of the sender's summed gradient of `step`, in the round's format."""
 
     stage: int
     step: int
@@ -1149,7 +1062,7 @@ class ReducePart(EraMessage, frozen=True):
 
 
 class GatherPart(EraMessage, frozen=True):
-    """All-gather: elements [start, start + n) of the reduced gradient, fp32, same bytes for everyone."""
+    """All-gather: elements [start, start + n) of the reduced gradient, the same bytes for all members."""
 
     stage: int
     step: int
@@ -1158,8 +1071,8 @@ class GatherPart(EraMessage, frozen=True):
 
 
 class StateChunk(EraMessage, frozen=True, kw_only=True):
-    """Elements [start, start + n) of one tensor of one layer at `version`, fp32; a gradient as the run's wire has it,
-    and parameters alone (`stored_era` -3) in bf16."""
+    """Elements [start, start + n) of one tensor of one layer at `version`, in fp32; a gradient in its wire format, and
+    parameters alone (`stored_era` -3) in bf16."""
 
     stored_era: int = -1
 
@@ -1168,8 +1081,7 @@ class StateChunk(EraMessage, frozen=True, kw_only=True):
     tensor: int
     start: int
     base: int = -1
-    """The version of parameters alone to which this is the difference (`peer/handoff/difference.py`). -1: it is
-    none."""
+    """The bf16 version to which this is the difference (`peer/handoff/difference.py`); -1: full values."""
 
 
 class ReducedChunk(EraMessage, frozen=True):
@@ -1180,28 +1092,26 @@ class ReducedChunk(EraMessage, frozen=True):
     start: int
     size: int
     form: WireFormat
-    """The format of the payload: the round's, or one that is exact."""
+    """The payload's format: the round's, or a lossless one."""
 
 
 class TiedChunk(EraMessage, frozen=True):
     """Elements [start, start + n) of the reduced gradient of a tied model's matrix, of `step`."""
 
     stage: int
-    """The receiver's."""
     step: int
     serial: int
-    """The serial of the request that it answers."""
     start: int
 
 
 class ProbeChunk(_Message, frozen=True):
-    """Carries bytes for their own sake. `echo`: the receiver answers with an empty one of the same `nonce`."""
+    """Bytes for a rate measurement. `echo`: the receiver answers with an empty frame of the same `nonce`."""
 
     nonce: int
-    """-1 marks the moment from which the receiver takes the time; other negative ones say nothing."""
+    """-1 starts the receiver's clock; other negative values mean nothing."""
     echo: bool
     took_s: float = 0.0
-    """An answer says how many seconds went by from the last such mark to the frame that it answers."""
+    """Set in an answer: seconds from the last such start to the answered frame."""
 
 
 FrameMeta = (
@@ -1233,7 +1143,7 @@ class AdvertRecord(_Message, frozen=True):
 
 
 class PlanHead(_Message, frozen=True):
-    """Says where the chain is, so that a newcomer finds the coordinator."""
+    """The head of the plan chain, from which a newcomer finds the coordinator."""
 
     term: int
     sequence: int

@@ -1,12 +1,11 @@
-"""Which names runs and members may have. Pure."""
+"""Rules for the names of runs and members. Pure."""
 
 from typing import Final
 
 _JOINERS: Final = "\u200c\u200d"
-"""Persian, the scripts of India and pictures made of several need them, and a terminal does nothing with them."""
+"""Joiners, which Persian, Indian scripts and composed emoji need; a terminal ignores them."""
 
 
 def is_name(text: str) -> bool:
-    """Whether a text may be shown as it is: it has no line break, control character or mark that turns the direction of
-    what follows."""
+    """True if a text is safe to print: no line break, control character, or mark that changes the text direction."""
     return all(letter.isprintable() or letter in _JOINERS for letter in text)

@@ -1,11 +1,10 @@
-"""The plan: who holds which layers, one link of a signed chain. Pure.
+"""Plans: which peers hold which layers; each plan is one link of a signed chain. Pure.
 
-Each plan names its term, its sequence and the hash of the plan before it, and is signed by the term's coordinator.
-Peers persist the highest they have seen and refuse anything lower, so a coordinator that wakes up after its term
-(or a replayed plan) is obeyed by nobody.
+A plan names its term, its sequence and the hash of its predecessor, and is signed by the term's coordinator. Peers
+persist the highest plan that they have seen and refuse lower ones, such as replays, or plans of a deposed coordinator.
 
-A live plan proves itself: it travels as a *link*, with the votes of its predecessor's electors (`PlanProof`), or it
-contains the owner's mandate. Who has the predecessor can check the votes; `coordinator.chain` does.
+A live plan proves itself: it travels as a *link* with the votes of its predecessor's electors (`PlanProof`), or
+contains the owner's mandate. Checking the votes needs the predecessor; `coordinator.chain` does it.
 """
 
 import math
@@ -38,19 +37,18 @@ from shoal.protocol.wire_format import Formats, WireFormat
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A replica: `share` of its stage's traffic and `bandwidth`, its share of the reduction (both > 0, relative)."""
+    """A stage member, its `share` of the stage's traffic and its `bandwidth` share of the reduction (relative, > 0)."""
 
     peer: PeerID
     share: float
     bandwidth: float
     since: int = 0
-    """Sequence of the plan that gave the member this place, without a break until now. A peer that has missed plans
-    sees by this whether it was counted out meanwhile: its group went on without it, so its state may differ from
-    theirs."""
+    """Sequence of the plan that gave the member this place, held ever since. A peer that missed plans sees by this that
+    it was removed meanwhile: its group went on without it, so its state may differ."""
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
-    """Decoder layers [first_layer, last_layer) and who holds them; the member's position is its rank."""
+    """Decoder layers [first_layer, last_layer) and their holders; a member's position is its rank."""
 
     first_layer: int
     last_layer: int
@@ -66,7 +64,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 
 class ExpertGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
-    """Expert `expert` of all layers of stage `stage`, and who holds it; the member's position is its rank."""
+    """Expert `expert` of all layers of stage `stage`, and its holders; a member's position is its rank."""
 
     stage: int
     expert: int
@@ -78,106 +76,94 @@ class ExpertGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
 
 Bound = Literal["compute", "card", "paths", "reduction", "round trip", "commit"]
-"""The kinds of what keeps a step from being faster: a stage's devices, their network cards, the paths from a stage to
-the next one, the reduction among a stage's members, the way of one microbatch to the end and back, a stage's commit."""
+"""The bottleneck of a step: a stage's devices, their network cards, the paths to the next stage, the reduction within a
+stage, one microbatch's way to the end and back, or a stage's commit."""
 
 
 FORESEEN_MAX = 1e15
-"""Tokens a second, and seconds a token: no run is that fast, or that slow."""
 
 
 CAPPED_GROUPS_MIN = 3
-"""The weight of a group is capped if the roll has so many groups. Of two, each could only be given a veto."""
+"""Group weights are capped from this number of groups on the roll. With two, a cap would only give each a veto."""
 
 
 class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """How fast a layout should be, by what its coordinator knew when it made the plan."""
+    """Predicted speed of a layout, by what its coordinator knew when it made the plan."""
 
     tokens_per_s: float
     bound: Bound
-    """What keeps it from being faster."""
     stage: int
-    """The stage that `bound` is about."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Stages in pipeline order. `sequence` counts plans of the run, over all terms, from 1."""
+    """Stages in pipeline order. `sequence` counts the run's plans from 1, over all terms."""
 
     run: str
     term: int
     sequence: int
     previous: str
-    """Hash of the plan before; empty for the first."""
+    """Hash of the predecessor; empty for the first plan."""
     coordinator: PeerID
     stages: tuple[Stage, ...]
     spares: tuple[PeerID, ...] = ()
     era: int = 0
-    """How often the run has begun again from an earlier plan's state: a snapshot, because a stage had lost its holders,
-    or the very version at which another layout ended. Versions grow within an era only."""
+    """Training generation: the number of restarts, from a snapshot after a loss or from the version at which another
+    layout ended. Versions grow within one era only."""
     rollbacks: int = 0
-    """How many of the eras began at a snapshot, or at the seed again, because state was lost. The others began where
-    the layout before had ended, and lost nothing."""
+    """Eras that began at a snapshot, or at the seed, because state was lost. The others continue an ended layout."""
     restore_version: int = 0
-    """The version at which this era began; 0: from the run's seed."""
+    """The version at which this era began; 0: the run's seed."""
     restore_era: int = 0
-    """The era of the snapshots that it began from."""
     fresh: bool = False
-    """No version had been committed in this era when it was made: members without state begin from its beginning."""
+    """No version of this era was committed when the plan was made: members without state start at its beginning."""
     seed: int = 0
     reason: str = ""
     mandate: bytes = b""
-    """The owner's leave to the coordinator to make this plan without votes (`sign_mandate`): the plan before it has
-    lost its majority. Empty in every other plan."""
+    """The owner's permission for this plan without votes (`sign_mandate`), after the loss of a majority; or empty."""
     reign: int = 0
-    """How many mandates the owner has given. It grows with a mandate only and counts before term and sequence, so that
-    a mandate wins over every plan that peers may hold."""
+    """Number of mandates so far. It counts before term and sequence: a mandate overrides every plan that peers hold."""
     exclusions: tuple[bytes, ...] = ()
-    """Orders (`exclusion.py`) that hold in the run. A successor keeps them, or orders that name as much."""
+    """Exclusion orders in force. A successor keeps them, or orders that name at least as much."""
     ends_at: int = 0
-    """The version at which this layout ends, because `following` comes after it: no step from that one on is committed
-    under it, and each member keeps its state of that version for whoever holds the layers next. What of such a step has
-    begun is made again in the next layout. 0: no end is set."""
+    """The cutover version, at which `following` replaces this layout; 0: not set. Under this plan no step from that
+    version on is committed; each member keeps its state of that version for the next holders, and the next layout
+    recomputes the work of a step that had begun."""
     following: tuple[Stage, ...] = ()
-    """The stages of the layout after this one, whose boundaries and number may differ. All members are members of this
-    plan, and who is not among them becomes a spare. As long as no end is set, members fetch what they lack for it while
-    they train on."""
+    """The next layout's stages; boundaries and number may differ. Its members are members of this plan, and the others
+    become spares. Until `ends_at` is set, members prefetch what they lack while they train."""
     experts: tuple[ExpertGroup, ...] = ()
-    """The holders of experts, by stage, then expert. Either all experts are here, and stages hold the rest of their
-    layers; or none is, and stages hold whole layers. Holders are members of the plan already, of that stage or not.
+    """Expert holders, by stage, then expert. Either all experts are listed, and stages hold the rest of their layers;
+    or none is, and stages hold whole layers. Holders are members of the plan already, of that stage or another.
 
-    Who holds one thing is a *group*, and has a number: stages come first, expert j of stage s is K + s E + j.
+    The holders of one thing are a *group* with a number: stages come first; expert j of stage s is K + s E + j.
     """
     foreseen: Foreseen | None = None
-    """How fast `stages` should be; None: the coordinator could not say. Nobody obeys it: whoever coordinates compares
-    it with what comes."""
+    """Predicted speed of `stages`; None: unknown. It binds nobody; coordinators compare it with the measured speed."""
     formats: Formats | None = None
-    """How tensors travel under it, by cut and by stage, each as `WireSpec.forward` and `WireSpec.sums` allow. None: all
-    in the first of those."""
+    """Tensor formats by cut and by stage, out of `WireSpec.forward` and `WireSpec.sums`. None: the first of each."""
     certified: tuple[Certified, ...] = ()
-    """The versions that may be gone back to, a group of layers at a time. Those that the plan before had not carry the
-    signatures of that plan's members."""
+    """Restorable versions, one layer group at a time; new ones with signatures of the previous plan's members."""
     roll: tuple[tuple[int, ...], ...] = ()
-    """The electoral roll: positions in `members`, grouped by the invite that the members came by. Empty: every member
-    votes, each a group of its own."""
+    """The electoral roll: positions in `members`, grouped by invite. Empty: every member votes, as its own group."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
-        """All peers that the plan names: holders in stage order, then spares."""
+        """All peers of the plan: holders in stage order, then spares."""
         return tuple(peer for stage in self.stages for peer in stage.peers) + self.spares
 
     @cached_property
     def groups_on_roll(self) -> tuple[tuple[PeerID, ...], ...]:
-        """The members on the roll, grouped by the invite that they came by."""
+        """The members on the roll, grouped by invite."""
         members = self.members
         return tuple(tuple(members[at] for at in group) for group in self.roll) or tuple((peer,) for peer in members)
 
     @cached_property
     def electors(self) -> tuple[PeerID, ...]:
-        """The members whose votes decide on the next plan: all on the roll, in the order of `members`; or of many a
-        jury whose signatures fit in a message.
+        """The members that vote on the next plan: all on the roll, in the order of `members`; in a large swarm a drawn
+        jury, so that the signatures fit into a message.
 
-        The lot hangs on `previous` alone, which neither this plan's coordinator nor the next one can choose; were it
-        drawn for each ballot, two majorities need not have an elector in common.
+        The lot depends on `previous` alone, which neither this plan's coordinator nor the next one can choose. A new
+        draw for each ballot could give two majorities without a common elector.
         """
         on_roll = {peer for group in self.groups_on_roll for peer in group}
         electors = tuple(peer for peer in self.members if peer in on_roll)
@@ -188,31 +174,31 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @cached_property
     def weights(self) -> dict[PeerID, int]:
-        """Map each elector to the weight of its vote, which only counts beside the weights of the others.
+        """Elector -> relative weight of its vote.
 
-        Every group has as much weight as it has electors, but no group has more than a third of all weight where there
-        are three groups or more. With two groups nothing is capped: the run survives its owner.
+        A group's weight is its number of electors, but of three groups or more none has more than a third of all
+        weight. Two groups are not capped, so that the run survives the loss of its owner.
         """
         electors = frozenset(self.electors)
         groups = [found for group in self.groups_on_roll if (found := [peer for peer in group if peer in electors])]
         sizes = sorted(map(len, groups), reverse=True)
         if len(sizes) < CAPPED_GROUPS_MIN:
             return dict.fromkeys(electors, 1)
-        # Only the two largest can exceed a third. One of them alone may weigh half as much as all others; if the second
-        # exceeds a third then too, each of the two may weigh as much as the rest.
+        # Only the two largest can exceed a third. The largest alone may weigh half as much as all others; if the second
+        # then exceeds a third, too, each of the two may weigh as much as the rest.
         rest = sum(sizes[2:])
         twice_cap = min(sizes[1] + rest, 2 * rest)
         unit = math.lcm(*sizes)
         return {peer: unit * min(2 * len(group), twice_cap) // len(group) for group in groups for peer in group}
 
     def has(self, peer: PeerID) -> bool:
-        """Whether it is a member; `members` would be searched from end to end."""
+        """True if `peer` is a member; faster than a search of `members`."""
         return peer in self._everybody
 
     def dropped_since(self, before: "Plan") -> list[PeerID]:
-        """Members of `before` whom it, or a plan in between, has counted out, though they may be back in their place.
+        """Return the members of `before` that this plan or one in between removed, even if they have their place back.
 
-        Of spares nobody can tell whether they were away, unless they hold experts, so they count as such.
+        A spare counts as removed unless it holds experts, since nothing shows whether it was away.
         """
         back = {
             peer
@@ -223,7 +209,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return sorted((before._everybody - self._everybody) | back)
 
     def _has_stayed(self, peer: PeerID, before: "Plan") -> bool:
-        """One of its places shows that it was in every plan since."""
+        """True if one of the peer's groups shows that it was in every plan since `before`."""
         seats = self._seats.get(peer, {})
         return any(since <= before.sequence and group in before._seats.get(peer, {}) for group, since in seats.items())
 
@@ -236,51 +222,51 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return place[0] if place else None
 
     def since_of(self, peer: PeerID) -> int:
-        """The sequence of the plan since which `peer` holds its place; this plan's sequence if it holds none."""
+        """Return the sequence of the plan since which `peer` holds its place; this plan's sequence if it holds none."""
         place = self._places.get(peer)
         return place[1] if place else self.sequence
 
     @cached_property
     def _places(self) -> dict[PeerID, tuple[int, int]]:
-        """Map each member that holds a stage to (the stage, the plan since which it does)."""
+        """Stage member -> (stage, sequence of the plan since which it holds it)."""
         return {m.peer: (index, m.since) for index, stage in enumerate(self.stages) for m in stage.members}
 
     # --- groups ---
 
     @property
     def num_experts(self) -> int:
-        """Experts of each layer that are placed; 0: none are."""
+        """Placed experts of each layer; 0: none."""
         return len(self.experts) // len(self.stages)
 
     def expert_group(self, stage: int, expert: int) -> int:
-        """Its number."""
+        """Return the group number of an expert of a stage."""
         return len(self.stages) + stage * self.num_experts + expert
 
     def group_members(self, group: int) -> tuple[Member, ...]:
-        """None of a group that the plan has not."""
+        """Return the group's members; none if the plan has no such group."""
         stages = len(self.stages)
         if group < stages:
             return self.stages[group].members
         return self.experts[group - stages].members if group < stages + len(self.experts) else ()
 
     def sums_of(self, group: int) -> WireFormat | None:
-        """How a group's reductions travel: those of experts as their stage's. None: the plan does not say."""
+        """Return the format of a group's reductions; experts use their stage's. None: the plan does not say."""
         stages = len(self.stages)
         if self.formats is None or group >= stages + len(self.experts):
             return None
         return self.formats.sums[group if group < stages else self.experts[group - stages].stage]
 
     def groups_of(self, peer: PeerID) -> tuple[int, ...]:
-        """Those that it is a member of, in order."""
+        """Return the groups of `peer`, in order."""
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """The sequence of the plan since which `peer` is a member of the group; this plan's sequence if it is none."""
+        """Return the sequence of the plan since which `peer` is in the group; this plan's sequence if it is not."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property
     def _seats(self) -> dict[PeerID, dict[int, int]]:
-        """Map each member of a group to (the group, the plan since which it is one)."""
+        """Member -> group -> sequence of the plan since which it is in the group."""
         seats: dict[PeerID, dict[int, int]] = {}
         holders = [entry.members for entry in self.stages] + [entry.members for entry in self.experts]
         for group, members in enumerate(holders):
@@ -290,12 +276,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place within a reign, as people read it."""
+        """(term, sequence): the order within a reign, as people read it."""
         return (self.term, self.sequence)
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """Fencing: a peer obeys only plans of a greater height than all it has obeyed."""
+        """(reign, term, sequence), a fencing token: a peer obeys only plans of greater height than all before."""
         return (self.reign, self.term, self.sequence)
 
 
@@ -304,26 +290,26 @@ _DECODER = msgspec.msgpack.Decoder(Plan)
 
 
 class PlanProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The votes that made a plan live, all cast in one ballot."""
+    """The votes of one ballot that made a plan live."""
 
     ballot: int
-    """The term in which it was offered: its own, or a later one if somebody finished a dead coordinator's plan."""
+    """The term of the offer: the plan's own, or a later one if another coordinator finished the plan."""
     votes: tuple[tuple[int, bytes], ...]
     """(position among the predecessor's electors, signature of `vote_body`)."""
 
 
 class SignedPlan(msgspec.Struct, frozen=True, dict=True):
-    """A plan with the very bytes that were signed; `digest` is the hash that the next plan names."""
+    """A plan with the bytes that were signed; `digest` is the hash that its successor names."""
 
     plan: Plan
     envelope: bytes
     digest: str
     proof: PlanProof | None = None
-    """None: it is not live as far as we know, or needs no votes."""
+    """None: the plan is not known to be live, or needs no votes."""
 
     @cached_property
     def link(self) -> bytes:
-        """Envelope and proof, as a live plan travels and is kept."""
+        """Envelope and proof: the form in which a live plan travels and is stored."""
         return _ENCODER.encode(_Link(self.envelope, self.proof))
 
 
@@ -336,7 +322,7 @@ _LINK_DECODER = msgspec.msgpack.Decoder(_Link)
 
 
 def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
-    """Returns: (the plan's envelope, its proof), neither of them checked. Raises: RemoteError: unreadable."""
+    """Return (the plan's envelope, its proof), both unchecked. Raises: RemoteError: unreadable."""
     try:
         link = _LINK_DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -345,7 +331,7 @@ def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
 
 
 def vote_body(ballot: int, digest: str) -> bytes:
-    """Make the bytes that an elector signs (as a `vote` statement) when it votes for a plan."""
+    """Return the bytes that an elector signs (as a `vote` statement) to vote for a plan."""
     return _ENCODER.encode((ballot, digest))
 
 
@@ -360,10 +346,10 @@ def sign_plan(identity: Identity, plan: Plan) -> SignedPlan:
 
 
 class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The run's owner lets `coordinator` make one plan of `reign` and `term` that is live without votes.
+    """The owner's permission for `coordinator` to make one plan of `reign` and `term` that is live without votes.
 
-    The plan follows the plan whose digest is `previous`. With an `era` above 0 it begins that era from the snapshots of
-    (`restore_era`, `restore_version`); with 0 the plan goes on in the era that it finds.
+    The plan follows the plan with digest `previous`. With an `era` above 0 it begins that era from the snapshots of
+    (`restore_era`, `restore_version`); with 0 it continues the current era.
     """
 
     reign: int
@@ -375,10 +361,10 @@ class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     restore_version: int = 0
 
     def flaw(self, plan: Plan) -> str:
-        """Say why `plan` is not the one that is mandated; an empty string: it is."""
+        """Return why `plan` is not the mandated one; empty: it is."""
         named = (plan.reign, plan.term, plan.coordinator, plan.previous)
         if named != (self.reign, self.term, self.coordinator, self.previous):
-            return "has the mandate for another"
+            return "has the mandate for another plan"
         beginning = (plan.era, plan.restore_era, plan.restore_version)
         if self.era and beginning != (self.era, self.restore_era, self.restore_version):
             return "does not begin where the owner wants it to"
@@ -393,10 +379,7 @@ def sign_mandate(owner: Identity, mandate: Mandate, *, run: str) -> bytes:
 
 
 def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Mandate:
-    """Verify a mandate that `source` handed us.
-
-    Raises: RemoteError: unreadable, or not signed by `owner` for this run.
-    """
+    """Verify a mandate that `source` sent. Raises: RemoteError: unreadable, or not signed by `owner` for this run."""
     envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
     if envelope.sender != owner:
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")
@@ -410,15 +393,14 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Man
 
 
 class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds what the run's spec says that every plan has."""
+    """Properties of all plans that the run's spec fixes."""
 
     num_layers: int
     num_experts: int = 0
-    """Experts of each layer that plans place; 0: members hold whole layers."""
+    """Placed experts of each layer; 0: members hold whole layers."""
     activations: tuple[WireFormat, ...] = ()
-    """`WireSpec.forward`, in which plans may have activations travel; empty: no plan says any."""
+    """`WireSpec.forward`, the formats that plans may use for activations; empty: plans name none."""
     sums: tuple[WireFormat, ...] = ()
-    """`WireSpec.sums`, likewise."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "PlanShape":
@@ -431,9 +413,10 @@ class PlanShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: PlanShape) -> SignedPlan:
-    """Verify and decode a plan that `source` handed us (it need not be the signer). Votes are not looked at here.
+    """Verify and decode a plan that `source` sent, which need not be the signer. Votes are not checked here.
 
-    Raises: RemoteError: unreadable, not signed by the coordinator it names, not of the run's shape, or with a mandate
+    Raises: RemoteError: unreadable, not signed by the coordinator that it names, not of the run's shape, or with a
+        mandate
         that `owner` did not sign for it.
     """
     envelope = unseal(data, "plan", run=run, source=source, relayed=True)
@@ -454,14 +437,14 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: Pl
 
 
 def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
-    """Say why the plan cannot be right, or None. A plan without a flaw can be obeyed, whatever its numbers are."""
+    """Return why the plan is impossible, or None. A plan without a flaw is safe to obey, whatever its numbers are."""
     flaw = _numbers_flaw(plan)
     if flaw:
         return flaw
     if len(plan.members) > PEERS_MAX or len(set(plan.members)) != len(plan.members):
-        return "a peer stands in it twice, or too many peers"
+        return "it names a peer twice, or too many peers"
     if not all(0 < len(peer) <= PEER_ID_CHARS_MAX for peer in plan.members):
-        return "a member's name is no peer's"
+        return "it names a member by an ID that is too long, or empty"
     flaw = _stages_flaw(plan.stages, plan.sequence, shape) or _following_flaw(plan, shape) or _roll_flaw(plan)
     if flaw:
         return flaw
@@ -499,7 +482,7 @@ def _numbers_flaw(plan: Plan) -> str | None:
     if not 0 <= plan.restore_era <= max(0, plan.era - 1):
         return f"era {plan.era} does not begin at version {plan.restore_version} of era {plan.restore_era}"
     if plan.mandate and not plan.reign:
-        return "a mandate begins a reign, and this is none"
+        return "it has a mandate and no reign"
     return None
 
 
@@ -519,20 +502,20 @@ def _stages_flaw(stages: tuple[Stage, ...], sequence: int, shape: PlanShape) -> 
 
 def _following_flaw(plan: Plan, shape: PlanShape) -> str | None:
     if not plan.following:
-        return "it ends, and nothing follows it" if plan.ends_at else None
+        return "it has an end and no following layout" if plan.ends_at else None
     if plan.ends_at and not plan.restore_version <= plan.ends_at <= VERSION_MAX:
         return f"it ends at version {plan.ends_at}"
     peers = [peer for stage in plan.following for peer in stage.peers]
     if len(set(peers)) != len(peers) or not all(plan.has(peer) for peer in peers):
-        return "what follows it has a peer twice, or one that is no member"
+        return "its following layout names a peer twice, or one that is no member"
     flaw = _stages_flaw(plan.following, plan.sequence, shape)
-    return f"what follows it is impossible: {flaw}" if flaw else None
+    return f"its following layout is impossible: {flaw}" if flaw else None
 
 
 def _roll_flaw(plan: Plan) -> str | None:
     named = [at for group in plan.roll for at in group]
     if not all(plan.roll) or len(set(named)) != len(named) or not all(0 <= at < len(plan.members) for at in named):
-        return "its roll has a member twice, or one that is no member"
+        return "its roll names a member twice, or a peer that is no member"
     return None
 
 
@@ -550,7 +533,7 @@ def _members_flaw(members: tuple[Member, ...], sequence: int) -> str | None:
     if not all(m.share > 0 and m.bandwidth > 0 and m.share + m.bandwidth < 1e18 for m in members):
         return "has a share that is not a positive number"
     if not all(0 <= m.since <= sequence for m in members):
-        return "has a member that holds its place since a plan to come"
+        return "has a member with a place since a later plan"
     return None
 
 

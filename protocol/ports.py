@@ -1,7 +1,7 @@
-"""The five ports through which drivers touch the world. `live/` and `sim/` each implement all of them.
+"""The five ports between drivers and the world. `live/` and `sim/` each implement all of them.
 
-Drivers are ordinary asyncio programs; both worlds run them on an asyncio event loop (the simulated one jumps its
-clock to the next timer), so `asyncio.sleep`, queues and timeouts mean the same in both.
+Drivers are ordinary asyncio programs. Both worlds run them on an asyncio event loop (the simulated loop jumps its clock
+to the next timer), so `asyncio.sleep`, queues and timeouts mean the same in both.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,9 +19,8 @@ Payload = bytes | bytearray | memoryview
 
 
 class Priority(IntEnum):
-    """Order in which a peer's frames leave, whomever they are for: backward frees memory upstream, a step ends when its
-    gradients are reduced, a peer without its state cannot begin; a copy of it, and a probe, can wait. Calls go before
-    all of them."""
+    """Order in which a peer's frames leave, over all receivers. A gradient frees memory upstream, a reduction ends a
+    step, and a newcomer cannot begin without state; copies and probes can wait. Calls go before all frames."""
 
     GRADIENT = 0
     ACTIVATION = 1
@@ -31,44 +30,45 @@ class Priority(IntEnum):
 
 
 CallHandler = Callable[[PeerID, bytes], Awaitable[bytes]]
-"""(source, request bytes) -> reply bytes. The source is authenticated by the transport."""
+"""(authenticated source, request bytes) -> reply bytes."""
 
 FrameHandler = Callable[[PeerID, bytes, Payload], Awaitable[None]]
-"""(source, frame meta, payload). The frame's credit returns to the sender when this returns."""
+"""(source, frame meta, payload). The frame's credit returns to the sender when the handler returns."""
 
 
 class Transport(Protocol):
-    """Calls (small, request and reply) and frames (a tensor and its header, one way) between peers."""
+    """Calls (small, request and reply) and frames (a tensor with a header, one way) between peers."""
 
     @property
     def peer_id(self) -> PeerID: ...
 
     def addresses(self) -> tuple[str, ...]:
-        """Multiaddrs (with `/p2p/…`) under which others reach us."""
+        """Return the multiaddrs (with `/p2p/…`) at which others reach us."""
         ...
 
     def serve(self, *, on_call: CallHandler, on_frame: FrameHandler) -> None:
-        """Set the handlers. Once, before the first message can arrive."""
+        """Set the handlers, once, before the first message can arrive."""
         ...
 
     async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None:
-        """Say where `peer` can be found. A hint: never raises."""
+        """Give addresses of `peer`, as a hint. Never raises."""
         ...
 
     async def call(self, peer: PeerID, request: bytes, *, timeout_s: float) -> bytes:
-        """Raises: Unreachable."""
+        """Send a request and return the reply. Raises: Unreachable."""
         ...
 
     async def send(
         self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
     ) -> None:
-        """Put one frame on the long-lived stream to `peer`; returns when it has left or is credited.
+        """Send one frame on the long-lived stream to `peer`; return when it has left or is credited.
 
         Frames of one priority to one peer arrive in order, whole and checked, or the stream breaks and every waiting
-        sender gets Unreachable. At most once: a broken stream says nothing about what arrived before.
+        sender gets Unreachable. Delivery is at most once: a broken stream says nothing about what arrived before.
 
-        Args: again: the frame's meta if it may be sent once more, on the next stream, where its own breaks after it has
-            left and before it is known to be handled. It may then come twice, and must not change.
+        Args:
+            again: the frame's meta for one repetition on the next stream, if this one breaks after the frame has left
+                and before it is known to be handled. It may then arrive twice, and must not change.
         Raises: Unreachable.
         """
         ...
@@ -80,11 +80,11 @@ class Directory(Protocol):
     """Signed records with an expiry, found by key and subkey by everyone in the run (a DHT)."""
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
-        """Whether at least one node accepted it. Read back what matters."""
+        """Store a record; True if at least one node accepted it. Read back what matters."""
         ...
 
     async def get(self, key: str) -> Mapping[str, bytes]:
-        """subkey -> value of all unexpired records; empty if there is none."""
+        """Return subkey -> value of all unexpired records of `key`; empty if there is none."""
         ...
 
 
@@ -93,7 +93,7 @@ JobKind = Literal["forward", "backward", "step", "validate", "probe"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Generic[T]):
-    """Holds what a job returned and when it ran, in the clock's seconds."""
+    """A job's result, and when it ran by the clock."""
 
     value: T
     started_s: float
@@ -104,18 +104,14 @@ class Compute(Protocol):
     """One device that runs one job at a time, in the order given."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run `work`. `flop` is the job's arithmetic; the simulated twin turns it into seconds.
-
-        Raises: whatever `work` raises.
-        """
+        """Run `work` of `flop` operations, which the simulated device turns into seconds. Raises: errors of `work`."""
         ...
 
     async def run_on_host(self, work: Callable[[], T]) -> T:
-        """Run `work` in the host's memory, beside the device's jobs: sums, copies, digests and encodings of tensors.
-        They would hold up the event loop, and as jobs of the device they would wait for the one that runs.
+        """Run `work` on tensors in host memory, beside the device's jobs: sums, copies, digests, encodings. On the
+        event loop it would block the loop, and as a device job it would wait for the running one.
 
-        One at a time, in the order given. In virtual time it takes no time.
-        Raises: whatever `work` raises.
+        One at a time, in the order given. Takes no virtual time. Raises: any error of `work`.
         """
         ...
 
@@ -123,69 +119,67 @@ class Compute(Protocol):
 
 
 class Clock(Protocol):
-    """The loop's time. Monotonic; shared by nobody else, so only durations cross the network."""
+    """The loop's monotonic time. Peers share no clock, so only durations cross the network."""
 
     def now_s(self) -> float: ...
 
     def wall_s(self) -> float:
-        """Seconds since 1970, for people and files only."""
+        """Return seconds since 1970, for people and files only."""
         ...
 
 
 class Disk(Protocol):
-    """Files below one root, and what of them survives a power cut.
+    """Files below one root, with defined durability.
 
     Paths are relative to the root; `PurePosixPath()` is the root. Calls block: run them where blocking is fine.
-    *Durable* means that it survives a power cut; what is not may come back as it was before, as it is now, or (the
-    content of a file) as any mixture of the two. Names and content are durable apart from each other: a folder's names
-    are after `sync_folder`, whatever its files hold.
+    *Durable* data survives a power cut; other data may come back as before, as now, or (file content) as any mixture.
+    Names and content are durable separately: a folder's names are after `sync_folder`, whatever its files hold.
 
-    Raises: OSError from every call, as the operating system has it (full, gone, unreadable, not there). A call that
-    raised may have done its work, none of it, or a part. ValueError: the path leads out of the root.
+    Raises: OSError from every call, as the operating system raises it. A call that raised may have done all, none or
+        part
+        of its work. ValueError: the path leads out of the root.
     """
 
     def where(self, path: PurePosixPath) -> str:
-        """Give the name of `path` for a message to a person. Never raises."""
+        """Return the name of `path` for a message to a person. Never raises."""
         ...
 
     def read(self, path: PurePosixPath) -> bytes: ...
 
     def write(self, path: PurePosixPath, data: Payload) -> None:
-        """Make a file of `data`, or overwrite one. On return the content is durable; a new file's name is not.
+        """Create or overwrite a file. On return the content is durable; a new file's name is not.
 
-        A crash meanwhile leaves any part of the old and the new content: write beside, then `replace`.
+        A crash meanwhile leaves any mixture of old and new content: write beside, then `replace`.
         """
         ...
 
     def replace(self, source: PurePosixPath, target: PurePosixPath) -> None:
-        """Rename within one folder. Not durable before `sync_folder`, but never half done: after a crash the content is
-        under the old name or under the new one.
+        """Rename within one folder: atomic (after a crash the old name or the new one), durable after `sync_folder`.
 
-        A file replaces a file; a folder needs a name that nothing with content has. Raises: ValueError: two folders.
+        A file replaces a file; a folder needs a free name, or that of an empty folder. Raises: ValueError: two folders.
         """
         ...
 
     def remove_tree(self, path: PurePosixPath) -> None:
-        """Remove a file, or a folder with all that is in it, but not the root; nothing there is fine.
+        """Remove a file, or a folder with its content, but not the root; no error if nothing is there.
 
-        Neither durable nor all at once: rename away what must not be seen half removed, and sync, first.
+        Neither durable nor atomic: rename away what must not be seen half removed, and sync, first.
         """
         ...
 
     def list(self, path: PurePosixPath) -> tuple[str, ...]:
-        """The names in a folder, sorted; none if there is no such folder."""
+        """Return the names in a folder, sorted; none if there is no such folder."""
         ...
 
     def make_folder(self, path: PurePosixPath) -> None:
-        """Make a folder and those above it, or find them there. On return all of their names are durable."""
+        """Make a folder and its parents if missing. On return all of their names are durable."""
         ...
 
     def sync_folder(self, path: PurePosixPath) -> None:
-        """Make the names in this folder durable before this returns: files made, renamed and removed in it."""
+        """Make the names in this folder durable: of files made, renamed and removed in it."""
         ...
 
     def lock(self, path: PurePosixPath) -> AbstractContextManager[None]:
-        """Hold the file `path` (made if missing) for this caller alone, on all of this machine; wait until it is free.
-        The end of the process gives it back.
-        """
+        """Lock the file `path` (made if missing) among all processes of this machine; wait until it is free, or its
+        holder ended."""
         ...

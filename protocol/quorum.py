@@ -1,4 +1,4 @@
-"""Says which votes are a majority of a plan's electors. Pure."""
+"""Majority rule of a plan's electors. Pure."""
 
 from collections.abc import Collection
 
@@ -6,15 +6,14 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
 
 TIE_BREAK_PEERS_MAX = 4
-"""The owner's vote decides a tie among so many electors at most, so that one of two peers can go on alone."""
+"""The owner's vote breaks a tie among this many electors at most, so that one of two peers can go on alone."""
 
 
 def is_quorum(voters: Collection[PeerID], plan: Plan, owner: PeerID) -> bool:
-    """Whether `voters` have more than half of the weight of the electors of `plan`.
+    """True if `voters` have more than half of the weight of the electors of `plan`.
 
-    Any two majorities have an elector in common, because two disjoint sets cannot both have more than half, and in a
-    tie only the set with the owner counts. Paxos needs nothing else of its quorums (Gifford, "Weighted voting for
-    replicated data", 1979).
+    Any two majorities share an elector: two disjoint sets cannot both have more than half, and the owner breaks ties.
+    Paxos needs nothing else of its quorums (Gifford, "Weighted voting for replicated data", 1979).
     """
     weights = plan.weights
     twice, total = 2 * sum(weight for peer, weight in weights.items() if peer in voters), sum(weights.values())

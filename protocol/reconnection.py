@@ -1,22 +1,22 @@
-"""Decides which connections are dead, and when to dial whom again. Pure: the caller says what time it is.
+"""Decides which connections are dead, and when to dial which peer again. Pure: the caller says what time it is.
 
-Nobody is told when a cable is pulled, when a router forgets a connection or when a laptop is carried into another
-network. What was written then is sent again after 0.2, 0.4, 0.8 ... seconds, so that a connection comes back up to as
-long after the cable as the cable was out; and one whose address has changed never does, though it looks alive for
-minutes. A fresh connection takes five round trips. So a connection that is dead by one of these signs is dropped, and
-the peer at its other end is dialled until it answers:
+Nothing reports that a cable was pulled, a router forgot a connection, or a laptop moved to another network. TCP
+retransmits after 0.2, 0.4, 0.8 ... seconds, so recovery from an outage may take as long again as the outage. A
+connection from a lost local address never recovers, though it looks alive for minutes. A fresh connection takes five
+round trips. So a connection with one of these signs of death is dropped, and its peer is dialled until it answers:
 
 | sign                                                                 | which connections are dead                |
 |----------------------------------------------------------------------|-------------------------------------------|
-| nothing came back for `DEAD_S` although something is unacknowledged  | that one: the other's kernel answers even |
-|                                                                      | where its process stands still            |
+| nothing came back for `DEAD_S` although something is unacknowledged  | that one: the kernel acknowledges even    |
+|                                                                      | for a process that stands still           |
 | the address at our end is no longer one of this machine's            | that one                                  |
 | this process stood still, and nothing has come since                 | that one                                  |
 | the machine was suspended                                            | all                                       |
-| nobody can look into the kernel, and two calls went unanswered       | all of that peer                          |
-| the peer has a stream carried to us, so it has none (`missed_by`)    | all of that peer that are not new         |
+| the kernel tells nothing, and two calls went unanswered              | all of that peer                          |
+| the peer sent us something over a carrier, so it has no connection   | all of that peer that are not new         |
+| to us (`missed_by`)                                                  |                                           |
 
-Any dead connection condemns all of its peer: the network daemon may choose it for what is sent next.
+One dead connection condemns all of its peer: the network daemon may choose it for the next message.
 """
 
 import math
@@ -29,33 +29,31 @@ from typing import Final
 from shoal.protocol.identity import PeerID
 
 DEAD_S: Final = 3.0
-"""Three heartbeats. Losing a connection costs what is on its way in it; TCP itself would wait as long again."""
+"""Three heartbeats. A lost connection costs the data in flight; TCP itself would wait about as long again."""
 STOOD_STILL_S: Final = 8.0
-"""A process that is woken after so long has been suspended, or its machine has; a busy machine's loop is late by less.
-"""
+"""A process that stood still for this long was suspended, or its machine was; a busy machine's loop is late by less."""
 UNANSWERED_MAX: Final = 2
 EVERY_S: Final = 1.0
-"""A peer that is away is dialled so often at first."""
 EVERY_S_MAX: Final = 30.0
 _SHARE: Final = 0.05
-"""Later the pause is this share of the time for which it has been away: 3 s after a minute."""
+"""Later intervals are this share of the absence: 3 s after a minute."""
 _JITTER: Final = 0.2
 DIALS_MAX: Final = 16
 PATIENCES_S: Final = (2, 2, 4)
-"""How long the first dials wait, and then again. libp2p does not dial an address again for five seconds and more once
-its own five have run out, and that never happens to a dial that ends before."""
+"""Timeouts of successive dials, repeated. A dial that exceeds libp2p's own five seconds blocks further dials of the
+address for over five seconds; a shorter one does not."""
 SECOND_AFTER_S: Final = 6.0
 SECOND_EVERY_S: Final = 8.0
 SECOND_PATIENCE_S: Final = 1
-"""One of two ends that find out by silence goes first (`goes_first`), and the other dials as little as this. libp2p
-dials from the port on which it listens. If both do so while the cable is out, or within a round trip, the two dials
-become one connection that each end has opened: the handshake fails, and neither dials again for five seconds."""
+"""Timeout of the second end's dials. If both ends notice a silence, one dials first (`goes_first`), and the other dials
+late and briefly: libp2p dials from its listening port, so simultaneous dials become one connection that both ends
+opened. Its handshake fails, and neither end dials again for five seconds."""
 AFTER_A_MOVE_S: Final = 2.5
-"""Whoever has changed its address pauses for so long after each dial that nobody answered. A peer behind a NAT cannot
-be dialled from an address that is new to it: it must dial, once it knows of the loss, and not while we do."""
+"""Pause after an unanswered dial from our new address. A peer behind a NAT cannot be dialled from an address that is
+new to it: it must dial us, once it notices the loss, and not while we dial."""
 FRESH_S: Final = 5.0
 LINGER_S: Final = 60.0
-"""A peer that is wanted no more is dialled for so long still: a plan may have left it out because it was away."""
+"""A peer that is no longer wanted is still dialled for this long: a plan may have removed it because it was away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +61,9 @@ class Way:
     """One connection as the kernel sees it."""
 
     is_owed: bool
-    """Whether the other end has yet to acknowledge something."""
+    """True if sent data is not acknowledged yet."""
     silent_s: float
-    """The time since anything came from the other end."""
     local: str
-    """The address of our end."""
 
 
 class Outcome(Enum):
@@ -75,9 +71,8 @@ class Outcome(Enum):
 
     REACHED = auto()
     REFUSED = auto()
-    """The machine is there and nobody listens, or another peer does."""
+    """The machine answers, but nobody listens, or another peer does."""
     NO_ANSWER = auto()
-    """Nothing came back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,29 +93,26 @@ class Todo:
 
 @dataclass(slots=True)
 class Reconnection:
-    """What is known of the connections to the peers that we want to be connected to.
+    """State of the connections to the peers that we want to be connected to.
 
     Args:
-        goes_first: says whether we, and not that peer, dial when both of us miss the other.
+        goes_first: returns True if we, not that peer, dial when both miss the other.
         rng: for jitter.
     """
 
     goes_first: Callable[[PeerID], bool]
     rng: random.Random
     _wanted: dict[PeerID, float] = field(default_factory=dict)
-    """Each with the time until which it is wanted."""
     _absent: dict[PeerID, _Absence] = field(default_factory=dict)
     _back_s: dict[PeerID, float] = field(default_factory=dict)
-    """When each peer that had been away was there again."""
     _unchanged: dict[PeerID, tuple[frozenset[str], float]] = field(default_factory=dict)
-    """The connections of each peer, and since when they are these."""
     _dialled: set[PeerID] = field(default_factory=set)
     _stalled_s: dict[str, float] = field(default_factory=dict)
-    """The time since which a connection has owed us an acknowledgement, without a break."""
+    """Connection -> since when it owes us an acknowledgement, without a break."""
     _unanswered: dict[PeerID, int] = field(default_factory=dict)
 
     def want(self, peers: Collection[PeerID], now_s: float) -> None:
-        """Stay connected to these from now on, and for a while to those of before."""
+        """Stay connected to `peers` from now on, and to earlier ones for a while."""
         for peer, until_s in tuple(self._wanted.items()):
             if peer not in peers:
                 self._wanted[peer] = min(until_s, now_s + LINGER_S)
@@ -130,30 +122,30 @@ class Reconnection:
         return peer in self._absent
 
     def may_be_there(self, peer: PeerID) -> bool:
-        """Whether it is worth waiting for a peer that is away: where it was, nothing has refused us."""
+        """True if an absent peer is worth waiting for: its address did not refuse us."""
         absence = self._absent.get(peer)
         return absence is not None and absence.last is not Outcome.REFUSED
 
     def is_untried(self, peer: PeerID) -> bool:
-        """Whether a peer that is away has not been dialled yet, and need not dial us first."""
+        """True if an absent peer has not been dialled yet, and it is our turn to dial."""
         absence = self._absent.get(peer)
         return absence is not None and not absence.tries and absence.dial_at_s <= absence.since_s
 
     def is_fresh(self, peer: PeerID, now_s: float) -> bool:
-        """Whether we had no connection to the peer a moment ago, so that those that we have now are alive."""
+        """True if we had no connection to the peer a moment ago, so that the present ones are alive."""
         return peer in self._absent or now_s < self._back_s.get(peer, -math.inf) + FRESH_S
 
     def heard(self, peer: PeerID) -> None:
-        """Something of the peer has arrived."""
+        """Record that data of the peer has arrived."""
         self._unanswered.pop(peer, None)
 
     def unanswered(self, peer: PeerID) -> None:
-        """A call of ours got no answer in its time."""
+        """Record that a call to the peer timed out."""
         self._unanswered[peer] = self._unanswered.get(peer, 0) + 1
 
     def missed_by(self, peer: PeerID, now_s: float) -> bool:
-        """The peer has no connection with us, as it has had something carried to us. Returns: whether those that we
-        have with it are dead, as they are not new: it may have looked before there was a new one."""
+        """Take note that the peer has no connection to us, since it used a carrier. Returns: True if our connections to
+        it are dead; new ones are not, since the peer may have looked before they existed."""
         _, since_s = self._unchanged.get(peer, (frozenset(), math.inf))
         if now_s < since_s + FRESH_S or self.is_fresh(peer, now_s):
             return False
@@ -161,7 +153,7 @@ class Reconnection:
         return True
 
     def refused(self, peer: PeerID, now_s: float) -> None:
-        """The daemon has dialled a peer by itself and found nobody where that was."""
+        """Record that the daemon dialled a peer on its own and was refused."""
         if peer not in self._absent:
             self.lost(peer, now_s)
         if peer in self._absent:
@@ -177,13 +169,13 @@ class Reconnection:
         stood_still_s: float = 0.0,
         was_suspended: bool = False,
     ) -> Todo:
-        """Say what to do now.
+        """Return the connections to drop and the peers to dial now.
 
         Args:
-            connections: of each connected peer, by name; None: the kernel does not say how it is.
-            known: the peers of which we have an address.
-            gone: addresses that this machine had and has no more.
-            stood_still_s: how long this process stood still before.
+            connections: peer -> connection name -> what the kernel says; None: nothing.
+            known: peers with a known address.
+            gone: addresses that this machine no longer has.
+            stood_still_s: how long this process stood still just before.
         """
         dead, silent, moved = set(), set(), set()
         before, self._unchanged = self._unchanged, {}
@@ -242,12 +234,12 @@ class Reconnection:
         found_by_both: bool = False,
         is_our_move: bool = False,
     ) -> None:
-        """There is no connection to the peer any more.
+        """Record that we have no connection to the peer.
 
         Args:
-            pause_s: it is expected to dial us within this time.
-            found_by_both: it finds out, too, and dials us as we dial it.
-            is_our_move: we have another address now.
+            pause_s: time within which the peer is expected to dial us.
+            found_by_both: the peer notices, too, and will dial us.
+            is_our_move: our own address has changed.
         """
         self._unanswered.pop(peer, None)
         if peer in self._wanted:
@@ -262,7 +254,7 @@ class Reconnection:
             self._back_s[peer] = now_s
 
     def dials(self, peer: PeerID) -> int:
-        """We dial the peer now. Returns: for how many seconds."""
+        """Record that a dial begins. Returns: its timeout in seconds."""
         self._dialled.add(peer)
         absence = self._absent.get(peer)
         if absence is None:
@@ -270,10 +262,9 @@ class Reconnection:
         return SECOND_PATIENCE_S if absence.is_second else PATIENCES_S[absence.tries % len(PATIENCES_S)]
 
     def dialled(self, peer: PeerID, outcome: Outcome | None, *, began_s: float, now_s: float) -> Outcome:
-        """A dial has ended. Args: outcome: None: nothing was dialled, because we have no network, or because libp2p had
-        failed a moment before.
+        """Record the end of a dial; `outcome` is None if nothing was dialled (no network, or libp2p had just failed).
 
-        Returns: what is known by it.
+        Returns: what is now known.
         """
         self._dialled.discard(peer)
         absence = self._absent.get(peer)
@@ -295,9 +286,6 @@ class Reconnection:
 
 
 def goes_first(me: PeerID, peer: PeerID, *, ours: bool, theirs: bool) -> bool:
-    """Whether we, and not that peer, dial when both of us miss the other: whoever cannot be dialled does, else the one
-    whose name comes first.
-
-    Args: ours, theirs: whether that end has an address that can be dialled from anywhere.
-    """
+    """Return True if we dial when both ends miss the other: the end that cannot be dialled from anywhere does (`ours`,
+    `theirs`: can be), else the lower PeerID."""
     return theirs if ours != theirs else me < peer

@@ -1,7 +1,7 @@
-"""Decides how a peer signs what it says and opens what it hears: envelopes, plans and statements.
+"""Signing and checking of envelopes, plans and statements, as one replaceable object.
 
-An endpoint is given one, so that a world of a thousand modelled peers, all of whom are ours, need not spend its time on
-signatures (`sim/trust.py`). Nothing that listens to a network may be given another than `SEALS`.
+`sim/trust.py` replaces it in a world of a thousand modelled peers, where signatures would only cost time. Code that
+listens to a real network must use `SEALS`.
 """
 
 from typing import Protocol
@@ -49,4 +49,3 @@ class _Signed:
 
 
 SEALS: Seals = _Signed()
-"""Ed25519, everything checked."""

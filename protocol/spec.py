@@ -1,13 +1,11 @@
-"""The run spec: everything that all peers of one run must agree on before the first microbatch. Pure.
+"""The run spec: everything on which all peers of a run agree before the first microbatch. Pure.
 
-TOML -> `RunSpec` (frozen, checked), nothing reads a global or an environment variable later. Fields that a run file
-leaves out and that should fit the model are filled in on the way (`toml/defaults.py`), so that a `RunSpec` has numbers
-there; its own defaults are for code that names what it wants. Only `swarm.stages` may be "auto" in a `RunSpec` too,
-since no peer chooses that number when the run file is read: each plan says it. The run's identifier is the hash of the
-owner's key and of what cannot change in the spec, so two peers with the same run id and the same revision agree on
-every field.
+A TOML file becomes a `RunSpec` (frozen, checked); nothing reads a global or an environment variable later.
+`toml/defaults.py` fills in missing fields that should fit the model; the defaults here are for code. Only
+`swarm.stages` may stay "auto": each plan chooses it. The run id is the hash of the owner's key and of the unchangeable
+fields, so peers with the same run id and revision agree on every field.
 
-This file is long because every field of a run file is in it, with what it means.
+This file is long because it holds every field of a run file with its meaning.
 """
 
 import math
@@ -38,21 +36,21 @@ from shoal.protocol.toml.complaint import complaint
 from shoal.protocol.wire_format import AUTO_ACTIVATIONS, AUTO_SUMS, WireFormat, tensor_bytes
 
 TERM_HEARTBEATS_MIN = 4
-"""A coordinator takes three to be sure that a stage has lost its state, and looks every half: in a shorter term it
-would never be, nor its heirs."""
+"""A coordinator needs three heartbeats to be sure that a stage has lost its state, and checks every half; in a shorter
+term neither it nor its successors would ever be sure."""
 ADAPTER_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The matrices of a decoder layer, by their Hugging Face names, which are the same in all families."""
+"""A decoder layer's matrices, by their Hugging Face names, the same in all families."""
 ATTENTION_TARGETS: Final = ADAPTER_TARGETS[:4]
-"""Those that a layer with experts has: its experts' matrices get no adapters."""
+"""The targets in a layer with experts: the experts' matrices get no adapters."""
 BaseFormat = Literal["fp32", "bf16", "int8", "nf4"]
 AUTO_STAGES: Final = "auto"
-"""What `swarm.stages` says where the coordinator is free to choose the number of stages."""
+"""The value of `swarm.stages` that lets the coordinator choose."""
 CONTINUED_MAX = 64
-"""Revisions of a spec: it must fit into a record of the directory."""
+"""Revisions of a spec, which must fit into a directory record."""
 BASE_CHARS_MAX = 120
-"""Characters of the name of the model that a run begins with, and of its licence's."""
+"""Characters of the base model's name, and of its licence's."""
 _LABEL_BYTES = 4
-"""Each token's target travels with its activation, and whatever else goes with it, in words of so many bytes."""
+"""Bytes of a token's target, and of the other integers that travel with an activation."""
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,46 +70,44 @@ def _check_decay(schedule: str, decay_steps: int | None) -> None:
 
 
 class ModelSpec(_Section, frozen=True):
-    """A decoder: Llama's (RMSNorm, rotary positions, grouped-query attention, SwiGLU) but for what `decoder` says."""
+    """The model: Llama's decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU), changed by `decoder`."""
 
     vocab_size: int = 256
-    """Tokens; 256 is bytes."""
+    """Number of tokens; 256 is bytes."""
     dim: int = 128
     """Width D of the residual stream."""
     num_layers: int = 6
-    """Decoder layers; embedding and head come on top."""
+    """Decoder layers, without embedding and head."""
     num_heads: int = 4
-    """Query heads H; divides dim. A run file that does not say it, or says "auto", gets heads of 64. So it is with the
-    next two, the learning rate, the warm-up, and how a step is cut into microbatches: `toml/defaults.py` has the rules,
-    and `shoal host` prints what was chosen."""
+    """Query heads H; divides dim. A run file without it, or with "auto", gets heads of 64. The next two fields, the
+    learning rate, the warm-up and the division of a step have such rules, too; `shoal host` prints the choices."""
     num_kv_heads: int = 2
     """Key and value heads; divides num_heads."""
     ffn_dim: int = 352
-    """Hidden width F of SwiGLU; of each expert's, where there are experts."""
+    """Hidden width F of SwiGLU, or of each expert."""
     head_size: int | None = None
     """Width K of a head, even (rotary pairs). None: dim / num_heads."""
     context: int = 256
-    """Tokens T a sample has."""
+    """Tokens T of a sample."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
     """Epsilon inside RMSNorm."""
     num_experts: int = 0
-    """Experts E in every decoder layer, in place of its one SwiGLU; 0: a dense model."""
+    """Experts E in every decoder layer in place of its SwiGLU; 0: a dense model."""
     experts_per_token: int = 2
-    """K, of E, that each token is sent to."""
+    """Number K of experts to which each token is sent."""
     router_aux_loss: float = 0.01
-    """What the load-balancing loss of each layer weighs beside the loss; it is 1 where the load is even."""
+    """Weight of each layer's load-balancing loss, which is 1 if the load is even."""
     decoder: DecoderSpec = LLAMA
-    """The switches that tell the decoder from Llama's: `protocol/decoder.py`. `shoal import` writes this."""
+    """Differences from Llama's decoder (`protocol/decoder.py`). `shoal import` writes this."""
     tied: bool = False
-    """The head's matrix is the embedding. Both ends of the pipeline hold it, and step it with the sum of both ends'
-    gradients."""
+    """The head's matrix is the embedding. Both ends of the pipeline hold it and apply the sum of both gradients."""
     subspace: int = 0
-    """Numbers k, fewer than `dim`, that each layer adds to a token of the residual stream. They are the coordinates of
-    a vector in one subspace of the run's seed; beside it stands a vector that the token itself fixes. So k numbers a
-    token travel between stages and not `dim`, and nothing is lost on the way. The price is in what the model learns
-    (`peer/model/MEASURED.md`). 0: a layer adds to all of `dim`. `peer/model/subspace.py` has the source."""
+    """Subspace size k, less than `dim`; 0: none. Each layer adds to a token only k coordinates in a subspace drawn from
+    the run's seed; the rest of the residual stream is a fixed vector per token. So stages exchange k numbers a token
+    instead of `dim`, without loss. The model learns less (`peer/model/MEASURED.md`); `peer/model/subspace.py` has the
+    source."""
 
     def __post_init__(self) -> None:
         for name, most in _MODEL_MAX.items():
@@ -135,7 +131,7 @@ class ModelSpec(_Section, frozen=True):
         _require(not beyond, f"decoder.full_layers has {beyond[:1]}, and there are {self.num_layers} layers")
         self._check_experts()
         self._check_subspace()
-        _ = self.family  # raises, if there is none
+        _ = self.family  # raises if no family fits
 
     def _check_experts(self) -> None:
         if self.num_experts == 0:
@@ -176,33 +172,33 @@ class ModelSpec(_Section, frozen=True):
         found = [name for name, leaves in leaving.items() if leaves]
         _require(
             not found,
-            f"subspace is for layers that write products into the residual stream and nothing else, as Llama's and "
-            f"Qwen's do: decoder.{found[0] if found else ''} writes more. Leave one of them out",
+            f"subspace is for layers that add only matrix products to the residual stream, as Llama's and Qwen's do: "
+            f"decoder.{found[0] if found else ''} adds more. Leave one of them out",
         )
 
     @property
     def whole(self) -> "ModelSpec":
-        """The model without its subspace: what it computes, with matrices that write into all of `dim`."""
+        """The model without its subspace: the same function, with matrices that write into all of `dim`."""
         return msgspec.structs.replace(self, subspace=0) if self.subspace else self
 
     @property
     def written_width(self) -> int:
-        """Numbers a token that a layer adds to the residual stream, and that stages send each other."""
+        """Numbers a token that a layer adds to the residual stream and that stages exchange."""
         return self.subspace or self.dim
 
     @property
     def head_dim(self) -> int:
-        """The width of a head."""
+        """Width of a head."""
         return self.dim // self.num_heads if self.head_size is None else self.head_size
 
     @property
     def family(self) -> str:
-        """The family of models that this is one of, by its `model_type` in `transformers`."""
+        """The model's family, by its `model_type` in `transformers`."""
         own_size = None if self.head_size in (None, self.dim // self.num_heads) else self.head_size
         return family_of(self.decoder, head_size=own_size, experts=self.num_experts > 0)
 
     def window_of(self, layer_index: int) -> int:
-        """Tokens that a token looks at in this decoder layer, itself among them; 0: all before it."""
+        """Return a decoder layer's attention window in tokens, including the token itself; 0: full causal attention."""
         return 0 if layer_index in self.decoder.full_layers else self.decoder.window
 
     @property
@@ -212,7 +208,7 @@ class ModelSpec(_Section, frozen=True):
 
     @property
     def experts_held(self) -> int:
-        """SwiGLUs of width F that each decoder layer has."""
+        """SwiGLUs of width F in each decoder layer."""
         return self.num_experts or 1
 
 
@@ -226,16 +222,16 @@ _MODEL_MAX = {
     "context": CONTEXT_MAX,
 }
 _OF_EXPERTS = {"experts_per_token": 2, "router_aux_loss": 0.01}
-"""Fields that a dense model leaves at their defaults, which are these."""
+"""The defaults of fields that a dense model must not set."""
 
 
 class SourceSpec(_Section, frozen=True):
-    """One of several sources that a run reads. What it does not say itself is as in `DataSpec`."""
+    """One of several data sources. Its fields mean the same as in `DataSpec`."""
 
     source: str
-    """What `data.source` would say."""
+    """Same as `data.source`."""
     weight: float = 1.0
-    """Its share of the run's samples, beside the weights of the other sources."""
+    """Its share of the run's samples, relative to the other sources' weights."""
     format: Literal["text", "chat"] = "text"
     field: str = "text"
     subset: str = ""
@@ -249,36 +245,35 @@ class SourceSpec(_Section, frozen=True):
 
 
 class DataSpec(_Section, frozen=True):
-    """Says what the run reads. Only stage-0 peers need it."""
+    """The training data. Only stage-0 peers need it."""
 
     source: str = "python-library"
     """`python-library` (the sources of Python's standard library), the path of a file or folder (text, JSON, CSV,
     Parquet), or `hf:NAME`, a data set of the Hugging Face hub."""
     validation_fraction: float = 0.05
-    """Share of the text that training never sees."""
+    """Share of the text that is kept for validation."""
     digest: str = ""
-    """BLAKE3 of the prepared text, of several sources one for each with a + between, filled in by the host; a stage-0
-    peer whose text differs is not used for stage 0."""
+    """BLAKE3 of the prepared text, filled in by the host; of several sources joined by +. Stage 0 needs this text."""
     field: str = "text"
-    """Where the text is in a row of JSON, CSV, Parquet or a data set."""
+    """Name of the text field in a row of JSON, CSV, Parquet or a data set."""
     subset: str = ""
-    """The subset, where a data set has several."""
+    """The subset of a data set that has several."""
     split: str = "train"
-    """The split of a data set. Validation is taken from it too."""
+    """The split of a data set, for training and validation."""
     tokens_max: int = 0
-    """Read no further once there are this many tokens; 0: read everything."""
+    """Read at most this many tokens; 0: read everything."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a tokenizer.json."""
     tokenizer_digest: str = ""
     """BLAKE3 of that file, filled in by the host."""
     format: Literal["text", "chat"] = "text"
     """`chat`: each line, row or example has `messages` (a list of `role` and `content`) or `prompt` and `completion`.
-    Only what the assistant says is learnt, and a sample is made of whole conversations. The chat template lies beside
-    the tokenizer.json."""
+    Training learns only the assistant's text, and a sample consists of whole conversations. The chat template lies
+    beside the tokenizer.json."""
     document_masks: bool | None = None
-    """Whether attention ends, and positions begin anew, where a document does. None: if anything here is a chat."""
+    """Stop attention and restart positions at document boundaries. None: only if a source is a chat."""
     sources: tuple[SourceSpec, ...] = ()
-    """Several sources in the place of one; then nothing of the one is said."""
+    """Several sources; the single source's fields are then left out."""
 
     def __post_init__(self) -> None:
         _require(bool(self.source), "source is empty")
@@ -296,17 +291,17 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def masks_documents(self) -> bool:
-        """Whether tokens look at their own document only."""
+        """True if tokens attend to their own document only."""
         return self.has_chats if self.document_masks is None else self.document_masks
 
     @property
     def leaves_out_targets(self) -> bool:
-        """Whether some tokens are not learnt, so that microbatches may differ in how many are."""
+        """True if some tokens are not learnt, so that microbatches differ in their number of targets."""
         return self.has_chats or self.masks_documents
 
     @property
     def each(self) -> tuple["DataSpec", ...]:
-        """The sources one by one, each as if it were the only one."""
+        """The sources one by one, each as a `DataSpec` of its own."""
         if not self.sources:
             return (self,)
         masks = self.masks_documents
@@ -321,7 +316,7 @@ class DataSpec(_Section, frozen=True):
         )
 
     def found_at(self, sources: tuple[str, ...]) -> "DataSpec":
-        """The same data where its sources, as many as it has, are elsewhere."""
+        """Return the same data with its sources at other places, one for each."""
         if not self.sources:
             return msgspec.structs.replace(self, source=sources[0])
         moved = zip(self.sources, sources, strict=True)
@@ -331,55 +326,54 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """What `digest` says of each source; empty: nothing yet."""
+        """The digest of each source; empty: not known yet."""
         return tuple(self.digest.split(BETWEEN_DIGESTS)) if self.digest else ()
 
     @property
     def named(self) -> str:
-        """The source, or all of them, for people."""
+        """The sources' names, for people."""
         return ", ".join(one.source for one in self.sources) or self.source
 
 
 SOURCES_MAX = 16
-"""Sources of a run: its spec must fit into a record of the directory, with a digest of each."""
+"""Sources of a run: its spec, with a digest of each, must fit into a directory record."""
 BETWEEN_DIGESTS = "+"
 _OF_ONE_SOURCE = ("source", "format", "field", "subset", "split", "tokens_max")
-"""What each of several sources says for itself."""
+"""Fields that each of several sources sets for itself."""
 _DATA = DataSpec()
 _LATER_OF_DATA = (
     *("field", "subset", "split", "tokens_max", "tokenizer", "tokenizer_digest"),
     *("format", "document_masks", "sources"),
 )
-"""Fields that the first specs did not have."""
+"""Fields that are left out of the bytes at their defaults, since the first specs did not have them."""
 
 
 class OptimizerSpec(_Section, frozen=True):
-    """One of the optimizers of `shoal.kernels.optimizer`, with its schedule."""
+    """The optimizer (`shoal.kernels.optimizer`) and its schedule."""
 
     name: Literal["sgd", "adamw", "nadam", "muon"] = "nadam"
-    """sgd is with momentum `beta1`; so is muon, whose embedding, head and norms take adamw's rule. In
-    `tests/bench/staleness` muon at 8e-3 learns fastest and minds staleness least, so take it where the model is small
-    or the cards are quick in fp64: its products are exact, and most cards are 64 times slower in that."""
+    """`sgd` and `muon` use momentum `beta1`; muon updates embedding, head and norms by adamw's rule. In
+    `tests/bench/staleness` muon at 8e-3 learns fastest and suffers least from staleness. It computes exact products in
+    fp64, in which most cards are 64 times slower, so choose it for small models or cards that are fast in fp64."""
     learning_rate: float = 4e-3
-    """Peak learning rate. A run file that does not say it gets one that fits the model and the batch."""
+    """Peak learning rate. A run file without it gets one that fits the model and the batch."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
-    """Decoupled; applied to matrices, not to norms."""
+    """Decoupled weight decay of matrices, not of norms."""
     warmup_steps: int = 20
-    """Linear warm-up from 0. A run file that does not say it gets one that fits `beta2` and the steps."""
+    """Linear warm-up from 0. A run file without it gets one that fits `beta2` and the steps."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """The rate after the warm-up: `cosine` falls from the peak to the run's last step; `constant` stays at the peak;
-    `wsd` (warm-up, stable, decay) stays there and falls in the last `decay_steps`. `shoal.peer.model.schedule` says
-    what happens when a run is continued: whoever does not know yet how long a run will be takes `wsd` or `constant`."""
+    `wsd` (warm-up, stable, decay) stays there and falls in the last `decay_steps`. Take `wsd` or `constant` if the
+    run's length is not known yet: `shoal.peer.model.schedule` explains what happens when a run is continued."""
     decay_steps: int | None = None
-    """The steps in which `wsd` falls. None: a fifth of the run's steps."""
+    """Steps in which `wsd` falls. None: a fifth of the run's steps."""
     final_learning_rate_fraction: float = 0.1
-    """Where the rate falls, it ends at this fraction of the peak at the run's last step."""
+    """Last rate of a falling schedule, as a fraction of the peak."""
     clip_norm: float = 1.0
-    """Gradient norm bound, per layer (so that nothing depends on where the model is cut); where there are experts, of
-    each by itself and of the rest of its layer (so that nothing depends on where they are). 0: no clipping."""
+    """Gradient norm bound of each layer; with experts, of each expert and of the rest of the layer. 0: no clipping."""
 
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, f"learning_rate must be positive, is {self.learning_rate}")
@@ -392,37 +386,35 @@ class OptimizerSpec(_Section, frozen=True):
 
 
 class TrainingSpec(_Section, frozen=True):
-    """Says what a step is."""
+    """The training steps."""
 
     steps: int = 400
-    """Commits until the run is done."""
+    """Optimizer steps of the run."""
     microbatches_per_step: int = 8
-    """M: microbatches whose mean gradient makes one step. A run file that does not say it gets a step that fits the
-    model's size."""
+    """M: microbatches in a step, which uses their mean gradient. A run file without it gets one that fits the model."""
     microbatch_size: int = 4
-    """Samples a microbatch."""
+    """Samples in a microbatch."""
     s_max: int = 1
-    """Largest staleness a microbatch may be computed with; 0 is synchronous training."""
+    """Largest staleness of a microbatch, in steps; 0 is synchronous training."""
     synchronous_steps: int | None = None
-    """The first steps are synchronous whatever `s_max` is, so many of them: staleness costs most by far while the loss
-    falls fastest (`tests/bench/staleness`). None: twice as many as the optimizer warms up; 0 with muon."""
+    """Number of first steps that are synchronous whatever `s_max` is: staleness costs most while the loss falls fastest
+    (`tests/bench/staleness`). None: twice the optimizer's warm-up; 0 with muon."""
     compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"] = "eager"
-    """What is done about staleness: a strategy of `shoal.peer.pipeline.prediction`."""
+    """Compensation of staleness, a strategy of `shoal.peer.pipeline.prediction`."""
     compute: Literal["auto", "bf16", "fp32"] = "auto"
-    """What a forward and a backward multiply in. Parameters, moments, sums of gradients, norms, softmaxes and the loss
-    are float32 in any case. "auto": each peer takes bf16 if its device is quicker in it; members may differ."""
+    """Number format of the products in forward and backward; everything else (parameters, moments, gradient sums,
+    norms, softmaxes, loss) is float32. "auto": bf16 on devices that are faster in it; members may differ."""
     keep: Literal["stash", "layers", "recompute"] = "stash"
-    """What a microbatch keeps between its forward and its backward. "stash": its activations and weights. "layers": its
-    weights, and what each layer read; the backward runs one layer's forward at a time again, the last stage's too, so
-    that the activations of one layer are in memory and not those of a stage (activation checkpointing: Chen et al.,
-    2016, arXiv 1604.06174). "recompute": its input alone; the backward runs the forward again, with the weights that
-    its step has by then."""
+    """State kept between a microbatch's forward and backward. "stash": its activations and weights. "layers": its
+    weights and each layer's input; the backward recomputes layer by layer, so that memory holds one layer's
+    activations, not a stage's (activation checkpointing: Chen et al., 2016, arXiv 1604.06174). "recompute": its input
+    alone; the backward repeats the stage's forward with the weights that the step has by then."""
     validation_interval_steps: int = 20
-    """0: never validate."""
+    """Steps between validations; 0: never validate."""
     validation_microbatches: int = 4
-    """Microbatches a validation is the mean of; always the same ones."""
+    """Microbatches of a validation, always the same ones."""
     commit_deadline_s: float = 0.0
-    """A group commits with a quorum after it has lacked microbatches for so long; 0: a group never gives one up."""
+    """Seconds of missing microbatches after which a group commits with `commit_quorum`; 0: it waits for all of them."""
     commit_quorum: float = 1.0
     """Share of M that must be there at the deadline."""
 
@@ -440,45 +432,43 @@ class TrainingSpec(_Section, frozen=True):
 
     @property
     def recomputes(self) -> bool:
-        """Whether a backward runs its forward again, to save memory or because the compensation wants newer weights."""
+        """True if a backward repeats its forward, to save memory or because the compensation wants newer weights."""
         return self.keep != "stash" or self.wants_newer_weights
 
     @property
     def wants_newer_weights(self) -> bool:
-        """Whether the compensation wants a backward to take other weights than its forward had."""
+        """True if the compensation runs a backward with other weights than its forward's."""
         return self.compensation in ("none", "spectrain")
 
 
 class SwarmSpec(_Section, frozen=True):
-    """Says how the peers are organised."""
+    """The organisation of the peers."""
 
     stages: int | Literal["auto"] = AUTO_STAGES
-    """Pipeline stages K. "auto": as many as the coordinator finds best for the peers that are there, and another number
-    when that is better. A number: so many as soon as there are so many peers, and never more."""
+    """Pipeline stages K. "auto": the best number for the present peers, which may change with them. A number: exactly
+    so many once there are enough peers, and never more."""
     min_peers: int = 1
-    """Peers that must be there before the first plan, and before the run goes back with fewer stages because too few
-    peers are left for those that it had. They may be fewer than the stages: where the model fits, the host begins
-    alone."""
+    """Peers that must be there before the first plan, and before a restart with fewer stages after too many peers were
+    lost. They may be fewer than the stages: if the model fits, the host begins alone."""
     heartbeat_s: float = 1.0
-    """How often a peer reports to the coordinator."""
+    """Seconds between a peer's heartbeats to the coordinator."""
     term_s: float = 60.0
-    """How long one peer is coordinator before the role moves on."""
+    """Seconds for which one peer is the coordinator."""
     snapshot_interval_steps: int = 50
     """Steps between snapshots; 0: by time alone."""
     snapshot_interval_s: float = 300.0
-    """Seconds between snapshots, beside those by steps: the most that is lost when all peers are cut off power at once.
-    0: by steps alone."""
+    """Seconds between further snapshots: the most that is lost if all peers lose power at once. 0: by steps alone."""
     open: bool = False
-    """Anyone may come, without an invite's key. Newcomers then are let in a few at a time, and on probation."""
+    """Anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
-    """Experts that a member of a stage holds, each of all of the stage's layers; more where `expert_replicas` takes
-    more. 0: every member holds whole layers, with all of their experts."""
+    """Experts that each member of a stage holds, in all of the stage's layers, or more if `expert_replicas` needs more.
+    0: every member holds whole layers with all of their experts."""
     expert_replicas: int = 2
-    """Members that hold each expert at least, as far as its stage has so many: while fewer than that die at a time,
-    nothing is lost. 1: `expert_slots` is kept wherever they are enough for one copy of each."""
+    """Least number of members that hold each expert, if its stage has so many: nothing is lost while fewer of them die
+    at a time. 1: members hold no more than `expert_slots` if these are enough for one copy of each."""
     trust: Literal["invites", "members"] = "invites"
-    """"invites": all members that came by one invite together have at most half as many votes as the run has electors
-    by other invites. "members": every vote counts the same, whatever invite a member came by."""
+    """"invites": the members of one invite together have at most half as many votes as there are electors of other
+    invites. "members": every vote counts the same."""
 
     def __post_init__(self) -> None:
         _require(
@@ -501,11 +491,11 @@ class SwarmSpec(_Section, frozen=True):
 
     @property
     def stages_max(self) -> int | None:
-        """The most stages that the run may have; None: as many as suit it."""
+        """Upper bound of the number of stages; None: free."""
         return None if self.stages == AUTO_STAGES else self.stages
 
     def stages_for(self, num_peers: int) -> int | None:
-        """How many stages a layout of so many peers is to have; None: the best number, which is at most one a peer."""
+        """Return the number of stages for so many peers; None: the best number, at most one a peer."""
         stages = self.stages_max
         return stages if stages is not None and stages <= num_peers else None
 
@@ -514,52 +504,51 @@ _SWARM = SwarmSpec()
 
 
 class WireSpec(_Section, frozen=True):
-    """Says how tensors travel. "int8" and "hadamard6" to "hadamard3" are those of `kernels/codec`."""
+    """Wire formats. `kernels/codec` has "int8" and "hadamard6" to "hadamard3"."""
 
     activations: WireFormat | Literal["auto"] = "bf16"
-    """Activations, from one stage to the next. State always travels in fp32. "auto": each plan says for each cut
-    whether bf16 or 8 bits a number (`Plan.formats`), which is 8 bits where a step waits for its activations."""
+    """Format of activations between stages; state always travels in fp32. "auto": each plan chooses bf16 or 8 bits a
+    number for each cut (`Plan.formats`): 8 bits where a step waits for its activations."""
     activation_gradients: WireFormat | None = None
-    """Their gradients, on the way back. None: as the activations, but in 6 bits at least, as gradients mind it more."""
+    """Format of the activations' gradients. None: the same, but 6 bits at least, since gradients tolerate less."""
     gradients: WireFormat | Literal["auto"] = "fp32"
-    """Parameter gradients in a reduction: each member's sum on its way to whoever adds, and the mean on its way back.
-    They are added in fp32 in any case. "auto": each plan says for each stage whether 8 bits a number or 4
-    (`Plan.formats`), which is 4 where a step waits for its reduction."""
+    """Format of parameter gradients in a reduction, both of the members' sums and of the mean; they are added in fp32.
+    "auto": each plan chooses 8 or 4 bits a number for each stage (`Plan.formats`): 4 where a step waits for it."""
 
     @property
     def sums(self) -> tuple[WireFormat, ...]:
-        """The formats in which a reduction may travel, the widest first. Of several the plan takes one a stage."""
+        """Allowed formats of a reduction, widest first. Plans choose one for each stage."""
         return AUTO_SUMS if self.gradients == "auto" else (self.gradients,)
 
     @property
     def forward(self) -> tuple[WireFormat, ...]:
-        """The formats in which activations may travel, the widest first. Of several the plan takes one a cut."""
+        """Allowed formats of activations, widest first. Plans choose one for each cut."""
         return AUTO_ACTIVATIONS if self.activations == "auto" else (self.activations,)
 
     def backward_of(self, activations: WireFormat) -> WireFormat:
-        """How the gradients of activations travel that go forth in this format."""
+        """Return the gradients' format for activations in this format."""
         if self.activation_gradients is not None:
             return self.activation_gradients
         return "hadamard6" if activations in ("hadamard5", "hadamard4", "hadamard3") else activations
 
     @property
     def tokens(self) -> Literal["fp32", "bf16"]:
-        """How tokens travel to experts that are placed, and back: row by row."""
+        """Format of tokens to placed experts and back, row by row."""
         return "fp32" if self.activations == "fp32" else "bf16"
 
 
 class InitialSpec(_Section, frozen=True):
-    """The weights that the run begins with, where they are not made from its seed. `shoal import` writes this."""
+    """Initial weights, if not made from the seed. `shoal import` writes this."""
 
     source: str = ""
-    """Folder on the host's machine; everybody else asks the host."""
+    """Folder on the host's machine; other peers fetch the weights from the host."""
     digests: tuple[str, ...] = ()
-    """BLAKE3 (32 hex digits) of each layer's parameters, embedding first; empty: weights come from the seed. Where
-    there is an `adapter`, of the layer's bytes as `adapter.base` stores them."""
+    """BLAKE3 (32 hex digits) of each layer's parameters, embedding first; with an `adapter`, of the bytes as
+    `adapter.base` stores them. Empty: weights come from the seed."""
     name: str = ""
-    """What the model with these weights is called, as far as its folder says: `owner/name` of a hub."""
+    """The model's name, if its folder gives it: `owner/name` of a hub."""
     licence: str = ""
-    """Its licence, as the model's card says it: `apache-2.0`."""
+    """The model's licence, from its card: `apache-2.0`."""
 
     def __post_init__(self) -> None:
         _require(bool(self.source) == bool(self.digests), "source and digests come together")
@@ -569,26 +558,26 @@ class InitialSpec(_Section, frozen=True):
 
 
 class AdapterSpec(_Section, frozen=True):
-    """What is trained beside weights that stay as they are. `[adapter]` in a run file; without it all weights train.
+    """Adapters that train beside frozen weights. `[adapter]` in a run file; without it all weights train.
 
-    Of the model, the *base*, each matrix W that is a target becomes W' = W + (alpha / rank) B A, and only A and B have
-    gradients and moments. With "dora" each row of W' is scaled to the norm of the row of W plus an element of a vector
-    m, the change of DoRA's magnitude vector, which is trained, too. The base is what the run would begin with:
-    `initial`, or the seed. Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv
-    2106.09685; Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, arXiv 2402.09353, equation 5.
+    In the frozen model, the *base*, each target matrix W becomes W' = W + (alpha / rank) B A, and only A and B have
+    gradients and moments. With "dora" each row of W' is scaled to the norm of W's row plus an element of a trained
+    vector m, the change of DoRA's magnitude vector. The base is the model with which the run begins: `initial`, or the
+    seed.
+    Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv 2106.09685; Liu et al., "DoRA:
+    Weight-Decomposed Low-Rank Adaptation", 2024, arXiv 2402.09353, equation 5.
     """
 
     kind: Literal["lora", "dora"]
     rank: int = 16
     """Rows of A, columns of B."""
     alpha: float = 32.0
-    """What B A weighs is alpha / rank."""
+    """B A is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ADAPTER_TARGETS
-    """The matrices of each decoder layer that get an adapter; all by default. Experts and routers never do: in a model
-    with experts those of the attention are meant."""
+    """Target matrices of each decoder layer; default all. In a model with experts only attention matrices count."""
     base: BaseFormat = "bf16"
-    """How the base is stored and sent. "int8" has blocks of 64 with a scale each; "nf4" has 4 bits a number in the
-    matrices of the decoder layers, and "int8" in embedding and head. Norms and biases are bf16 at least."""
+    """Storage and wire format of the base. "int8": blocks of 64 with a scale each. "nf4": 4 bits a number in the
+    decoder layers' matrices, "int8" in embedding and head. Norms and biases are bf16 at least."""
 
     def __post_init__(self) -> None:
         _require(self.rank > 0, f"rank must be positive, is {self.rank}")
@@ -600,26 +589,24 @@ class AdapterSpec(_Section, frozen=True):
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied with."""
+        """The factor of B A."""
         return self.alpha / self.rank
 
     def targets_in(self, model: ModelSpec) -> tuple[str, ...]:
-        """Those of `targets` that get an adapter in this model."""
+        """Return the `targets` that get an adapter in this model."""
         return tuple(name for name in self.targets if not model.num_experts or name in ATTENTION_TARGETS)
 
 
 class ContinuedSpec(_Section, frozen=True):
-    """One time that the run was continued: where, and what was said until then. `shoal continue` writes this; the
-    learning rate of every step, before and after, follows from it."""
+    """One continuation of the run: its step, and the settings until then. `shoal continue` writes this; the learning
+    rate of every step, before and after, follows from it."""
 
     at: int
-    """The step that the run went on with."""
+    """The first step of the continuation."""
     steps: int
     """`training.steps` until then."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    """`optimizer.schedule` until then."""
     decay_steps: int | None = None
-    """`optimizer.decay_steps` until then."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.at <= self.steps, f"at must be in [0, steps {self.steps}], is {self.at}")
@@ -627,16 +614,16 @@ class ContinuedSpec(_Section, frozen=True):
 
 
 class RunSpec(_Section, frozen=True):
-    """The whole agreement.
+    """The whole run spec.
 
-    What may change when a run is continued is `training.steps`, `optimizer.schedule`, `optimizer.decay_steps` and
-    `swarm.min_peers`; each change is another revision of the same run.
+    A continued run may change `training.steps`, `optimizer.schedule`, `optimizer.decay_steps` and `swarm.min_peers`;
+    each change is another revision of the same run.
     """
 
     name: str = "shoal"
-    """The run's name for people."""
+    """The run's name, for people."""
     seed: int = 0
-    """Decides initial weights and the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)
     data: DataSpec = msgspec.field(default_factory=DataSpec)
     optimizer: OptimizerSpec = msgspec.field(default_factory=OptimizerSpec)
@@ -647,7 +634,7 @@ class RunSpec(_Section, frozen=True):
     adapter: AdapterSpec | None = None
     """None: all weights train."""
     continued: tuple[ContinuedSpec, ...] = ()
-    """Each time that the run was continued, the first one first."""
+    """The run's continuations, oldest first."""
 
     def __post_init__(self) -> None:
         _require(0 < len(self.name) <= 64, "name must have 1 to 64 characters")
@@ -681,15 +668,14 @@ class RunSpec(_Section, frozen=True):
             _check_adapter(self.adapter, self.model)
             _require(
                 not self.swarm.expert_slots,
-                "swarm.expert_slots places experts that train, and beside [adapter] they stay as they are, with each "
-                "member of a stage: leave it out",
+                "swarm.expert_slots is for experts that train, and [adapter] freezes them: leave one of the two out",
             )
         if self.model.subspace:
             _check_subspace_run(self)
         tokens = self.training.microbatch_size * self.model.context
         frame_bytes = tensor_bytes(self.wire.forward[0], tokens * self.model.written_width) + self.labels_bytes
         if self.swarm.expert_slots:
-            # All of a microbatch's tokens may go to one holder, and back with their gradients.
+            # One holder may get all of a microbatch's tokens, and return them with their gradients.
             rows = 2 * tokens * self.model.experts_per_token
             frame_bytes = max(frame_bytes, tensor_bytes(self.wire.tokens, rows * self.model.dim))
         _require(
@@ -700,21 +686,21 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def labels_bytes(self) -> int:
-        """Bytes that go along with a microbatch's activation (`peer/pipeline/wire.py`): a word for each target; a
-        weight, where some are not learnt; in a subspace model the tokens that do not follow from the targets."""
+        """Bytes that travel with a microbatch's activation (`peer/pipeline/wire.py`): an integer for each target; a
+        weight each if some are not learnt; in a subspace model also the tokens that do not follow from the targets."""
         tokens, leaves_out = self.training.microbatch_size * self.model.context, self.data.leaves_out_targets
         of_subspace = (tokens if leaves_out else self.training.microbatch_size) if self.model.subspace else 0
         return _LABEL_BYTES * (tokens + leaves_out + of_subspace)
 
     @property
     def trains_tied(self) -> bool:
-        """Embedding and head are one matrix that trains."""
+        """True if embedding and head are one matrix that trains."""
         return self.model.tied and self.adapter is None
 
     @property
     def recomputes_by_layer(self) -> bool:
-        """Whether a backward runs the forward of one layer at a time again, from what that layer read, with the weights
-        of the forward. (Where experts are placed a stage runs again as a whole.)"""
+        """True if a backward recomputes one layer at a time from the layer's input, with the forward's weights. A stage
+        with placed experts recomputes as a whole."""
         training = self.training
         return training.keep == "layers" and not training.wants_newer_weights and not self.swarm.expert_slots
 
@@ -724,12 +710,12 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def revision(self) -> int:
-        """How often the run has been continued. Of two specs of one run the one with the higher revision holds."""
+        """Number of continuations. Of two specs of one run the higher revision counts."""
         return len(self.continued)
 
     @property
     def synchronous_steps(self) -> int:
-        """Steps from the start in which nothing is stale."""
+        """Number of synchronous steps at the run's start."""
         steps = self.training.synchronous_steps
         optimizer = self.optimizer
         return synchronous_steps(optimizer.name, warmup_steps=optimizer.warmup_steps) if steps is None else steps
@@ -738,8 +724,8 @@ class RunSpec(_Section, frozen=True):
 def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
     _require(
         bool(adapter.targets_in(model)),
-        f"adapter.targets: in a model with experts {adapter.targets[0]} is of the experts, which get none: name "
-        f"one of {', '.join(ATTENTION_TARGETS)}, or leave the line out",
+        f"adapter.targets: in a model with experts {adapter.targets[0]} belongs to the experts, which get "
+        f"no adapters: name one of {', '.join(ATTENTION_TARGETS)}, or leave the line out",
     )
     _require(
         adapter.rank <= model.dim,
@@ -750,13 +736,12 @@ def _check_adapter(adapter: AdapterSpec, model: ModelSpec) -> None:
 def _check_subspace_run(spec: RunSpec) -> None:
     _require(
         not spec.initial.digests,
-        "model.subspace is for a model that begins with its seed: the matrices of one that is there already write into "
-        "all of its width. Leave model.subspace out",
+        "model.subspace is for a model that begins from its seed, since the matrices of an existing model write into "
+        "its whole width: leave model.subspace out",
     )
     _require(
         spec.adapter is None,
-        "model.subspace is for a run that trains all weights, and beside [adapter] they stay as they are: leave one of "
-        "the two out",
+        "model.subspace is for a run that trains all weights, and [adapter] freezes them: leave one of the two out",
     )
     _require(
         not spec.swarm.expert_slots,
@@ -769,22 +754,20 @@ _CHANGING = {
     "optimizer": ("schedule", "decay_steps"),
     "swarm": ("min_peers",),
 }
-"""What may change when a run is continued, by table."""
 
 _REPLACED = {
-    "predict": 'say compensation = "pipeoptim" for what predict = true was, "stash" for false',
-    "tied": "say tied = true in [model] for what it was in [initial]",
+    "predict": 'say compensation = "pipeoptim" instead of predict = true, "stash" instead of false',
+    "tied": "say tied = true in [model] instead of [initial]",
 }
-"""Fields that former specs had."""
 
 
 def encode_spec(spec: RunSpec) -> bytes:
-    """Canonical bytes: equal specs give equal bytes."""
+    """Return canonical bytes: equal specs give equal bytes."""
     return msgspec.msgpack.encode(_tables(spec))
 
 
 def _tables(spec: RunSpec) -> dict[str, Any]:
-    """Leave out what the first specs did not have, where it says nothing: their bytes stay what they were."""
+    """Leave out later fields at their defaults, so that the bytes of early specs stay the same."""
     tables: dict[str, Any] = msgspec.to_builtins(spec)
     if not spec.model.num_experts:
         for name in ("num_experts", *_OF_EXPERTS):
@@ -841,18 +824,18 @@ def decode_spec(data: bytes) -> RunSpec:
 
 
 def spec_complaint(error: Exception) -> str:
-    """Say in one line what is wrong with a spec, and what replaces a field that earlier versions had."""
+    """Return in one line what is wrong with a spec, and what replaces a removed field."""
     instead = [advice for name, advice in _REPLACED.items() if f"unknown field `{name}`" in str(error)]
     return "; ".join([complaint(error, RunSpec), *instead])
 
 
 def run_id(spec: RunSpec, owner: PeerID) -> str:
-    """16 hex digits that name the run: the same for all revisions of a spec, and for no other spec or owner."""
+    """Return the run's id, 16 hex digits: the same for all revisions of a spec, and for no other spec or owner."""
     return blake3(unchanging_bytes(spec) + owner.encode()).hexdigest(length=8)
 
 
 def unchanging_bytes(spec: RunSpec) -> bytes:
-    """Canonical bytes of what stays the same when a run is continued."""
+    """Return canonical bytes of the fields that a continuation cannot change."""
     tables = _tables(spec)
     tables.pop("continued", None)
     for table, fields in _CHANGING.items():
@@ -862,9 +845,8 @@ def unchanging_bytes(spec: RunSpec) -> bytes:
 
 
 def continued_spec(spec: RunSpec, wanted: RunSpec, *, at: int) -> RunSpec:
-    """The next revision of a run: `spec` until step `at`, from there on what `wanted` says of that which may change.
+    """Return the next revision: `spec` until step `at`, then the changeable fields of `wanted`; or `spec`, if equal.
 
-    Returns: `spec` itself if nothing changes.
     Raises: ValueError: the run cannot be continued so.
     """
     changes = {

@@ -1,7 +1,7 @@
-"""Detached signatures: what a key says once, for others to hand on, beside whatever message carries it. Pure.
+"""Detached signatures: a signed statement that others may forward in any message. Pure.
 
-An envelope says who sent a message; a statement proves to a third party what a key has said, long after and wherever
-it is found. The topic and the run are signed too, so that no statement serves another purpose or another run.
+An envelope proves the sender of a message; a statement proves to a third party what a key has signed, at any later
+time. The signature covers topic and run, so that a statement serves no other purpose or run.
 """
 
 from typing import Literal
@@ -19,10 +19,10 @@ def sign_statement(identity: Identity, topic: Topic, *, run: str, body: bytes) -
 
 
 def statement_holds(signer: PeerID, signature: bytes, topic: Topic, *, run: str, body: bytes) -> bool:
-    """Whether `signer` has said `body` about `run`. Never raises on what came from a network."""
+    """True if `signer` signed `body` for this topic and run. Never raises, whatever the network sent."""
     return verify(signer, signature, _signed_bytes(topic, run, body))
 
 
 def _signed_bytes(topic: Topic, run: str, body: bytes) -> bytes:
-    # The first element cannot be an envelope's domain, so that neither is ever taken for the other.
+    # No envelope's domain equals the first element, so neither can pass for the other.
     return msgspec.msgpack.encode(("statement", topic, run, body))

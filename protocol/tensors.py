@@ -1,6 +1,6 @@
-"""Which tensors each layer of a model has, under Hugging Face's names, and their shapes. Pure.
+"""Each layer's tensors, by their Hugging Face names, and their shapes. Pure.
 
-Whoever stores a layer lays it out from here, and whoever plans for it counts from here.
+Storage and planning both take a layer's layout from here.
 """
 
 import math
@@ -12,7 +12,6 @@ from shoal.protocol.layers import EMBED, EXPERTS, HEAD, TRUNK, expert_key, layer
 from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec
 
 Shapes = dict[str, tuple[int, ...]]
-"""Name -> shape."""
 
 EMBEDDING_MATRIX: Final = "model.embed_tokens.weight"
 HEAD_MATRIX: Final = "lm_head.weight"
@@ -22,9 +21,8 @@ _OF_EXPERTS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "mixtral": ("block_sparse_moe", {"w1": "w1", "w2": "w2", "w3": "w3"}),
     "qwen3_moe": ("mlp", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}),
 }
-"""Family -> what it calls its mixture, and its experts' matrices."""
+"""Family -> its names of the mixture and of the experts' matrices."""
 ROUTER: Final = ".gate.weight"
-"""How the name of a router ends."""
 _NORMS: Final = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
     "post": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -35,12 +33,12 @@ _NORMS: Final = {
         "post_feedforward_layernorm",
     ),
 }
-"""`decoder.norms` -> a layer's norms. One name stands in two places: behind the attention's residual in Llama, and
-within it in OLMo 2 and Gemma."""
+"""`decoder.norms` -> norms. `post_attention_layernorm` is after the residual sum in Llama, and within the branch in
+OLMo 2 and Gemma."""
 
 
 def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
-    """List the tensors of a layer, or of a unit of one: (matrices, norms and biases).
+    """Return the tensors of a layer, or of a unit of one: (matrices, norms and biases).
 
     Raises: ValueError: the model has no such layer.
     """
@@ -68,11 +66,11 @@ def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
 
 
 def adapter_tensors(model: ModelSpec, adapter: AdapterSpec, key: str) -> tuple[Shapes, Shapes]:
-    """List the tensors that are trained beside a layer; none beside embedding and head.
+    """Return the adapter tensors of a layer; none for embedding and head.
 
-    Returns: (A [rank, columns] and B [rows, rank] of each matrix that the adapter targets, by name; with "dora" also
-        the magnitude vector [rows] of each, by name).
-
+    Returns: (A [rank, columns] and B [rows, rank] of each target matrix, by name; with "dora" also each magnitude
+        vector
+        [rows], by name).
     Raises: ValueError: the model has no such layer.
     """
     matrices, _ = layer_tensors(model, key)
@@ -89,43 +87,43 @@ def adapter_tensors(model: ModelSpec, adapter: AdapterSpec, key: str) -> tuple[S
 
 
 def adapter_names(matrix: str) -> tuple[str, str]:
-    """A and B of the matrix of that name, as PEFT calls them."""
+    """Return PEFT's names of A and B for a matrix."""
     of = matrix.removesuffix(".weight")
     return f"{of}.lora_A.weight", f"{of}.lora_B.weight"
 
 
 def magnitude_name(matrix: str) -> str:
-    """DoRA's magnitude vector of the matrix of that name, as PEFT calls it."""
+    """Return PEFT's name of a matrix's DoRA magnitude vector."""
     return f"{matrix.removesuffix('.weight')}.lora_magnitude_vector"
 
 
 def state_elements(spec: RunSpec, key: str) -> int:
-    """Count the numbers of a layer, or of a unit of one, that are trained."""
+    """Count the trained numbers of a layer, or of a unit of one."""
     if spec.adapter is None:
         return sum(num_elements(spec.model, key))
     return sum(math.prod(shape) for of in adapter_tensors(spec.model, spec.adapter, key) for shape in of.values())
 
 
 def expert_name(model: ModelSpec, index: int, expert: int, matrix: str) -> str:
-    """One matrix of an expert of the decoder layer `index`; `matrix` is one of `EXPERT_MATRICES`."""
+    """Return the name of an expert's matrix in the decoder layer `index`; `matrix` is one of `EXPERT_MATRICES`."""
     mixture, name_of = _OF_EXPERTS[model.family]
     return f"model.layers.{index}.{mixture}.experts.{expert}.{name_of[matrix]}.weight"
 
 
 def router_name(model: ModelSpec, index: int) -> str:
-    """The router of the decoder layer `index`, which has experts."""
+    """Return the router's name in the decoder layer `index`, which has experts."""
     return f"model.layers.{index}.{_OF_EXPERTS[model.family][0]}{ROUTER}"
 
 
 @lru_cache(maxsize=16384)
 def num_elements(model: ModelSpec, key: str) -> tuple[int, int]:
-    """Count the elements of a layer, or of a unit of one: (those of its matrices, of its norms and biases)."""
+    """Count the elements of a layer, or of a unit of one: (in matrices, in norms and biases)."""
     matrices, vectors = (sum(math.prod(shape) for shape in shapes.values()) for shapes in layer_tensors(model, key))
     return matrices, vectors
 
 
 def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
-    """Count as `num_elements`, of the decoder layer `index` without its experts, or without its feed-forward."""
+    """Count as `num_elements`, without the layer's experts, or its feed-forward in a dense model."""
     if model.num_experts:
         return num_elements(model, trunk_key(f"layers.{index}"))
     matrices, vectors = num_elements(model, f"layers.{index}")
@@ -133,25 +131,23 @@ def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
 
 
 def expert_elements(model: ModelSpec) -> int:
-    """Count the elements of one expert's matrices, or of those of a dense layer's one feed-forward."""
+    """Count the elements of one expert, or of a dense layer's feed-forward."""
     return (2 * model.dim + model.written_width) * model.ffn_dim
 
 
 def basis_elements(model: ModelSpec) -> int:
-    """Count the elements of the matrices, the same in all layers and never trained, with which a decoder layer's two
-    halves write into the residual stream; 0: they write into all of it."""
+    """Count the elements of the two fixed matrices with which layers write into the residual stream; 0: no subspace."""
     return 2 * model.dim * model.subspace
 
 
 def tokens_seen(model: ModelSpec, index: int) -> float:
-    """How many tokens a token looks at in the decoder layer `index`, itself among them: on average over a sample."""
+    """Return the mean number of tokens that a token attends to in the decoder layer `index`, itself included."""
     T, window = model.context, model.window_of(index)
-    # The first ones look at fewer: 1 + 2 + ... + window, and from there on at window each.
+    # The first tokens attend to 1, 2, ..., window tokens, all later ones to window.
     return (T + 1) / 2 if not window or window >= T else window - window * (window - 1) / (2 * T)
 
 
 def _attention(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
-    """The attention, and all norms of the layer."""
     D, K, decoder = model.dim, model.head_dim, model.decoder
     rows = {"q": model.num_heads * K, "k": model.num_kv_heads * K, "v": model.num_kv_heads * K}
     at = f"model.layers.{index}."
@@ -174,7 +170,7 @@ def _feed_forward(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
 
 
 def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
-    """(index of the decoder layer, "trunk" or the number of an expert; None: all of it)."""
+    """Return (index of the decoder layer, "trunk" or the number of an expert; None: the whole layer)."""
     layer, dot, unit = key.removeprefix("layers.").partition(".")
     index = layer_index("layers." + layer if key.startswith("layers.") else key)
     if index >= model.num_layers:

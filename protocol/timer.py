@@ -1,4 +1,4 @@
-"""A driver's one timer, set anew whenever its core wants another time."""
+"""A driver's one timer, re-armed whenever its core wants another time."""
 
 import asyncio
 import math
@@ -8,15 +8,13 @@ from typing import Final
 from shoal.protocol.ports import Clock
 
 _TICK_S: Final = 0.001
-"""uvloop counts whole milliseconds and rounds, so a timer may ring half a one early. The core would find that it is not
-time yet and ask for the same time again, which is rounded to no time at all: some ten turns of core and loop for each
-timer, until the clock has caught up."""
+"""uvloop rounds to whole milliseconds, so a timer may ring half a millisecond early. The core would then ask for the
+same time again, rounded to no delay: some ten turns of core and loop per timer."""
 _ROUNDING_S: Final = 1e-6
-"""What sums of seconds are out by."""
 
 
 class Timer:
-    """Calls `ring` once, when the clock says the time that was set last, and not before."""
+    """Calls `ring` once, at the time that was set last and not before."""
 
     def __init__(self, clock: Clock, ring: Callable[[], object]) -> None:
         self._clock = clock
@@ -24,10 +22,10 @@ class Timer:
         self._at_s = math.inf
         self._handle: asyncio.TimerHandle | None = None
         self._armed_for_s = math.inf
-        """When the handle goes off. A time that is put off leaves the handle alone: it finds then that it is early."""
+        """When the handle fires. A later time leaves the handle as it is; it re-arms when it fires early."""
 
     def set(self, at_s: float) -> None:
-        """Ring at `at_s` by the clock, at once if that is past; never at infinity."""
+        """Ring at `at_s` by the clock; at once if that is past, never at infinity."""
         if at_s == self._at_s:
             return
         self._at_s = at_s

@@ -1,7 +1,6 @@
-"""A swarm as allocators and simulations see it: what each device can do, and what lies between any two of them.
+"""A swarm as allocators and simulations see it: the devices, and the links between any two of them.
 
-The file format is a JSON object, that of the DT-FM paper's cases with a few more optional fields; `load_topology`
-documents it. A diagonal is never read.
+The file format is JSON as in the DT-FM paper's cases, with optional fields (`load_topology`). Diagonals are never read.
 """
 
 import math
@@ -29,15 +28,15 @@ _MEGA = 1e6
 _TERA = 1e12
 _MILLI = 1e-3
 DEFAULT_FLOP_PER_S = 45e12
-"""The speed of a device whose file says nothing: a V100 in fp16, as in the DT-FM paper's measurements."""
+"""Default device speed: a V100 in fp16, as in the DT-FM paper's measurements."""
 DEFAULT_MEMORY_BYTES = 16e9
 _UNREAD_SHOWN = 12
-"""The number of fields that are not read and are named; of the others the number alone is said."""
+"""Unread fields that a note names at most; it counts the others."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Topology:
-    """N devices. All arrays are read-only; rows are senders, columns receivers.
+    """N devices. Arrays are read-only; rows are senders, columns receivers.
 
     Raises: LocalError: sizes differ, or a number is impossible.
     """
@@ -45,22 +44,21 @@ class Topology:
     latency_s: Floats
     """[N, N], one way, finite."""
     bytes_per_s: Floats
-    """[N, N], what the path alone lets through; 0: there is no path."""
+    """[N, N], rate of the path without the network cards; 0: no path."""
     flop_per_s: Floats
-    """[N], as measured on real microbatches, not a peak."""
+    """[N], measured on real microbatches, not a peak."""
     memory_bytes: Floats
     """[N], for parameters, gradients, optimizer moments and activations."""
     up_bytes_per_s: Floats
-    """[N], of its network card; inf if only paths limit it."""
+    """[N], of the network card; inf if only paths limit it."""
     down_bytes_per_s: Floats
     """[N]"""
     card: Ints
-    """[N], devices of one number share that card's `up_bytes_per_s` and `down_bytes_per_s`."""
+    """[N], devices of one number share one card's `up_bytes_per_s` and `down_bytes_per_s`."""
     names: tuple[str, ...]
     regions: tuple[str, ...]
-    """[N], for people."""
     may_feed: npt.NDArray[np.bool_]
-    """[N], whether it has the run's text and so may hold stage 0."""
+    """[N], True if the device has the run's text, so that it may hold stage 0."""
 
     def __post_init__(self) -> None:
         flaw = _flaw(self)
@@ -75,7 +73,7 @@ class Topology:
         return len(self.names)
 
     def take(self, devices: "list[int] | Ints") -> "Topology":
-        """Those devices only, in that order."""
+        """Return the topology of these devices only, in this order."""
         index = np.asarray(devices, dtype=np.int64)
         square = np.ix_(index, index)
         return Topology(
@@ -105,7 +103,7 @@ def make_topology(
     regions: tuple[str, ...] | None = None,
     may_feed: Any = True,
 ) -> Topology:
-    """Make a topology from anything that numpy broadcasts to the shapes of `Topology`. Raises: LocalError."""
+    """Make a topology; all arguments broadcast to the shapes of `Topology`. Raises: LocalError."""
     latency = _matrix("latency", latency_s)
     rate = _matrix("bandwidth", bytes_per_s)
     n = len(latency)
@@ -131,12 +129,14 @@ def make_topology(
 
 
 def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
-    """Read a JSON object with `latency_ms` or `latency_s`, and `bandwidth_gbps` or `bandwidth_bits_per_s`, square
-    matrices, row = from; optional: `device_regions`, `devices` (one `DeviceEntry` each), `unreachable` and `workload`.
+    """Read a JSON object with `latency_ms` or `latency_s`, and `bandwidth_gbps` or `bandwidth_bits_per_s`: square
+    matrices, row = sender. Optional: `device_regions`, `devices` (one `DeviceEntry` each), `unreachable` and
+    `workload`.
 
-    Returns: the swarm, and the file with what is to be said of it.
-    Raises: LocalError, in one line: no such file, not JSON (NaN is not), a field that is misspelt, not square, a number
-    that cannot be, a device that nobody reaches.
+    Returns: the topology, and the file with notes for people.
+    Raises: LocalError, in one line: no such file, not JSON (NaN is not), a misspelt field, a matrix that is not square,
+        an
+        impossible number, an unreachable device.
     """
     try:
         raw = read_at_most(path, NETWORK_FILE_BYTES_MAX)
@@ -158,7 +158,7 @@ def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
 
 
 def _misspelt(found: Any) -> str:
-    """A network file may say more than is read, for people; what is nearly a field of ours is taken for a slip."""
+    """Return a complaint about a field that nearly matches one of ours; other unknown fields are for people."""
     if flaw := misspelt(found, NetworkFile):
         return flaw
     if flaw := misspelt(found.get("workload"), WorkloadEntry):
@@ -194,7 +194,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device of a network file; what is not said is assumed (`DEFAULT_FLOP_PER_S`, `DEFAULT_MEMORY_BYTES`)."""
+    """One device of a network file; defaults are `DEFAULT_FLOP_PER_S` and `DEFAULT_MEMORY_BYTES`."""
 
     name: str = ""
     tflops: float | None = None
@@ -202,16 +202,15 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     up_mbps: float = math.inf
     down_mbps: float = math.inf
     card: int | None = None
-    """Devices with the same number sit behind one network card."""
     has_text: bool = True
     watts: float | None = None
-    """What it draws while it trains; `shoal plan` assumes something where it is not said."""
+    """Power while training; if missing, `shoal plan` assumes a value."""
     behind_nat: bool = False
-    """Whether nobody reaches it but whom it has called. Two such devices do not meet, unless they share a card."""
+    """True if only peers that it has called can reach it. Two such devices cannot connect unless they share a card."""
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Says what the DT-FM objective needs of a run; sizes are in 10^9 bytes as in the paper's code."""
+    """Figures of a run for the DT-FM objective; sizes are in 10^9 bytes as in the paper's code."""
 
     gradient_gigabytes_per_stage: float
     activation_gigabytes_per_replica: float
@@ -224,7 +223,7 @@ class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Other fields (source, constants of the case) are for people, and `load_topology` lists them."""
+    """A network file. Unknown fields (source, constants of the case) are for people; `load_topology` lists them."""
 
     latency_s: list[list[float]] | None = None
     latency_ms: list[list[float]] | None = None
@@ -235,14 +234,14 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
     device_regions: list[str] | None = None
     devices: list[DeviceEntry] | None = None
     unreachable: list[tuple[str, str]] = []
-    """Pairs of devices, by name, that cannot reach each other; a bandwidth of 0 says the same."""
+    """Pairs of device names that cannot reach each other; a bandwidth of 0 means the same."""
     workload: WorkloadEntry | None = None
     num_stages: int | None = None
     replicas_per_stage: int | None = None
 
     @property
     def watts(self) -> tuple[float | None, ...]:
-        """[N], of each device, where the file says it."""
+        """[N], power of each device where the file gives it."""
         if self.devices is not None:
             return tuple(entry.watts for entry in self.devices)
         return (None,) * len(self.latency_s or self.latency_ms or ())
@@ -257,7 +256,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
             raise LocalError("it lacks latency_ms or bandwidth_gbps")
         if len(latency) > SCENARIO_DEVICES_MAX:
             raise LocalError(f"its {len(latency)} devices are more than {SCENARIO_DEVICES_MAX}")
-        with np.errstate(over="ignore"):  # what becomes infinite is refused with a sentence
+        with np.errstate(over="ignore"):  # infinite values are refused later, with a sentence
             latency_s = _matrix("latency", latency) * latency_unit
             bytes_per_s = _matrix("bandwidth", rate) * (rate_unit / _BITS_PER_BYTE)
         n = len(latency_s)
@@ -286,11 +285,11 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadNetwork(NamedTuple):
-    """A network file, once it is read."""
+    """A parsed network file."""
 
     file: NetworkFile
     notes: tuple[str, ...]
-    """What is not read of it, and what is assumed beside it: a sentence each."""
+    """Notes for people, a sentence each: unread fields, and assumed values."""
 
 
 def close_paths(
@@ -300,10 +299,10 @@ def close_paths(
     behind_nat: Sequence[bool] | Bools,
     unreachable: Iterable[tuple[str, str]],
 ) -> None:
-    """Set the rate to 0 where there is no path: between two devices that are behind routers of their own, and between
-    the pairs that `unreachable` names. Raises: LocalError: a pair names a device that there is not."""
+    """Set the rate to 0 where there is no path: between devices behind different NATs, and between the pairs in
+    `unreachable`. Raises: LocalError: a pair names an unknown device."""
     if bytes_per_s.shape != (len(names), len(names)):
-        return  # `Topology` says what is wrong
+        return  # `Topology` raises the error
     at, inside = np.asarray(card), np.asarray(behind_nat, dtype=np.bool_)
     bytes_per_s[inside[:, None] & inside[None, :] & (at[:, None] != at[None, :])] = 0.0
     number = {name: index for index, name in enumerate(names)}
@@ -316,10 +315,7 @@ def close_paths(
 
 
 def _matrix(what: str, rows: Any) -> Floats:
-    """A copy whose diagonal is a number that does no harm; a float32 array stays one, for swarms of thousands.
-
-    Raises: LocalError: not square.
-    """
+    """Return a copy with a diagonal of 0, float32 if it was float32. Raises: LocalError: not square."""
     size = len(rows)
     if size == 0:
         raise LocalError(f"the {what} matrix is empty")
@@ -333,13 +329,12 @@ def _matrix(what: str, rows: Any) -> Floats:
 
 
 def _flaw(t: Topology) -> str | None:
-    """Say why this cannot be a swarm, or None."""
     n = t.num_devices
     if t.latency_s.shape != (n, n) or t.bytes_per_s.shape != (n, n):
         return f"latency is between {len(t.latency_s)} devices, bandwidth between {len(t.bytes_per_s)}, of {n}"
     vectors = (t.flop_per_s, t.memory_bytes, t.up_bytes_per_s, t.down_bytes_per_s, t.card, t.may_feed)
     if any(vector.shape != (n,) for vector in vectors) or len(t.regions) != n:
-        return f"not everything is said of all {n} devices"
+        return f"some fields do not have a value for each of {n} devices"
     for what, matrix in (("latency", t.latency_s), ("bandwidth", t.bytes_per_s)):
         links = np.argwhere(~(np.isfinite(matrix) & (matrix >= 0.0)))
         if len(links):
@@ -360,10 +355,7 @@ def _flaw(t: Topology) -> str | None:
 
 
 def check_everybody_is_reached(topology: Topology) -> None:
-    """Refuse a described network in which a device can do nothing. In a measured one a peer may have lost all others.
-
-    Raises: LocalError.
-    """
+    """Refuse a described network with an isolated device; in a measured one a peer may have lost all others."""
     open_paths = topology.bytes_per_s > 0.0
     np.fill_diagonal(open_paths, False)
     lonely = np.flatnonzero(~(open_paths.any(axis=0) & open_paths.any(axis=1)))
@@ -372,5 +364,5 @@ def check_everybody_is_reached(topology: Topology) -> None:
 
 
 def _shown(name: str) -> str:
-    """The name as it stands in a complaint of one line: a file may have line breaks in it."""
+    """Return the name for a one-line complaint: a file's names may contain line breaks."""
     return name if name.isprintable() else repr(name)

@@ -1,7 +1,6 @@
-"""How the numbers of a tensor may travel, and the bytes that they take. Pure.
+"""Tensor formats on the wire, and their sizes in bytes. Pure.
 
-"int8" and "hadamard6" to "hadamard3" are formats of `kernels/codec`, which knows nothing of ours: tiles of 64 numbers,
-each with a scale of two bytes.
+"int8" and "hadamard6" to "hadamard3" are formats of `kernels/codec`: tiles of 64 numbers with a scale of two bytes.
 """
 
 from collections import Counter
@@ -12,17 +11,16 @@ WireFormat = Literal["fp32", "bf16", "int8", "hadamard6", "hadamard5", "hadamard
 
 
 class Formats(NamedTuple):
-    """How tensors travel under a plan of K stages."""
+    """Tensor formats under a plan of K stages."""
 
     activations: tuple[WireFormat, ...]
-    """[K - 1], what each stage but the last sends to the next; `WireSpec.backward_of` says how its gradients come
-    back."""
+    """[K - 1], activations from each stage to the next; `WireSpec.backward_of` gives the format of their gradients."""
     sums: tuple[WireFormat, ...]
-    """[K], the parameter gradients in each stage's reduction."""
+    """[K], parameter gradients in each stage's reduction."""
 
     @classmethod
     def same(cls, activations: WireFormat, sums: WireFormat, num_stages: int) -> "Formats":
-        """All cuts have one format, and all reductions."""
+        """Return formats that are the same for all cuts, and for all reductions."""
         return cls((activations,) * (num_stages - 1), (sums,) * num_stages)
 
     @property
@@ -35,11 +33,10 @@ class Formats(NamedTuple):
 
 
 AUTO_ACTIVATIONS: Final[tuple[WireFormat, ...]] = ("bf16", "int8")
-"""The formats among which plans choose where a run leaves to them how activations travel, the widest first. Thinner
-ones cost more learning than they save time (`kernels/codec/MEASURED.md`)."""
+"""Formats of activations for plans to choose from under "auto", widest first. Fewer bits cost more learning than they
+save time (`kernels/codec/MEASURED.md`)."""
 AUTO_SUMS: Final[tuple[WireFormat, ...]] = ("int8", "hadamard4")
-"""The formats among which plans choose where a run leaves to them how reductions travel, the widest first: of what they
-cost in learning `kernels/codec/MEASURED.md` has figures."""
+"""Formats of reductions for plans to choose from under "auto", widest first (costs: `kernels/codec/MEASURED.md`)."""
 
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
 _TILE: Final = 64
@@ -47,19 +44,19 @@ _TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4":
 
 
 def is_in_few_bits(form: WireFormat) -> bool:
-    """Whether it has tiles: then what is read of a tensor, written once more, is rounded once more."""
+    """True if the format has tiles: decoding and encoding again then rounds again."""
     return form in _TILE_BYTES
 
 
 def tensor_bytes(form: WireFormat, numel: int) -> int:
-    """The bytes of a tensor of `numel` elements."""
+    """Return the size in bytes of a tensor of `numel` elements."""
     if form in _PLAIN_BYTES:
         return _PLAIN_BYTES[form] * numel
     return _TILE_BYTES[form] * -(-numel // _TILE)
 
 
 def _said(forms: Sequence[WireFormat], where: str) -> str:
-    """The format of most, and behind it where others are. Stages count from 0, as they do in a status."""
+    """Return the most common format, and the exceptions behind it. Stages count from 0."""
     counts = Counter(forms)
     most = max(counts, key=lambda form: counts[form], default="nothing")
     others = [
@@ -71,7 +68,7 @@ def _said(forms: Sequence[WireFormat], where: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers, as "0-2, 5"."""
+    """Return rising numbers as "0-2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -1,11 +1,11 @@
-"""A random schedule of faults as plain data, and the coroutine that lets a world suffer it.
+"""Random fault schedules as plain data, and the coroutine that applies one to a world.
 
-A schedule is drawn once, from one generator, before anything runs: it can be printed, kept, shortened by hand and
-played again. Playing it draws nothing, so what a fault does never depends on what the peers did before.
+A schedule is drawn before anything runs, so it can be printed, stored, shortened by hand and replayed. Playing it draws
+nothing: the faults never depend on what the peers did before.
 
-What takes a peer down (crash, pause, a dead daemon) never overlaps on one peer, and at most `down_at_once_max` peers
-are down at a time. No fault of one peer overlaps with another of its kind. Everything else may coincide. The end of a
-fault of a disk mends the disk, whatever else was wrong with it.
+Faults that take a peer down (crash, pause, dead daemon, power cut) never overlap on one peer, and at most
+`down_at_once_max` peers are down at a time. Faults of one kind never overlap on one peer. Everything else may coincide.
+The end of one disk fault also ends the peer's other disk faults.
 """
 
 import asyncio
@@ -21,44 +21,42 @@ from shoal.protocol.sim.world import SimPeer, World
 
 
 class FaultKind(StrEnum):
-    """Names what can go wrong: first with one peer, then between peers."""
+    """Fault kinds: first those of one peer, then those between peers."""
 
     CRASH = "crash"
     PAUSE = "pause"
     DEAD_DAEMON = "dead daemon"
     SLOW_DEVICE = "slow device"
-    """`amount`: how many times slower."""
+    """`amount`: factor."""
     CLOCK_JUMP = "clock jump"
-    """`amount`: seconds, back where negative; its end sets the clock right."""
+    """`amount`: seconds, negative for back; the end corrects the clock."""
     DISK_FULL = "full disk"
     DISK_ERRORS = "disk errors"
     POWER_CUT = "power cut"
-    """A crash in the middle of the next disk operation, if one comes; back at its end."""
+    """A crash in the middle of the next disk operation, if one comes; the peer returns at the end."""
     CUT = "cut"
     ONE_WAY_CUT = "one-way cut"
     SLOW_LINK = "slow link"
-    """`amount`: how many times slower."""
+    """`amount`: factor."""
     LOSS = "loss"
     """`amount`: probability, here and below."""
     CORRUPTION = "corruption"
     DUPLICATION = "duplication"
     SPIKES = "spikes"
-    """`amount`: seconds; a tenth of the messages takes up to that much longer, so calls overtake each other."""
+    """`amount`: the longest spike in seconds. A tenth of the messages is delayed, so calls overtake each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong, and when it is right again."""
+    """One fault, and how long it lasts."""
 
     kind: FaultKind
     at_s: float
-    """Seconds after `play` begins."""
     lasts_s: float | None
     """None: until the end of the world."""
     whom: tuple[str, ...]
-    """Names of the peers that suffer it; of a fault between peers, one side."""
+    """Affected peers; of a fault between peers, one side."""
     others: tuple[str, ...] = ()
-    """The other side."""
     amount: float = 0.0
 
     @property
@@ -74,7 +72,6 @@ class Fault:
 
 
 Schedule = tuple[Fault, ...]
-"""Faults in order of `at_s`."""
 
 
 # Drawing ------------------------------------------------------------------------------------------------------------
@@ -101,7 +98,7 @@ _LASTS_S: Mapping[FaultKind, Range] = {
     FaultKind.DUPLICATION: (5.0, 60.0),
     FaultKind.SPIKES: (5.0, 60.0),
 }
-"""Drawn evenly on a logarithmic scale, as amounts are: what is hard to survive sits near some timeout of the peers."""
+"""Log-uniform ranges, like those of amounts: the hard cases lie near some timeout of the peers."""
 _AMOUNT: Mapping[FaultKind, Range] = {
     FaultKind.SLOW_DEVICE: (2.0, 100.0),
     FaultKind.CLOCK_JUMP: (1.0, 60.0),
@@ -124,14 +121,14 @@ def draw_schedule(
     down_at_once_max: int = 1,
     recovers_s: float = 10.0,
 ) -> Schedule:
-    """Faults that begin and end within `duration_s`.
+    """Draw faults that begin and end within `duration_s`.
 
     Args:
-        names: of the peers, in an order that is the same in every run.
-        mean_gap_s: between two beginnings; the gaps are exponential.
-        spared: who is never crashed, paused or left without a daemon (nor are those that are down already).
-        down_at_once_max: how many peers may be down at one time; 0 leaves out what takes a peer down.
-        recovers_s: a peer that was down is left alone at least so long, and counts as down.
+        names: the peers, in an order that is the same in every run.
+        mean_gap_s: mean of the exponential gaps between beginnings.
+        spared: peers that are never taken down.
+        down_at_once_max: most peers that are down at a time; 0 leaves such faults out.
+        recovers_s: least time between two such faults of a peer, which counts as down until then.
     """
     faults: list[Fault] = []
     wanted = [kind for kind in FaultKind if kind in kinds]
@@ -168,7 +165,6 @@ def _free(
     down_at_once_max: int,
     recovers_s: float,
 ) -> list[str]:
-    """List who may suffer a `kind` of one peer now."""
     if kind not in _DOWN:
         suffering = {fault.whom[0] for fault in faults if fault.kind is kind and at_s < fault.ends_s}
         return [name for name in names if name not in suffering]
@@ -179,7 +175,7 @@ def _free(
 
 
 def _split(rng: random.Random, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Two sides: as often one peer and all others as any other division, and none if there is only one peer."""
+    """Split the peers in two: in half of the cases one peer against all others. Empty if there is only one peer."""
     if len(names) < 2:
         return (), ()
     shuffled = rng.sample(names, len(names))
@@ -197,20 +193,20 @@ async def play(
     on_return: Callable[[str], object],
     on_fault: Callable[[Fault], object] | None = None,
 ) -> None:
-    """Let `world` suffer `schedule`, from now on; returns when the last fault that ends has ended.
+    """Apply `schedule` to `world` from now on; return when the last fault that ends has ended.
 
-    A fault whose peer is dead by then does nothing. Run it outside of any peer (a plain task), or it dies with one.
+    A fault of a dead peer does nothing. Run this as a plain task outside of any peer, or it dies with that peer.
 
     Args:
-        on_return: a crashed peer's time has come; adds a peer of that name to the world and starts its work, without
-            waiting for it: a peer that crashes again would never let it end.
-        on_fault: called at the beginning of each.
+        on_return: called when a crashed peer is to return: add a peer of that name and start its work, without waiting
+            for it, since the work of a peer that crashes again never ends.
+        on_fault: called at the beginning of each fault.
     """
     began_s = world.now_s()
     moments = [(fault.at_s, True, index) for index, fault in enumerate(schedule)]
     moments += [(fault.ends_s, False, index) for index, fault in enumerate(schedule) if fault.lasts_s is not None]
     ends: dict[int, Callable[[], object]] = {}
-    for at_s, begins, index in sorted(moments):  # at one instant, what ends goes first
+    for at_s, begins, index in sorted(moments):  # at one instant, ends go first
         await asyncio.sleep(began_s + at_s - world.now_s())
         if begins:
             if on_fault is not None:
@@ -221,7 +217,6 @@ async def play(
 
 
 def _begin(world: World, fault: Fault, on_return: Callable[[str], object]) -> Callable[[], object]:
-    """Returns: what ends it."""
     for name in fault.whom + fault.others:
         if name not in world.peers:
             raise LocalError(f"{fault}: there is no {name!r} in this world")

@@ -1,4 +1,4 @@
-"""The time of a simulated world: what peers read, and what the world itself schedules."""
+"""Time of a simulated world: the peers' clock, and the world's own timers."""
 
 import asyncio
 import contextvars
@@ -12,11 +12,11 @@ from shoal.protocol.sim.machine import Machine
 Ts = TypeVarTuple("Ts")
 
 WALL_AT_ZERO_S = 1_800_000_000.0
-"""What the wall clock shows at virtual second 0: 2027-01-15, a fixed day so that files come out alike."""
+"""Wall clock at virtual second 0: 2027-01-15, fixed so that files are reproducible."""
 
 
 class Agenda:
-    """The world's own timers. They belong to no peer: what is on the wire arrives though its sender is frozen."""
+    """The world's own timers. They belong to no peer, so messages arrive even if their sender is frozen."""
 
     def __init__(self) -> None:
         self._loop: VirtualTimeLoop | None = None
@@ -24,7 +24,7 @@ class Agenda:
 
     @property
     def loop(self) -> VirtualTimeLoop:
-        """Raises: LocalError: not inside `run`, or inside another one than before."""
+        """Raises: LocalError: not inside `run`, or inside another `run` than before."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             if self._loop is not None or not isinstance(loop, VirtualTimeLoop):
@@ -38,7 +38,7 @@ class Agenda:
 
     def now_s(self) -> float:
         loop = self._loop
-        if loop is None or loop is not asyncio.get_running_loop():  # asked several times for every message
+        if loop is None or loop is not asyncio.get_running_loop():  # fast path: several calls a message
             loop = self.loop
         return loop.time()
 

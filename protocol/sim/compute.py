@@ -1,6 +1,6 @@
 """`Compute` in virtual time: one device, one job at a time, seconds = FLOP / rate.
 
-`ExecutingCompute` really does the work (real gradients in virtual time), `ModelledCompute` only takes the time.
+`ExecutingCompute` does the work (real gradients in virtual time), `ModelledCompute` only takes its time.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SimJob:
-    """One entry of a device's timeline. `label` is the work's own `label`, else its `__qualname__`."""
+    """A job on a device's timeline. `label` is the work's own `label`, else its `__qualname__`."""
 
     kind: JobKind
     started_s: float
@@ -41,13 +41,11 @@ class _Queued:
 
 
 class _SimCompute(ABC):
-    """The device's queue and timeline.
+    """The device's queue and timeline. Changes of speed or slowdown apply to jobs that start afterwards.
 
     Args:
-        number: of the peer, for the trace.
-        machine: whose `slowdown` holds for jobs that start from then on.
-        device_flop_per_s: may be changed at any time; holds for jobs that start afterwards.
-        overhead_s: what every job takes beside its arithmetic.
+        number: the peer's number in the trace.
+        overhead_s: time of every job beside its arithmetic.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class _SimCompute(ABC):
         self.device_flop_per_s = device_flop_per_s
         self.overhead_s = overhead_s
         self.timeline: list[SimJob] = []
-        """Jobs in the order they ran; the last one's end may lie ahead."""
+        """Jobs in order; the last one's end may lie ahead."""
         self._agenda = agenda
         self._trace = trace
         self._number = number
@@ -75,7 +73,7 @@ class _SimCompute(ABC):
         self._is_closed = False
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Raises: whatever `work` raises. LocalError: the device is closed."""
+        """Raises: any error of `work`. LocalError: the device is closed."""
         if self._is_closed:
             raise LocalError("this device is closed")
         if not flop >= 0.0:
@@ -87,18 +85,18 @@ class _SimCompute(ABC):
         return cast("Timed[T]", await job.done)
 
     async def run_on_host(self, work: Callable[[], T]) -> T:
-        """Run `work` now, in no time, also where jobs are only modelled: it decides who sends what next."""
+        """Run `work` now, in no time, even if jobs are modelled, since its result decides on later messages."""
         return work()
 
     def close(self) -> None:
-        """Jobs that wait are cancelled; the running one's result is dropped."""
+        """Cancel waiting jobs and drop the running one's result."""
         self._is_closed = True
         for job in self._queue:
             job.done.cancel()
         self._queue.clear()
 
     def busy_fraction(self, from_s: float, to_s: float) -> float:
-        """Share of that span in which a job ran."""
+        """Return the fraction of that span in which a job ran."""
         if not from_s < to_s:
             raise LocalError(f"{from_s} s to {to_s} s is no span of time")
         busy_s = 0.0
@@ -110,7 +108,7 @@ class _SimCompute(ABC):
         return busy_s / (to_s - from_s)
 
     def _next(self) -> None:
-        """Start the first job that somebody still waits for. A started job runs to its end even if nobody does."""
+        """Start the first job that is not cancelled. A started job runs to its end."""
         while self._queue and not self._is_busy:
             job = self._queue.popleft()
             if job.done.done():
@@ -128,7 +126,7 @@ class _SimCompute(ABC):
             digest = xxhash.xxh3_64_intdigest(job.kind.encode())
             self._trace.add(started_s, Kind.JOB_STARTED, self._number, -1, int(job.flop), digest)
             self._is_busy = True
-            # In the context of the peer, not of the agenda: a frozen peer starts no next job.
+            # In the peer's context, not the agenda's: a frozen peer starts no further job.
             self._agenda.loop.call_at(ended_s, self._end, job, value, started_s)
 
     def _end(self, job: _Queued, value: object, started_s: float) -> None:
@@ -142,14 +140,14 @@ class _SimCompute(ABC):
 
 
 class ExecutingCompute(_SimCompute):
-    """Does the work when the job starts, as a device reads its inputs then, and hands it out when the job ends."""
+    """Does the work when the job starts, and delivers its result when the job ends."""
 
     def _do(self, work: Callable[[], T]) -> T | None:
         return work()
 
 
 class ModelledCompute(_SimCompute):
-    """Never calls `work`: the value is None, whatever the type says."""
+    """Never calls `work`: the value is None, despite its type."""
 
     def _do(self, work: Callable[[], T]) -> T | None:
         return None

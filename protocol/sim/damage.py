@@ -1,10 +1,9 @@
-"""Flips bits, and shows frames with flipped bits to the decoder that real peers use.
+"""Flips bits in frames and feeds them to the decoder of real peers.
 
-A frame is encoded as `live/link.py` does it, damaged, and taken in by a `FrameAssembler`, so that what the world
-knows of damage is what the codec finds. Its checksum is xxh3: 32 bits over the header, 64 over all of it. It is no
-CRC and promises nothing for few bits; for a good hash of b bits, one damaged frame in 2^b passes: 5e-20, or 5e-14 for
-a million frames. Bits that hit a length pass the header's check once in 4e9 and still fail the other, unless the
-stream ends first, which is not a delivery either.
+A frame is encoded as in `live/link.py`, damaged, and decoded by a `FrameAssembler`, so that the world finds exactly the
+damage that the codec finds. The checksum is xxh3: 32 bits over the header, 64 over the frame. For a good hash of b bits
+one damaged frame in 2^b passes: 5e-20, or 5e-14 for a million frames. A damaged length passes the header's check once
+in 4e9 and still fails the frame's check, unless the stream ends first without a delivery.
 """
 
 import random
@@ -18,21 +17,20 @@ from shoal.protocol.sim.phantom import Phantom
 _BITS_FLIPPED_MAX = 8
 _HELLO = b"".join(encode_frame(FrameType.HELLO, 0, b"", b""))
 _FIRST_SEQUENCE = 1
-"""The sequence of the damaged frame: its stream has seen the HELLO and nothing else."""
+"""The damaged frame is its stream's first after the HELLO."""
 
 
 def flip_bits(data: bytearray, rng: random.Random) -> None:
-    """1 to 8 different bits anywhere in `data`, in place. Empty data stays empty."""
+    """Flip 1 to 8 different bits of `data` in place. Empty data stays empty."""
     num_bits = 8 * len(data)
     for bit in rng.sample(range(num_bits), min(num_bits, rng.randint(1, _BITS_FLIPPED_MAX))):
         data[bit >> 3] ^= 1 << (bit & 7)
 
 
 def damaged_data(meta: bytes, payload: Payload | Phantom, *, source: PeerID, rng: random.Random) -> Frame | str:
-    """Find what the receiver makes of a frame of `source` in which bits have flipped.
+    """Decode a frame of `source` with flipped bits (a phantom counts as zeros).
 
-    Args: payload: a phantom passes as so many zeros.
-    Returns: the frame as it is delivered if nobody notices, else why the stream breaks.
+    Returns: the delivered frame if the damage goes unnoticed, else why the stream breaks.
     """
     content = bytes(payload.nbytes) if isinstance(payload, Phantom) else payload
     wire = bytearray().join(encode_frame(FrameType.DATA, _FIRST_SEQUENCE, meta, content))
@@ -40,7 +38,7 @@ def damaged_data(meta: bytes, payload: Payload | Phantom, *, source: PeerID, rng
 
 
 def damaged_credit(given_back_bytes: int, *, source: PeerID, rng: random.Random) -> Frame | str:
-    """The same of a credit that `source` returns."""
+    """Decode a damaged credit of `source`, likewise."""
     return _receive(bytearray(encode_credit(_FIRST_SEQUENCE, given_back_bytes)), source, rng)
 
 
@@ -56,7 +54,7 @@ def _receive(wire: bytearray, source: PeerID, rng: random.Random) -> Frame | str
 
 
 def _take(assembler: FrameAssembler, wire: bytes | bytearray) -> Frame | None:
-    """Returns: the frame that ends with `wire`; None if the assembler wants more."""
+    """Feed `wire` in. Returns: the frame that it completes, or None."""
     view, frame = memoryview(wire), None
     while view:
         room = assembler.buffer()

@@ -1,13 +1,13 @@
 """`Directory` in virtual time: a DHT seen from outside.
 
-A record takes a few network latencies to be published, is then visible to everybody, and lapses. Two sides of a cut
-keep what both had, and see each other's new records once the cut is healed.
+A record takes a few network latencies to be published, is then visible to everybody, and expires. The two sides of a
+cut keep the records from before it, and see each other's new records after it heals.
 
-As in hivemind, a record carries the time at which it lapses, by the clock of whoever publishes it, and each node
-compares that with its own clock. The nodes that hold records are assumed to have the right time; a peer whose clock is
-off publishes records that lapse early (or are refused as lapsed), or late, and then it cannot replace them once its
-clock is set back; to a clock that is ahead, what others still see has lapsed. Measured on hivemind 1.1.12: a record
-stamped 30 s ahead, or 4 s behind, is kept and read by all; one stamped behind by more than its life is refused.
+As in hivemind, a record carries its expiry by the publisher's clock, and each reader compares it with its own clock.
+The storing nodes have the right time. A peer with a slow clock publishes records that expire early or are refused as
+expired. One with a fast clock publishes records that it cannot replace once its clock is corrected, and sees others'
+records as expired. Measured on hivemind 1.1.12: a record stamped 30 s ahead, or 4 s behind, is kept and read by all;
+one stamped behind by more than its life is refused.
 """
 
 import asyncio
@@ -38,25 +38,25 @@ class _Record:
 
 
 class Records:
-    """Holds what all nodes of the run hold together: key -> subkey -> versions, oldest first."""
+    """The records of all nodes together: key -> subkey -> versions, oldest first."""
 
     def __init__(self, cuts: Cuts) -> None:
         self._cuts = cuts
         self._held: dict[str, dict[str, list[_Record]]] = {}
 
     def add(self, key: str, subkey: str, record: _Record) -> bool:
-        """False if a record that expires later is there: a DHT keeps the later expiry."""
+        """Add a record; False if one that expires later is there: a DHT keeps the later expiry."""
         versions = self._held.setdefault(key, {}).setdefault(subkey, [])
         shown = self._newest(versions, record.publisher_place, record.stored_at_s)
         if shown is not None and shown.expires_at_s > record.expires_at_s:
             return False
         if not self._cuts:
-            versions.clear()  # in a cut network somebody may still see an older one
+            versions.clear()  # behind a cut, an older version may still be visible
         versions.append(record)
         return True
 
     def visible(self, key: str, reader_place: int, now_s: float, *, reads_at_s: float) -> dict[str, bytes]:
-        """Args: reads_at_s: now, by the reader's clock."""
+        """Return the unexpired records that a reader sees; `reads_at_s` is now by its own clock."""
         subkeys = self._held.get(key, {})
         shown: dict[str, bytes] = {}
         for subkey, versions in list(subkeys.items()):
@@ -78,11 +78,7 @@ class Records:
 
 
 class SimDirectory:
-    """One peer's view of `records`.
-
-    Args:
-        latency_s: one way, to a typical node of the network.
-    """
+    """One peer's view of `records`; `latency_s` is one way, to a typical node."""
 
     def __init__(
         self, card: Card, machine: Machine, records: Records, agenda: Agenda, trace: Trace, *, latency_s: float

@@ -1,14 +1,13 @@
-"""Disk in memory, with what POSIX allows a power cut to do.
+"""A disk in memory with the power-cut behaviour that POSIX allows.
 
-Every file has the bytes that processes see and those that are durable; every folder has its names and the changes to
-them that are not durable yet. After `crash` a seeded draw decides
+A file has visible bytes and durable bytes; a folder has visible names and unsynced changes. `crash` draws by seed
 
-- of each folder's unsynced changes (a name made, renamed, removed) which have happened: any of them, in any
-  combination, each whole;
-- of each file whose content was not synced: as it was, empty, as it is, cut at any byte, or patched together from
-  what it was, what it is and zeros. So a name may come back without its content.
+- for each unsynced change of a folder (a name made, renamed, removed) if it has happened: in any combination, each
+  whole;
+- for each file with unsynced content: old, empty, new, cut at any byte, or a patchwork of old, new and zeros. So a name
+  may come back without its content.
 
-Faults are put on the disk from outside: `limit`, `fail`, `cut_power`, `rot`.
+Tests inject faults with `limit`, `fail`, `cut_power` and `rot`.
 """
 
 import errno
@@ -32,7 +31,7 @@ EVERYTHING: Final[frozenset[Operation]] = frozenset(
 
 
 class PowerCut(BaseException):
-    """The machine is dead. Like the end of a process, no handler for errors may catch it."""
+    """The machine is dead. A BaseException, so that no error handler survives it."""
 
 
 @dataclass(slots=True)
@@ -46,7 +45,6 @@ class _Folder:
     names: "dict[str, _File | _Folder]" = field(default_factory=dict)
     synced: "dict[str, _File | _Folder]" = field(default_factory=dict)
     changes: "list[dict[str, _File | _Folder | None]]" = field(default_factory=list)
-    """Changes since the last sync, by name; None removes the name."""
 
     def change(self, change: "dict[str, _File | _Folder | None]") -> None:
         _apply(change, self.names)
@@ -59,7 +57,7 @@ class _Folder:
 
 @dataclass(slots=True)
 class _Trouble:
-    """Lets the next `spare` operations of these kinds pass; the next `times` after them raise `error()`."""
+    """A fault: passes the next `spare` operations of these kinds, then raises `error()` on the next `times`."""
 
     kinds: frozenset[Operation]
     spare: int
@@ -68,17 +66,12 @@ class _Trouble:
 
 
 class SimDisk:
-    """One machine's disk; it outlives the processes that use it.
-
-    Args:
-        rng: draws what crashes and faults leave.
-        name: of the machine, for messages.
-    """
+    """One machine's disk; it outlives processes. `rng` draws the outcome of crashes and faults."""
 
     def __init__(self, rng: random.Random, name: str = "disk") -> None:
         self.name = name
         self.num_operations = 0
-        """Operations so far: each is a place where `cut_power` and `fail` may strike."""
+        """Operations so far, for choosing where `cut_power` and `fail` strike."""
         self._rng = rng
         self._root = _Folder()
         self._capacity_bytes: int | None = None
@@ -136,7 +129,7 @@ class SimDisk:
     # Faults --------------------------------------------------------------------------------------------------------
 
     def limit(self, free_bytes: int | None) -> None:
-        """Room for so many bytes more than now; what is removed makes room. None: as much as anyone wants."""
+        """Leave room for `free_bytes` more than now; removals make room. None: no limit."""
         self._capacity_bytes = None if free_bytes is None else _bytes(self._root) + free_bytes
 
     def fail(
@@ -147,17 +140,17 @@ class SimDisk:
         only: Collection[Operation] = EVERYTHING,
         code: int = errno.EIO,
     ) -> None:
-        """Let the next `after` operations of these kinds pass, then fail `times` (maybe `math.inf`) with an OSError.
+        """Pass the next `after` operations of these kinds, then fail `times` (maybe `math.inf`) with an OSError.
 
-        What failed has happened, or has not, or (a write, a removal) in part: a draw.
+        By a draw, a failed operation has happened, not happened, or (a write, a removal) happened in part.
         """
         self._troubles.append(_Trouble(frozenset(only), after, times, lambda: OSError(code, os.strerror(code))))
 
     def cut_power(self, *, after: int = 0, then: Callable[[], object] = lambda: None) -> None:
-        """Raise PowerCut from the operation after the next `after`, once that has happened, or not, or in part.
+        """Raise PowerCut from the operation after the next `after`, which by a draw has happened, wholly, in part or
+        not.
 
-        Args:
-            then: called before, to stop whoever else was on the machine; maybe calls `crash`.
+        `then` is called first, to stop other processes of the machine; it may call `crash`.
         """
 
         def cut() -> BaseException:
@@ -168,11 +161,11 @@ class SimDisk:
         self._troubles.append(_Trouble(EVERYTHING, after, 1, cut))
 
     def mend(self) -> None:
-        """End what `fail` and `cut_power` arranged."""
+        """Remove the faults of `fail` and `cut_power`."""
         self._troubles.clear()
 
     def rot(self, path: PurePosixPath, *, bit: int | None = None) -> None:
-        """Flip a bit of a file's content (drawn unless given), as a disk does that nobody reads for a year."""
+        """Flip a bit of a file's durable content (drawn unless given)."""
         file = self._file(path)
         bit = self._rng.randrange(8 * len(file.data)) if bit is None else bit
         data = bytearray(file.data)
@@ -180,8 +173,7 @@ class SimDisk:
         file.data = file.synced = bytes(data)
 
     def crash(self) -> "SimDisk":
-        """The power is cut. Returns: the disk that the machine has after it; this object is dead, and every call of a
-        process that does not know it yet raises PowerCut."""
+        """Cut the power. Returns: the machine's disk afterwards. This object is dead: further calls raise PowerCut."""
         self._is_dead = True
         after = SimDisk(self._rng, self.name)
         after._root = self._survivor(self._root)
@@ -197,7 +189,7 @@ class SimDisk:
         trouble = self._strikes(kind)
         if trouble is None:
             return whole()
-        with suppress(OSError):  # it would have failed anyway
+        with suppress(OSError):  # it fails in any case
             self._rng.choice((lambda: None, part, whole))()
         raise trouble.error()
 
@@ -247,7 +239,6 @@ class SimDisk:
             folder.change({source.name: None, target.name: moved})
 
     def _remove(self, path: PurePosixPath, *, most: int | None = None) -> None:
-        """All of it, or the first `most` names."""
         parts = _parts(path)
         if not parts:
             raise _os_error(errno.EBUSY, path)
@@ -258,7 +249,7 @@ class SimDisk:
         if path.name not in folder.names:
             return
         doomed = [(folder, path.name)]
-        for parent, name in doomed:  # grows as we go
+        for parent, name in doomed:  # grows during the loop
             node = parent.names[name]
             if isinstance(node, _Folder):
                 doomed.extend((node, inner) for inner in sorted(node.names))
@@ -345,7 +336,7 @@ class SimDisk:
                 return b""
             case 3:
                 return new[: self._rng.randrange(len(new) + 1)]
-        # The length may have become durable without the blocks, and the blocks in any order.
+        # The length may be durable without the blocks, and the blocks in any order.
         length = self._rng.choice((len(old), len(new)))
         sources = [content[:length].ljust(length, b"\0") for content in (old, new, b"")]
         cuts = [0, *sorted(self._rng.randrange(length + 1) for _ in range(3)), length]

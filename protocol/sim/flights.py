@@ -1,7 +1,7 @@
-"""One frame from its first byte that leaves to its last that arrives; the arithmetic stands atop `links.py`.
+"""Frames in flight, from the first byte sent to the last one received; `links.py` explains the arithmetic.
 
-A path whose rate changes meanwhile takes the bytes that have not left yet at its new rate: else a frame that began on
-a slow path would go on for minutes after the path is well again.
+If a path's rate changes, the unsent bytes of a frame go on at the new rate. Otherwise a frame that began on a slow path
+would block it for minutes after it has recovered.
 """
 
 import asyncio
@@ -16,29 +16,27 @@ from shoal.protocol.sim.stream import SimFrame, Stream
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A frame that is leaving or on its way. While it leaves it is the last one on its stream, so it may still arrive
-    earlier than was thought."""
+    """A frame in flight. While it is being sent it is its stream's last, so its arrival may still move forward."""
 
     frame: SimFrame
     rate_bytes_per_s: float
     leaves_s: float
     delay_s: float
-    """The time from leaving to arriving, if no downlink is in the way."""
+    """Time from sent to received if the downlink is free."""
     left: asyncio.TimerHandle
     arrival: asyncio.TimerHandle | None = None
-    """The timer of the arrival, once the downlink has seen the first byte."""
+    """Set once the downlink has seen the first byte."""
     through_card_s: float = 0.0
     arrived_before_s: float = 0.0
-    """When the frame before it arrives."""
 
 
 class Flights:
-    """Holds the frames on their way, of all streams.
+    """The frames in flight of all streams.
 
     Args:
-        link: two places -> the path from one to the other now.
-        left, arrived: called when the frame's last byte leaves or reaches the receiver's process, unless its stream
-            has broken since.
+        link: two places -> the present path between them.
+        left, arrived: called when a frame's last byte leaves or reaches the receiver, unless its stream broke
+            meanwhile.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class Flights:
             self._agenda.at(stream.first_byte_s, self._first_byte, stream, flight)
 
     def path_changed(self) -> None:
-        """Some path: what is leaving goes on at the rate that its path has now."""
+        """Continue all frames that are being sent at their paths' present rates."""
         now_s = self._agenda.now_s()
         for stream, flight in self._leaving.items():
             link = self._link(stream.source.place, stream.destination.place)
@@ -116,7 +114,6 @@ class Flights:
 
 
 def _extra_s(link: LinkSpec, stream: Stream) -> float:
-    """Jitter, a spike, and the retransmissions of a frame that got lost."""
     extra_s = stream.rng.uniform(0.0, link.jitter_s) if link.jitter_s else 0.0
     if link.spikes and stream.rng.random() < link.spikes:
         extra_s += stream.rng.uniform(0.0, link.spike_s)

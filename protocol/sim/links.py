@@ -1,24 +1,24 @@
-"""Moves frames between the cards of a simulated world, and breaks the streams on which they cannot get through.
+"""Moves frames between the network cards of a simulated world, and breaks streams that make no progress.
 
-Theory of operation. A frame of n bytes waits in its stream's queue (by priority, first in first out within one) until
-the stream's path is free, the receiver has credit, and the sender's uplink turns to this stream. Then, with `start`:
+Theory of operation. A frame of n bytes waits in its stream's queue (by priority, then in order) until the stream's path
+is free, the receiver has credit, and the sender's uplink selects this stream. Then, with `start`:
 
-    leaves     start + n / min(path rate, uplink rate)        its sender is told; the path takes the next frame
+    leaves     start + n / min(path rate, uplink rate)        the sender is told; the path takes the next frame
     uplink     busy until start + n / uplink rate             so a slow path does not block the card
     arrives    leaves + latency                               if the receiver's downlink is free all the while
                max(first byte, downlink free) + n / downlink  if that is later; first byte = start + latency
 
-With unshared cards this is max(now, free) + n / rate + latency. An uplink takes the most urgent frame that waits,
-whatever stream it is on, as `live/throttle.py` does; a sixth of it at least is for the stream that has waited longest,
-and frames of one priority share it by start-time fair queueing in bytes. A downlink serves frames in the order of their
-first bytes. Nothing being sent is stopped for something more urgent, but it goes on at the path's new rate if that
-changes (`flights.py`). Credit returns one latency after the handler ends.
+With unshared cards this is max(now, free) + n / rate + latency. An uplink takes the most urgent waiting frame of all
+streams, as `live/throttle.py` does; at least a sixth of it is for the stream that has waited longest, and frames of one
+priority share it by start-time fair queueing in bytes. A downlink serves frames in the order of their first bytes. A
+frame being sent is not preempted, but goes on at the path's new rate if that changes (`flights.py`). Credit returns one
+latency after the handler ends.
 
-Loss and spikes delay a frame: a reliable stream retransmits, and keeps its order. A damaged one, or the credit that it
-comes back as, breaks the stream where the codec finds it: what arrived before is still handled, nothing behind it is.
+Loss and spikes delay a frame: a reliable stream retransmits and keeps its order. A damaged frame, or a damaged credit,
+breaks the stream where the codec finds it: earlier frames are still handled, later ones are not.
 
-A stream on which something waits breaks when its path, either way, has been cut for `stall_s`, or one latency after
-the receiver's process or daemon ended. Opening a stream costs nothing, and one round trip where no daemon answers.
+A stream with waiting frames breaks when its path, either way, has been cut for `stall_s`, or one latency after the
+receiver's process or daemon ended. Opening a stream costs nothing, and one round trip if no daemon answers.
 """
 
 import math
@@ -39,23 +39,21 @@ from shoal.protocol.sim.trace import Kind, Trace
 Ts = TypeVarTuple("Ts")
 
 _EARNED = 0.2
-"""What the stream that has waited longest earns of each byte that leaves before it. So a sixth of the uplink is for it
-at least, as on a real one (`live/throttle.py`)."""
+"""Credit of the longest-waiting stream for each byte of others: a sixth of the uplink (`live/throttle.py`)."""
 
 
 class Links:
-    """All that lies between the peers of one world.
+    """The streams between the peers of one world.
 
     Args:
-        rng: name -> a generator of its own, the same in every run.
-        stall_s: how long a sender believes in a path on which nothing moves.
+        rng: name -> its own generator, the same in every run.
+        stall_s: time without progress after which a stream breaks.
     """
 
     def __init__(
         self, paths: Paths, agenda: Agenda, trace: Trace, rng: Callable[[str], random.Random], *, stall_s: float
     ) -> None:
         self.link = paths.link
-        """Gives the path from one place to another."""
         self._agenda = agenda
         self._trace = trace
         self._rng = rng
@@ -69,7 +67,7 @@ class Links:
     # Frames -------------------------------------------------------------------------------------------------------
 
     def send(self, source: Card, destination: Card, frame: SimFrame) -> None:
-        """Queue `frame`; `frame.left` tells the rest."""
+        """Queue `frame`; `frame.left` reports the outcome."""
         stream = self.stream(source, destination)
         stream.put(frame)
         self._record(Kind.FRAME_QUEUED, stream, frame)
@@ -80,12 +78,12 @@ class Links:
             self._later(there.latency_s + back.latency_s, self._unanswered, stream, stream.epoch)
 
     def given_up(self, source: Card, destination: Card) -> None:
-        """A sender no longer waits for its frame, so another may be the next."""
+        """Offer the next frame, since a sender has given up on its own."""
         if (stream := source.outgoing.get(destination.number)) is not None:
             self._offer(stream)
 
     def handled(self, stream: Stream, frame: SimFrame) -> None:
-        """The receiver is done with `frame`: give its credit back."""
+        """Return the credit of a handled frame."""
         self._record(Kind.FRAME_HANDLED, stream, frame)
         if frame.is_repeated:
             return
@@ -96,7 +94,7 @@ class Links:
             self._later(back.latency_s, self._credit, stream, frame.nbytes, frame.epoch)
 
     async def flush(self, card: Card) -> None:
-        """Wait until nobody owes `card` a credit: all that has left is handled, or its stream broke."""
+        """Wait until all sent frames of `card` are handled, or their streams broke."""
         while any(stream.window.outstanding_bytes for stream in card.outgoing.values()):
             card.flushed = self._agenda.loop.create_future()
             await card.flushed
@@ -106,7 +104,7 @@ class Links:
             card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
-        """The receiver ends the stream and handles no more of it; the sender learns it one latency later."""
+        """End the stream at the receiver, which handles no more of it; the sender learns it one latency later."""
         stream.arrived.clear()
         self._refuse(stream, why)
 
@@ -116,7 +114,7 @@ class Links:
         self._later(back.latency_s, self._was_reset, stream, why, stream.epoch)
 
     def stream(self, source: Card, destination: Card) -> Stream:
-        """The one between these two processes."""
+        """Return the stream between these two processes, made if missing."""
         stream = source.outgoing.get(destination.number)
         if stream is None:
             stream = Stream(
@@ -130,14 +128,13 @@ class Links:
         return stream
 
     def set_card(self, plug: Plug, card: CardSpec) -> None:
-        """Change the rates of all streams that pass the plug; a frame that is on its way keeps its time."""
+        """Change the rates of all streams through the plug; a frame in flight keeps its time."""
         plug.spec = card
         for stream in self._streams.values():
             if plug in (stream.source.plug, stream.destination.plug):
                 stream.take_rates()
 
     def _offer(self, stream: Stream) -> None:
-        """Let the uplink choose `stream`, if it has a frame that could go now."""
         source, destination = stream.source, stream.destination
         if (
             stream.is_offered
@@ -158,7 +155,6 @@ class Links:
         self._grant(plug)
 
     def _grant(self, plug: Plug) -> None:
-        """Start frames while the uplink is free."""
         now_s = self._agenda.now_s()
         while plug.offers and plug.up_free_s <= now_s:
             has_earned = self._has_earned(plug)
@@ -166,7 +162,7 @@ class Links:
             plug.offers.remove(stream)
             stream.is_offered = False
             if not stream.destination.is_serving or self.cuts.is_cut(stream.source.place, stream.destination.place):
-                continue  # since it was offered; healing and serving offer it again
+                continue  # blocked since the offer; healing and serving offer it again
             priority, tag, *_ = stream.rank()
             nbytes = self._start(stream, now_s)
             if nbytes is not None:
@@ -177,12 +173,12 @@ class Links:
             plug.grant = self._agenda.at(plug.up_free_s, self._grant_again, plug)
 
     def _has_earned(self, plug: Plug) -> bool:
-        """Whether the stream that has waited longest is the next one, however urgent the others' frames are."""
+        """True if the longest-waiting stream is next, however urgent other frames are."""
         frame = plug.offers[0].next_frame()
         return frame is not None and plug.earned_bytes >= frame.nbytes
 
     def _start(self, stream: Stream, now_s: float) -> int | None:
-        """Let its next frame go, if it still has one that may. Returns: that one's bytes."""
+        """Start the stream's next frame, if it still has one. Returns: the frame's bytes."""
         frame = stream.take_next()
         if frame is None:
             return None
@@ -225,13 +221,13 @@ class Links:
             stream.destination.frame_arrived(stream)
 
     def _repeat(self, stream: Stream, frame: SimFrame) -> None:
-        """Send a frame again, on whatever stream there is by now: who sends a frame again opens a stream for it."""
+        """Deliver a frame again, on the present stream: a real repetition opens one."""
         if stream.destination.is_serving and not self.cuts.is_cut(stream.source.place, stream.destination.place):
             self._record(Kind.FRAME_REPEATED, stream, frame)
             self._hand_over(stream, frame)
 
     def _passes(self, stream: Stream, frame: SimFrame) -> bool:
-        """Whether the codec takes `frame` in all the same; else the receiver ends the stream."""
+        """True if the codec accepts the damaged frame; otherwise the receiver ends the stream."""
         self._record(Kind.FRAME_DAMAGED, stream, frame)
         outcome = damaged_data(frame.meta, frame.payload, source=stream.source.peer_id, rng=stream.rng)
         if isinstance(outcome, str):
@@ -246,7 +242,7 @@ class Links:
             return
         self._trace.add(self._agenda.now_s(), Kind.CREDIT_DAMAGED, stream.source.number, stream.destination.number)
         outcome = damaged_credit(nbytes, source=stream.destination.peer_id, rng=stream.rng)
-        self._break(stream, outcome if isinstance(outcome, str) else "it gave back what it never got")
+        self._break(stream, outcome if isinstance(outcome, str) else "it returned more credit than it got")
 
     def _credit(self, stream: Stream, nbytes: int, epoch: int) -> None:
         if epoch != stream.epoch:
@@ -261,7 +257,7 @@ class Links:
         self._watch(stream)
 
     def path_changed(self) -> None:
-        """Let what is under way go on at the new rate, after the latency that it began with."""
+        """Continue frames in flight at the new rate, with the latency that they began with."""
         self._flights.path_changed()
         for stream in self._streams.values():
             stream.control_free_s = min(stream.control_free_s, self._agenda.now_s())
@@ -269,13 +265,13 @@ class Links:
     # Faults -------------------------------------------------------------------------------------------------------
 
     def opened(self, card: Card) -> None:
-        """`card` serves from now on."""
+        """Start serving at `card`."""
         card.is_serving = True
         for stream in card.incoming.values():
             self._revive(stream)
 
     def disconnected(self, card: Card, *, why: str) -> None:
-        """The daemon behind `card` has died. Its own senders learn it at once, those on the other side by a reset."""
+        """Handle the death of the card's daemon. Its own senders learn it at once, other peers' by a reset."""
         card.is_serving = card.is_up = False
         card.came_up.clear()
         card.num_daemons_died += 1
@@ -294,7 +290,7 @@ class Links:
             self._break(stream, "none of its addresses answers")
 
     def gone(self, card: Card, *, why: str | None) -> None:
-        """The process behind `card` has ended. Its own senders get Unreachable; with None they never hear again."""
+        """Handle the end of the card's process. Its own senders get Unreachable, or with `why` None are frozen."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():
             self._clear(stream, why)
@@ -319,7 +315,7 @@ class Links:
             return
         self._unwatch(stream)
         there, back = self._both_ways(stream)
-        if stream.refused_epoch == stream.epoch:  # the reset may be what the cut swallowed
+        if stream.refused_epoch == stream.epoch:  # the cut may have swallowed the reset
             self._later(back.latency_s, self._was_reset, stream, "it had ended the stream", stream.epoch)
         if stream.held:
             self._later(there.latency_s, self._release, stream, stream.epoch)

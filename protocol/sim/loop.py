@@ -1,15 +1,15 @@
-"""An asyncio event loop whose clock is a variable: when nothing is ready, it jumps to the next timer.
+"""An asyncio event loop in virtual time: when nothing is ready, the clock jumps to the next timer.
 
-Theory of operation. Ordinary asyncio code (sleep, queues, `asyncio.timeout`, task groups) cannot tell this loop from
-a real one, except that waiting is free. Three things make two runs of one program equal, event for event:
+Theory of operation. Ordinary asyncio code (sleep, queues, `asyncio.timeout`, task groups) cannot tell this loop from a
+real one, except that waiting is free. Three properties make two runs of one program equal, event for event:
 
-- timers due at the same instant fire in the order in which they were set (asyncio's own heap leaves that open);
-- tasks hash by the order of their creation, so that a set of tasks (`TaskGroup`, `asyncio.wait`) iterates alike;
-- nothing real gets in: threads, executors, sockets and signals are refused with a sentence.
+- timers due at the same instant fire in the order in which they were set (asyncio's own heap leaves that open); - tasks
+hash by creation order, so that sets of tasks (`TaskGroup`, `asyncio.wait`) iterate in the same order; - nothing real
+gets in: threads, executors, sockets and signals are refused with a sentence.
 
-A program that can go on no more (nothing ready, no timer, main not done) raises `Deadlock`, which names who waits
-where. Work can be tagged with an owner (`owned_context`) and an owner frozen: what belongs to it stops running, timers
-and wake-ups included, until it is thawed. A world uses that to pause peers, and to kill them without their cleanup.
+A program without progress (nothing ready, no timer, main not done) raises `Deadlock`, which lists the waiting tasks.
+Work can belong to an owner (`owned_context`), and an owner can be frozen: its callbacks, timers and wake-ups stop until
+it is thawed. A world pauses peers in this way, and kills them without their cleanup.
 """
 
 import asyncio
@@ -37,17 +37,13 @@ _PURGE_TIMERS_MIN = 128
 
 
 class Deadlock(LocalError):
-    """Says that nothing is ready, no timer is set, and the main coroutine is not done."""
+    """Nothing is ready, no timer is set, and the main coroutine is not done."""
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """One thread, virtual seconds, no input or output.
+    """One thread, virtual seconds from `start_s`, no input or output."""
 
-    Args:
-        start_s: what `time()` says at first.
-    """
-
-    # What `BaseEventLoop` of Python 3.11 keeps and its stubs leave out.
+    # Attributes of Python 3.11's `BaseEventLoop` that its stubs omit.
     _ready: deque[asyncio.Handle]
     _stopping: bool
     _thread_id: int | None
@@ -102,22 +98,22 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         del self._tasks[hash(task)]
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if not isinstance(context.get("exception"), PowerCut):  # whoever it ended is as dead as meant
+        if not isinstance(context.get("exception"), PowerCut):  # a simulated death is no failure
             super().call_exception_handler(context)
 
     def tasks(self) -> list["asyncio.Task[Any]"]:
-        """Tasks that are not done, oldest first."""
+        """Return the unfinished tasks, oldest first."""
         return list(self._tasks.values())
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether a callback waits to be run now."""
+        """True if a callback is ready."""
         return bool(self._ready)
 
     # Freezing -----------------------------------------------------------------------------------------------------
 
     def freeze(self, owner: Hashable) -> None:
-        """Run nothing of `owner` until `thaw`: its callbacks, timers and wake-ups are kept, in order."""
+        """Run nothing of `owner` until `thaw`; its callbacks, timers and wake-ups are kept in order."""
         self._frozen.setdefault(owner, [])
 
     def thaw(self, owner: Hashable) -> None:
@@ -128,7 +124,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self.thaw(owner)
 
     def drop_timers(self) -> None:
-        """Drop every timer: what was to happen later will not."""
+        """Drop every timer."""
         self._timers.clear()
         self._num_timers_cancelled = 0
 
@@ -143,7 +139,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._now_s = max(self._now_s, self._timers[0][0])
         while self._timers and self._timers[0][0] <= self._now_s:
             ready.append(self._pop_timer())
-        # As in asyncio: what these callbacks make ready runs in the next round, after timers that are due by then.
+        # As in asyncio, callbacks that these make ready run in the next round, after the timers due by then.
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:
@@ -208,7 +204,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
 
 class _Handle(asyncio.Handle):
-    """asyncio's, made in half the time: this loop has no debug mode, and makes a million of them a minute."""
+    """A handle that is made in half of asyncio's time: no debug mode. This loop makes a million a minute."""
 
     __slots__ = ()
 
@@ -229,8 +225,6 @@ class _Handle(asyncio.Handle):
 
 
 class _Timer(asyncio.TimerHandle):
-    """Replaces asyncio's timer handle, as `_Handle` replaces its handle."""
-
     __slots__ = ()
 
     def __init__(
@@ -264,9 +258,9 @@ class _OrderedTask(asyncio.Task[T]):
 
 
 def run(main: Coroutine[Any, Any, T], *, start_s: float = 0.0) -> T:
-    """`asyncio.run` in virtual time: run `main`, cancel what it left behind, close the loop.
+    """`asyncio.run` in virtual time: run `main`, cancel leftover tasks, close the loop.
 
-    Raises: Deadlock: nothing can happen any more and `main` is not done. LocalError: real input or output was tried.
+    Raises: Deadlock: no progress is possible. LocalError: real input or output was tried.
     """
     loop = VirtualTimeLoop(start_s=start_s)
     try:
@@ -280,7 +274,7 @@ def run(main: Coroutine[Any, Any, T], *, start_s: float = 0.0) -> T:
 
 
 def owned_context(owner: Hashable) -> contextvars.Context:
-    """A fresh context; what is started in it (tasks, their timers, their children) belongs to `owner`."""
+    """Return a new context; tasks, timers and children started in it belong to `owner`."""
     context = contextvars.Context()
     context.run(_OWNER.set, owner)
     return context
@@ -288,15 +282,15 @@ def owned_context(owner: Hashable) -> contextvars.Context:
 
 def _cancel_leftovers(loop: VirtualTimeLoop) -> None:
     loop.thaw_all()
-    # A `finally` may start new work, so more than once; work that never ends is somebody's bug.
+    # Several rounds, since a `finally` may start new work.
     for _ in range(_CANCEL_ROUNDS_MAX):
-        loop.drop_timers()  # a driver's would start new work for ever
+        loop.drop_timers()  # a driver's timer would start new work for ever
         leftovers = loop.tasks()
         if not leftovers and not loop.has_callbacks:
             return
         for task in leftovers:
             task.cancel()
-        # The callbacks of a crashed peer run here too: they start tasks, which the next round cancels.
+        # Callbacks of a crashed peer run here, too: they start tasks, which the next round cancels.
         everything = asyncio.gather(*leftovers, return_exceptions=True) if leftovers else asyncio.sleep(0.0)
         loop.run_until_complete(everything)
         for task in leftovers:
@@ -312,7 +306,7 @@ def _owner_of(handle: asyncio.Handle) -> Hashable:
 
 
 def _where(task: "asyncio.Task[Any]") -> str:
-    """The coroutines that `task` is inside of, outermost first: `run (driver.py:40) > get (queues.py:158)`."""
+    """Return the coroutines in which `task` waits, outermost first: `run (driver.py:40) > get (queues.py:158)`."""
     steps = []
     inner: Any = task.get_coro()
     while (frame := getattr(inner, "cr_frame", None)) is not None:
@@ -322,4 +316,4 @@ def _where(task: "asyncio.Task[Any]") -> str:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise LocalError(f"{what} has no place in virtual time: it would come at another moment in every run")
+    raise LocalError(f"{what} is not allowed in virtual time: it would come at another moment in every run")

@@ -1,6 +1,6 @@
-"""Describes a simulated network: one `LinkSpec` per directed pair of places, one `CardSpec` per peer.
+"""A simulated network: one `LinkSpec` per directed pair of places, one `CardSpec` per peer.
 
-A place is a row of the matrix; a world gives the first free one to each peer it adds.
+A place is a row of the matrix; a world assigns the first free one to each new peer.
 """
 
 import math
@@ -25,31 +25,28 @@ class LinkSpec:
     """The path from one peer to another."""
 
     latency_s: float
-    """One way, from the last byte that leaves to its arrival."""
+    """One way, from the last byte sent to its arrival."""
     rate_bytes_per_s: float = math.inf
-    """What the path alone lets through; the two network cards limit it further."""
+    """Rate of the path alone; the two network cards limit it further."""
     jitter_s: float = 0.0
-    """Each message takes between 0 and this longer, uniformly; order on a stream is kept."""
+    """Longest extra delay of a message, uniform; streams keep their order."""
     loss: float = 0.0
-    """Probability, per message, of being lost. A frame then comes `retransmit_s` late (again with this probability), a
-    call never."""
+    """Probability per message. A lost frame arrives `retransmit_s` late, maybe repeatedly; a lost call never."""
     retransmit_s: float | None = None
-    """What the loss of a frame costs. None: one round trip over this link, a TCP fast retransmit."""
+    """Delay of a lost frame. None: one round trip, a TCP fast retransmit."""
     queue_bytes: float = math.inf
-    """What the path holds of one stream, as a TCP window does: a sender waits beyond it, or beyond the stream's
-    credits if these are fewer."""
+    """One stream's bytes in flight, like a TCP window; the stream's credit also limits them."""
     spikes: float = 0.0
-    """Probability, per message, of a delay spike: others overtake a call, and wait behind a frame."""
+    """Probability per message of a delay spike: a delayed call is overtaken, a delayed frame blocks its stream."""
     spike_s: float = 1.0
-    """A spike lasts between 0 and this, uniformly."""
+    """Longest spike, uniform."""
     corruption: float = 0.0
-    """Probability, per message, that bits of it flip. A frame then breaks its stream; a request reaches its handler
-    as it is, but its caller gets Unreachable, as that of a damaged reply does."""
+    """Probability per message of flipped bits. A damaged frame breaks its stream; a damaged request reaches its
+    handler, but its caller gets Unreachable, as for a damaged reply."""
     duplication: float = 0.0
-    """Probability, per message, that it is delivered twice. TCP never does that; who sends again after a broken stream
-    does."""
+    """Probability per message of a second delivery, as after a resend on a new stream; TCP itself never repeats."""
     repeat_s: float = 1.0
-    """The second delivery comes between 0 and this after the first, uniformly."""
+    """Longest delay of the second delivery, uniform."""
 
     def __post_init__(self) -> None:
         # Written so that NaN fails each of them.
@@ -79,7 +76,7 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardSpec:
-    """A peer's network card: all it sends shares the one rate, all it receives the other."""
+    """A peer's network card: one rate for all traffic out, one for all traffic in."""
 
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
@@ -92,12 +89,7 @@ class CardSpec:
 
 
 class Network:
-    """Links between places.
-
-    Args:
-        links: row = from, column = to. The diagonal is never read.
-    Raises: LocalError: the rows do not make a square.
-    """
+    """Links between places; row = from, column = to; the diagonal is never read. Raises: LocalError: not square."""
 
     def __init__(self, links: Sequence[Sequence[LinkSpec]]) -> None:
         _check_square("links", links)
@@ -117,9 +109,9 @@ class Network:
         jitter_s: float = 0.0,
         loss: float = 0.0,
     ) -> "Network":
-        """Args: two square matrices of one size; row = from, column = to.
+        """Make a network from two square matrices, row = from, column = to.
 
-        Raises: LocalError: sizes differ, a latency is negative or not finite, a bandwidth not above 0 and finite.
+        Raises: LocalError: sizes differ, a latency is negative or infinite, a bandwidth not above 0 or infinite.
         """
         _check_square("latency", latency_s)
         _check_square("bandwidth", bandwidth_bits_per_s)
@@ -187,7 +179,7 @@ def uniform(
 
 
 class _NetworkFile(msgspec.Struct, frozen=True):
-    """Other fields (title, source, workload) are for people."""
+    """A network file; unknown fields (title, source, workload) are for people."""
 
     latency_s: list[list[float]] | None = None
     latency_ms: list[list[float]] | None = None
@@ -214,14 +206,12 @@ def _median_off_diagonal(matrix: Sequence[Sequence[float]]) -> float:
 
 
 _NO_PATH = LinkSpec(latency_s=1.0, rate_bytes_per_s=1e-3)
-"""Whatever is sent there is on its way for longer than any run: calls time out, frames never leave."""
+"""A path that outlasts any run: calls time out, frames never leave."""
 
 
 class MatrixNetwork(Network):
-    """A network of any size: two matrices, and a `LinkSpec` only for pairs that talk to each other.
-
-    Device i of the topology is at place i. Of its network cards it knows nothing: a world's `add_peer` does.
-    """
+    """A large network: two matrices, and a `LinkSpec` only for pairs that communicate. Device i of the topology is at
+    place i; `World.add_peer` takes its network card."""
 
     def __init__(self, topology: Topology) -> None:
         self._latency_s = topology.latency_s
@@ -231,7 +221,7 @@ class MatrixNetwork(Network):
         self.typical_latency_s = float(others_s[(len(others_s) - 1) // 2]) if len(others_s) else 0.0
         self._known: dict[tuple[int, int], LinkSpec] = {}
         self._of_kind: dict[tuple[float, float], LinkSpec] = {}
-        """Regions have few kinds of links between them, and a thousand peers a million pairs."""
+        """Shared specs: regions have few kinds of links, but a thousand peers have a million pairs."""
 
     def link(self, source: int, destination: int) -> LinkSpec:
         known = self._known.get((source, destination))

@@ -1,5 +1,4 @@
-"""Knows what the path from one place to another is like right now: the network's link or another one, what disturbs it,
-and whether it is cut."""
+"""The present path between two places: the network's link or a replacement, disturbances, and cuts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -10,14 +9,13 @@ from shoal.protocol.sim.network import LinkSpec, Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """Says what comes on top of a `LinkSpec` while it lasts; fields not described here are probabilities as there.
+    """A temporary change of a `LinkSpec`, with the same fields unless described here.
 
-    Several on one path add up, in any order: seconds add, chances are independent.
+    Several on one path combine in any order: seconds add, probabilities are independent.
     """
 
     slowness: float = 1.0
-    """How many times slower the path lets bytes through. One without a rate of its own cannot be slowed. Of several
-    the greatest counts: a path is as fast as its narrowest place."""
+    """Factor on the path's rate, if finite. Of several the largest counts: the narrowest place sets the speed."""
     delay_s: float = 0.0
     """Added to the latency."""
     loss: float = 0.0
@@ -34,7 +32,7 @@ class Disturbance:
             raise LocalError(f"a disturbed path takes 0 s longer or more, not {self.delay_s}")
 
     def on(self, spec: LinkSpec) -> LinkSpec:
-        """All but the slowness. Raises: LocalError: a probability is none."""
+        """Apply all but the slowness. Raises: LocalError: an invalid probability."""
         return replace(
             spec,
             latency_s=spec.latency_s + self.delay_s,
@@ -53,7 +51,7 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Between:
-    """The pairs from each place in `sources` to each in `destinations`, and back unless it is one way."""
+    """The pairs from each of `sources` to each of `destinations`, and back unless `one_way`."""
 
     sources: frozenset[int]
     destinations: frozenset[int]
@@ -74,48 +72,48 @@ class Between:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Disturbed(Between):
-    """A disturbance that lasts."""
+    """A disturbance in force."""
 
     disturbance: Disturbance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut(Between):
-    """Stops everything between these places."""
+    """A cut in force: nothing passes between these places."""
 
     since_s: float
 
 
 class Paths:
-    """Knows the paths of all pairs of places. A change holds for whatever is sent afterwards."""
+    """The paths of all pairs of places. A change applies to later messages."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._set: dict[tuple[int, int], LinkSpec] = {}
         self._disturbed: list[Disturbed] = []
         self._now: dict[tuple[int, int], LinkSpec] = {}
-        """What differs from the network: read for every message, so folded once per change."""
+        """Changed paths, folded once per change because every message reads them."""
 
     def link(self, source: int, destination: int) -> LinkSpec:
         return self._now.get((source, destination)) or self._network.link(source, destination)
 
     def set(self, source: int, destination: int, spec: LinkSpec) -> None:
-        """Instead of the network's; disturbances come on top."""
+        """Replace the network's link; disturbances still apply."""
         self._set[source, destination] = spec
         self._fold([(source, destination)])
 
     def disturb(
         self, sources: Iterable[int], destinations: Iterable[int], disturbance: Disturbance, *, one_way: bool
     ) -> Disturbed:
-        """Raises: LocalError: a probability of `disturbance` is none."""
+        """Raises: LocalError: `disturbance` has an invalid probability."""
         disturbed = Disturbed(frozenset(sources), frozenset(destinations), one_way, disturbance)
-        disturbance.on(LinkSpec(latency_s=0.0))  # fails before anything has changed
+        disturbance.on(LinkSpec(latency_s=0.0))  # raises before anything changes
         self._disturbed.append(disturbed)
         self._fold(disturbed.pairs())
         return disturbed
 
     def calm(self, disturbed: Disturbed | None) -> None:
-        """End one; with None, all."""
+        """End one disturbance, or with None all."""
         ended = [other for other in self._disturbed if disturbed is None or other is disturbed]
         self._disturbed = [other for other in self._disturbed if other not in ended]
         for other in ended:
@@ -141,7 +139,7 @@ class Cuts:
     def __init__(self) -> None:
         self._cuts: list[Cut] = []
         self._found: dict[tuple[int, int], bool] = {}
-        """What `is_cut` has answered since the last cut or healing: a network with routers has a cut for each."""
+        """Cache of `is_cut` since the last change: a network with routers has a cut for each."""
 
     def add(self, sources: Iterable[int], destinations: Iterable[int], *, one_way: bool, now_s: float) -> Cut:
         cut = Cut(frozenset(sources), frozenset(destinations), one_way, now_s)
@@ -150,7 +148,7 @@ class Cuts:
         return cut
 
     def remove(self, cut: Cut | None) -> None:
-        """Heal one; with None, all."""
+        """Heal one cut, or with None all."""
         self._cuts = [] if cut is None else [other for other in self._cuts if other is not cut]
         self._found.clear()
 
@@ -158,7 +156,7 @@ class Cuts:
         return bool(self._cuts)
 
     def is_cut(self, source: int, destination: int) -> bool:
-        # Asked for every frame and call, while nearly always nothing is cut.
+        # Called for every frame and call, and usually nothing is cut.
         if not self._cuts:
             return False
         found = self._found.get((source, destination))
@@ -168,7 +166,7 @@ class Cuts:
         return found
 
     def since_s(self, source: int, destination: int) -> float | None:
-        """The time at which the pair lost touch in either direction; None if it has not."""
+        """Return when the pair was cut in either direction; None: it is not."""
         return min(
             (cut.since_s for cut in self._cuts if cut.covers(source, destination) or cut.covers(destination, source)),
             default=None,
@@ -176,5 +174,5 @@ class Cuts:
 
 
 def _either(one: float, other: float) -> float:
-    """The chance of at least one of two independent events; exactly `one` if the other never happens."""
+    """Return the probability of at least one of two independent events; exactly `one` if the other never happens."""
     return one + other - one * other if other else one

@@ -1,13 +1,10 @@
-"""A payload that has a size and no content."""
+"""A payload with a size and no content."""
 
 from shoal.protocol.errors import LocalError
 
 
 class Phantom:
-    """Stands for `nbytes` bytes in a world whose peers move no tensors: links charge for it, nobody can read it.
-
-    Equal to any other phantom of its size, as two unread buffers would be.
-    """
+    """Stands for `nbytes` bytes in a world without tensors. Phantoms of one size are equal."""
 
     __slots__ = ("nbytes",)
 

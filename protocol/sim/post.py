@@ -1,8 +1,8 @@
 """Carries control messages: the requests and replies of calls.
 
-They are small and multiplexed with frames: they wait for the messages before them on the pair, not for frames, and
-take nothing from the frames' rate. They are not ordered: jitter and spikes let one overtake another. What is lost,
-cut off, or on the way when the daemon at either end dies, never arrives.
+They are small and multiplexed with frames: they wait for earlier control messages of the pair, not for frames, and take
+nothing from the frames' rate. Jitter and spikes reorder them. A message that is lost, cut off, or in flight when the
+daemon at either end dies, never arrives.
 """
 
 import random
@@ -18,13 +18,13 @@ from shoal.protocol.sim.stream import Card, Stream
 from shoal.protocol.sim.trace import Kind, Trace
 
 Condition = Literal["whole", "damaged", "repeated"]
-"""The condition in which a message arrives. A repeated one is a second delivery, damaged or not as the first was."""
+"""A message's condition on arrival. "repeated" is a second delivery, damaged or not as the first."""
 
 Deliver = Callable[[bytes, Condition], object]
 
 
 class Post:
-    """Args: stream: two cards -> their stream, for its generator and its queue of control messages."""
+    """Carries control messages; `stream` gives two cards' stream, for its generator and its queue."""
 
     def __init__(
         self, paths: Paths, cuts: Cuts, agenda: Agenda, trace: Trace, stream: Callable[[Card, Card], Stream]
@@ -36,7 +36,7 @@ class Post:
         self._stream = stream
 
     def send(self, source: Card, destination: Card, data: bytes, deliver: Deliver) -> None:
-        """Call `deliver` when `data` arrives: once, never, or on a link that repeats twice."""
+        """Call `deliver` when `data` arrives: once, never, or (with duplication) twice."""
         link = self._link(source.place, destination.place)
         stream = self._stream(source, destination)
         if link.loss and stream.rng.random() < link.loss:

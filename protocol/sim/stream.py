@@ -1,4 +1,4 @@
-"""Remembers the state of one peer's network card, and of the stream of frames from one peer to another."""
+"""The state of a peer's network card, and of a stream of frames between two peers."""
 
 import asyncio
 import math
@@ -26,49 +26,47 @@ class SimFrame:
     payload: bytearray | memoryview | Phantom
     priority: Priority
     nbytes: int
-    """Bytes on the wire, header and trailer included; the frame costs as much credit."""
+    """Bytes on the wire, header and trailer included; also its credit."""
     digest: int
     left: asyncio.Future[None]
-    """Done when its last byte has left the sender; cancelled when the sender no longer waits."""
+    """Done when the last byte has left; cancelled when the sender has given up."""
     epoch: int = 0
-    """The stream's epoch when the frame started."""
     is_damaged: bool = False
     is_repeated: bool = False
-    """Came a second time; it costs no credit."""
+    """A second delivery, which costs no credit."""
 
     def repeated(self) -> "SimFrame":
-        """Make another frame of the same bytes, whatever the handler of the first does with its payload."""
+        """Return a copy, independent of what the first frame's handler does with its payload."""
         payload = self.payload if isinstance(self.payload, Phantom) else bytearray(self.payload)
         return replace(self, payload=payload, is_damaged=False, is_repeated=True)
 
 
 class Plug:
-    """The place where cards meet the network: one uplink and one downlink. Most peers have one of their own; machines
-    of one box or one household share theirs, and what they send each other does not pass it."""
+    """One uplink and one downlink. Machines of one household share one, and traffic between them bypasses it."""
 
     def __init__(self, spec: CardSpec) -> None:
         self.spec = spec
         self.up_free_s = 0.0
         self.down_free_s = 0.0
         self.offers: list[Stream] = []
-        """The streams that have a frame ready for the uplink; the first has waited longest."""
+        """Streams with a frame ready for the uplink, the longest waiting first."""
         self.tags_served = [0.0] * _NUM_PRIORITIES
-        """The fair-queueing tag of the last frame that left, of each priority."""
+        """Fair-queueing tag of the last frame that left, by priority."""
         self.earned_bytes = 0.0
-        """How many bytes may leave of the stream that has waited longest, whatever is more urgent."""
+        """Bytes that the longest-waiting stream may send regardless of priorities."""
         self.grant: asyncio.TimerHandle | None = None
 
 
 class Card:
     """A peer as the network sees it.
 
-    A peer that comes back after a crash has a new card: nothing on the wire is meant for the new process.
+    A peer that returns after a crash has a new card, so that no old message reaches the new process.
 
     Args:
-        number: order of joining the world; unlike a PeerID never used twice.
+        number: order of joining; unlike a PeerID never used twice.
         place: row of the network's matrix.
         plug: shared by all of its streams, and maybe with other peers.
-        frame_arrived: called when a frame is in `stream.arrived` and nobody handles that stream yet.
+        frame_arrived: called when `stream.arrived` has a frame and no handler runs for that stream.
     """
 
     def __init__(
@@ -82,9 +80,8 @@ class Card:
         self.is_alive = True
         self.is_serving = False
         self.is_up = True
-        """Whether its network daemon runs."""
         self.came_up = asyncio.Event()
-        """The event that callers wait for while `is_up` is false."""
+        """Set while `is_up` is true."""
         self.num_daemons_died = 0
         self.outgoing: dict[int, Stream] = {}
         self.incoming: dict[int, Stream] = {}
@@ -94,8 +91,8 @@ class Card:
 class Stream:
     """Frames from `source` to `destination`, by priority.
 
-    `epoch` grows when the sender's side breaks: what was scheduled for an earlier one is void. The receiver refuses
-    what comes of an epoch up to `refused_epoch`, so that nothing is handled behind a gap.
+    `epoch` grows when the sender's side breaks: events of earlier epochs are void. The receiver refuses epochs up to
+    `refused_epoch`, so that nothing is handled behind a gap.
     """
 
     def __init__(
@@ -111,12 +108,12 @@ class Stream:
         self.arrived_epoch = 0
         self.first_byte_s = 0.0
         self.arrives_s = 0.0
-        """When the frame before reaches the receiver's card, and its handler: jitter lets none overtake another."""
+        """When the previous frame reaches the receiver's card, and its handler: jitter reorders no frames."""
         self.control_free_s = 0.0
         self.connection = 0
-        """Grows when the daemon at either end dies: control messages of an earlier one are lost."""
+        """Grows when the daemon at either end dies: earlier control messages are lost."""
         self.tags = [0.0] * _NUM_PRIORITIES
-        """The fair-queueing tag of the next frame, of each priority."""
+        """Fair-queueing tag of the next frame, by priority."""
         self.is_offered = False
         self.stall: asyncio.TimerHandle | None = None
         self.serving: asyncio.Task[None] | None = None
@@ -125,25 +122,24 @@ class Stream:
 
     @cached_property
     def rng(self) -> random.Random:
-        """Made when something is drawn: most links of a thousand peers carry a few calls and draw nothing."""
+        """Made at the first draw: most links of a thousand peers never draw."""
         return self._make_rng()
 
     def take_rates(self) -> None:
-        """Go by the rates that the plugs at both ends have now. What stays behind one plug does not pass it."""
+        """Take the present rates of the plugs at both ends; traffic within one plug is not limited."""
         up, down = self.source.plug, self.destination.plug
         self.up_bytes_per_s = math.inf if up is down else up.spec.up_bytes_per_s
         self.down_bytes_per_s = math.inf if up is down else down.spec.down_bytes_per_s
 
     def clear(self) -> None:
-        """Begin as a new stream for frames that will be sent from now on; what has arrived stays until the first of
-        these arrives."""
+        """Begin a new stream for later frames; received frames stay until the first new one arrives."""
         self.epoch += 1
         self.window = CreditWindow(int(min(self.queue_bytes, STREAM_CREDIT_BYTES)))
         self.waiting: tuple[deque[SimFrame], ...] = ()
-        """The waiting frames by priority, once there has been a frame."""
+        """Waiting frames by priority; empty before the first frame."""
         self.leaving: SimFrame | None = None
         self.held: list[SimFrame] = []
-        """Frames that reached a cut in the network; they come in order once it heals."""
+        """Frames held by a cut; they arrive in order once it heals."""
         self.held_credits: list[int] = []
         self.first_byte_s = self.arrives_s = 0.0
 
@@ -154,11 +150,11 @@ class Stream:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits, flies or is being handled."""
+        """True if no frame waits, is in flight or is being handled."""
         return self.window.outstanding_bytes == 0 and self.next_frame() is None
 
     def next_frame(self) -> SimFrame | None:
-        """The frame that leaves next, credits aside. Forgets those whose senders gave up."""
+        """Return the next frame, regardless of credit, and drop frames that their senders gave up."""
         for queue in self.waiting:
             while queue and queue[0].left.done():
                 queue.popleft()
@@ -177,14 +173,13 @@ class Stream:
         return frame
 
     def rank(self) -> tuple[int, float, int, int]:
-        """Where its next frame stands among those that wait for the uplink: the least is the most urgent, and of equals
-        the one whose stream has sent least."""
+        """Return the sort key of the next frame on the uplink: priority, then the least bytes sent."""
         frame = self.next_frame()
         priority = 0 if frame is None else int(frame.priority)
         tag = max(self.tags[priority], self.source.plug.tags_served[priority])
         return priority, tag, self.destination.number, self.source.number
 
     def unsent(self) -> list[SimFrame]:
-        """Frames whose senders still wait, in the order in which they would leave."""
+        """Return the frames that senders still wait for, in the order of leaving."""
         leaving = [self.leaving] if self.leaving is not None else []
         return [frame for frame in (*leaving, *(f for queue in self.waiting for f in queue)) if not frame.left.done()]

@@ -1,4 +1,4 @@
-"""One running hash over everything that happens between peers: equal hashes mean equal runs, event for event."""
+"""A running hash over all events between peers: equal hashes mean equal runs, event for event."""
 
 import struct
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import xxhash
 
 
 class Kind(IntEnum):
-    """Names what happened. The numbers are part of the hash: add, never renumber."""
+    """Event kinds. The numbers are part of the hash: add, never renumber."""
 
     JOINED = 1
     CLOSED = 2
@@ -51,7 +51,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`source` and `destination` are the peers' numbers in the world, in the order of joining; -1 is nobody."""
+    """One event. `source` and `destination` are the peers' numbers in joining order; -1: none."""
 
     at_s: float
     kind: Kind
@@ -65,7 +65,7 @@ _EVENT = struct.Struct("<dBiiQQ")
 
 
 class Trace:
-    """Args: watch: called with every event; for people who look for the first difference of two runs."""
+    """The running hash; `watch` is called with every event, to find the first difference of two runs."""
 
     def __init__(self, watch: Callable[[Event], None] | None = None) -> None:
         self._hash = xxhash.xxh3_128()

@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_TIMEOUT_S = 2.0
 _OPEN_TIMEOUT_S = 10.0
-"""How long a live transport tries to open a stream."""
+"""A live transport's timeout for opening a stream."""
 
 
 class SimTransport:
     """Calls and frames between the peers of one world.
 
-    Like libp2p, it reaches whom it was introduced to under an address that holds, and whoever has reached it before.
+    Like libp2p, it reaches peers that were introduced with a valid address, and peers that have called first.
 
     Args:
-        acquainted: it can reach everybody without that.
-        find: PeerID -> the transport of the process that runs, or ran last, under that identity.
-        failed: called with what a handler raised, except `RemoteError`, which is the other peer's fault.
+        acquainted: it can reach every peer.
+        find: PeerID -> the transport of its running or last process.
+        failed: called with errors of handlers, except `RemoteError`, which is the other peer's fault.
     """
 
     def __init__(
@@ -68,12 +68,10 @@ class SimTransport:
         self._addresses_of: dict[PeerID, set[str]] = {}
         self._met: set[PeerID] = set()
         self._early: list[Callable[[], None]] = []
-        """Calls that came before `serve`."""
         self._calls: dict[asyncio.Future[bytes], PeerID] = {}
-        """Replies that are waited for, and from whom."""
         self._is_closing = False
         self._handlers: dict[asyncio.Task[None], asyncio.Future[bytes] | None] = {}
-        """Those that run, and the reply that a caller waits for; else they handle a stream's frames."""
+        """Running handler -> the reply that it owes; None: it handles a stream's frames."""
 
     @property
     def peer_id(self) -> PeerID:
@@ -98,7 +96,7 @@ class SimTransport:
             self._addresses_of.setdefault(peer, set()).update(addresses)
 
     async def close(self) -> None:
-        """Give frames that have left two seconds to be handled, then leave nothing running. Again does nothing."""
+        """Give sent frames two seconds to be handled, then stop everything. Safe to call twice."""
         self._is_closing = True
         if self.card.is_alive:
             with suppress(TimeoutError):
@@ -116,7 +114,7 @@ class SimTransport:
     # The daemon's death -------------------------------------------------------------------------------------------
 
     def daemon_died(self, others: "Iterable[SimTransport]") -> None:
-        """Every connection is gone: `others` hear of it from their own, later. This process lives."""
+        """Break every connection; the `others` notice later through their own daemons. This process lives."""
         why = "our own network daemon died"
         self._links.disconnected(self.card, why=why)
         for reply, peer in self._calls.items():
@@ -124,7 +122,7 @@ class SimTransport:
                 reply.set_exception(Unreachable(peer, why))
         for task, answered in list(self._handlers.items()):
             if answered is not None:
-                task.cancel()  # as the live daemon's supervision does; frames that arrived whole are still handled
+                task.cancel()  # as the live daemon's supervision does; received frames are still handled
         self.abandon_calls()
         for other in others:
             for reply in [reply for reply, peer in other._calls.items() if peer == self._peer_id]:
@@ -137,7 +135,7 @@ class SimTransport:
             self._links.opened(self.card)
 
     async def _wait_for_daemon(self, peer: PeerID, timeout_s: float) -> float:
-        """Returns: how many seconds that took. Raises: Unreachable: longer than `timeout_s`."""
+        """Wait for our daemon. Returns: the seconds that it took. Raises: Unreachable: longer than `timeout_s`."""
         began_s = self._agenda.now_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -147,13 +145,13 @@ class SimTransport:
         return self._agenda.now_s() - began_s
 
     def _hang_up(self, caller: "SimTransport", reply: asyncio.Future[bytes], why: str) -> None:
-        """Tell `caller` that its call fails; the system does that, so it needs no daemon."""
+        """Tell `caller` that its call fails; this needs no daemon."""
         error = Unreachable(self._peer_id, why)
         accept = caller._accept_reply
         self._post.send(self.card, caller.card, b"", lambda _, how: accept(self, error, 0, how, reply))
 
     def abandon_calls(self) -> None:
-        """Nobody waits here any more for what others are answering, and they will hear so."""
+        """Cancel the handlers that answer our calls at other peers."""
         for reply, peer in self._calls.items():
             if (target := self._find(peer)) is not None:
                 self._abandon(target, reply)
@@ -165,7 +163,7 @@ class SimTransport:
         for task, answered in self._handlers.items():
             if answered is reply:
                 self._record(Kind.CALL_ABANDONED, caller.card, self.card, 0, 0)
-                # In this peer's context: if it is paused, the handler gets as far as its first wait when it resumes.
+                # In this peer's context: the handler of a paused peer runs to its first wait when it resumes.
                 self._agenda.loop.call_soon(task.cancel, context=owned_context(self.card.number))
 
     # Calls --------------------------------------------------------------------------------------------------------
@@ -184,9 +182,9 @@ class SimTransport:
             accept = target._accept_call
             self._post.send(self.card, target.card, request, lambda data, how: accept(self, data, digest, how, reply))
         self._calls[reply] = peer
-        why = f"no answer within {timeout_s:g} s" if target is not None else "no address that holds is known"
+        why = f"no answer within {timeout_s:g} s" if target is not None else "no valid address is known"
         late = Unreachable(peer, why)
-        timer = self._agenda.loop.call_later(timeout_s, _fail, reply, late)  # a quarter of what asyncio.timeout costs
+        timer = self._agenda.loop.call_later(timeout_s, _fail, reply, late)  # a quarter of asyncio.timeout's cost
         try:
             return await reply
         finally:
@@ -220,11 +218,8 @@ class SimTransport:
         *,
         is_damaged: bool,
     ) -> None:
-        """Args:
-        reply: None for a request delivered again: its answer is to nobody.
-        is_damaged: its answer is not given either: under the real transport encryption would have found the damage
-            and broken the connection, so no driver need know what to make of it.
-        """
+        """Answer a call; a repeated one (`reply` None) gets no answer, and a damaged one Unreachable: in a real
+        connection, encryption finds the damage and breaks it."""
         answer: bytes | Unreachable
         try:
             answer = await on_call(caller.peer_id, request)
@@ -252,8 +247,7 @@ class SimTransport:
         reply: asyncio.Future[bytes],
     ) -> None:
         if how == "damaged":
-            # Encryption under the real transport finds it and ends the connection; to hand it up would make an honest
-            # peer look like one that sends rubbish.
+            # In a real connection, encryption finds the damage and breaks it. Handing it up would blame an honest peer.
             answer = Unreachable(answerer.peer_id, "its reply was damaged on the way")
         nbytes = len(answer) if isinstance(answer, bytes) else 0
         self._record(Kind.REPLY_ARRIVED, answerer.card, self.card, nbytes, digest)
@@ -275,9 +269,8 @@ class SimTransport:
         priority: Priority,
         again: bytes | None = None,
     ) -> None:
-        """Returns when the frame's last byte has left. `payload` may change as soon as this first waits: it is copied.
+        """Return when the frame's last byte has left; `payload` is copied at once. `again` has no effect here.
 
-        Args: again: as of the port; no frame is sent twice here, which is the worse for who waits.
         Raises: Unreachable. ValueError: the frame is larger than any peer accepts.
         """
         nbytes = payload.nbytes if isinstance(payload, memoryview) else len(payload)
@@ -288,7 +281,7 @@ class SimTransport:
         target = self._reach(peer)
         if target is None:
             await asyncio.sleep(self._links.stall_s)
-            raise Unreachable(peer, "no address that holds is known")
+            raise Unreachable(peer, "no valid address is known")
         digest = xxhash.xxh3_64_intdigest(meta)
         if not isinstance(payload, Phantom):
             payload = bytearray(payload)
@@ -312,13 +305,13 @@ class SimTransport:
         stream.serving = self._spawn(self._serve_stream(stream), f"frames from {stream.source.peer_id[-8:]}")
 
     async def _serve_stream(self, stream: Stream) -> None:
-        assert self._on_frame is not None  # frames do not start towards a card that does not serve
+        assert self._on_frame is not None  # frames start only towards a serving card
         source = stream.source.peer_id
         self._met.add(source)
         try:
             while stream.arrived:
                 frame = stream.arrived.pop(0)
-                # A handler sees bytes in the port's types; phantoms only meet handlers of modelled peers.
+                # Phantoms only reach handlers of modelled peers.
                 await self._on_frame(source, frame.meta, cast(Payload, frame.payload))
                 self._links.handled(stream, frame)
         except Exception as error:

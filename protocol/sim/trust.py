@@ -1,7 +1,7 @@
-"""Envelopes in a world where nobody lies and nothing is damaged: as large as others, and taken at their word.
+"""Envelopes for a world of honest peers: full size, without checks.
 
-Ed25519 and the walk for nesting are two thirds of what a call costs in virtual time, and decide nothing among peers
-that are all ours. What is damaged or forged on purpose is for worlds with real seals.
+Ed25519 and the nesting check are two thirds of a call's cost in virtual time, and change nothing among our own peers.
+Worlds with damage or forgery use the real seals.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
 class TrustingSeals:
-    """Implements `Seals`; one for all peers of a world, so that a plan is opened once and not a thousand times."""
+    """`Seals` without signatures, shared by all peers of a world, so that a plan is decoded once."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[bytes, SignedPlan] = OrderedDict()
@@ -68,16 +68,12 @@ class TrustingSeals:
 
 
 def everybody(run: str) -> Members:
-    """Make the members of a run that anyone may enter."""
+    """Return the `Members` of an open run."""
     return Members(run, PeerID(""), is_open=True)
 
 
 class OpenGate(Gate):
-    """Lets members send everything: for a part of a peer that is looked at by itself, without plans.
-
-    Args:
-        members: anybody at all, unless named.
-    """
+    """A gate that allows every message, for tests of a part of a peer without plans."""
 
     def __init__(self, members: Members | None = None) -> None:
         super().__init__(members or everybody(""), PeerID(""))

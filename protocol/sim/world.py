@@ -1,4 +1,4 @@
-"""A world of simulated peers: made from one seed, broken at will, and equal to itself in every run."""
+"""A world of simulated peers, made from one seed and reproducible event for event."""
 
 import asyncio
 import contextvars
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 class SimPeer:
     """One process: an identity and the five ports.
 
-    `spawn` its driver: what runs elsewhere outlives a crash and ignores a pause.
+    Start its driver with `spawn`: other tasks survive a crash and ignore a pause.
     """
 
     name: str
@@ -58,7 +58,7 @@ class SimPeer:
         return self.transport.card.is_alive
 
     def context(self) -> contextvars.Context:
-        """A fresh one in which tasks belong to this peer."""
+        """Return a new context in which tasks belong to this peer."""
         return owned_context(self.number)
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str | None = None) -> "asyncio.Task[T]":
@@ -69,13 +69,13 @@ class SimPeer:
 
 
 class World:
-    """Peers and what lies between them.
+    """Peers and the network between them.
 
     Args:
-        seed: everything random follows from it: identities, jitter, loss, and every `rng(name)`.
-        stall_s: after how long without progress a stream towards a silent peer breaks.
-        acquainted: everybody knows everybody's address from the beginning; else whom nobody introduced is unreachable.
-        modelled: peers compute by `ModelledCompute` unless they say otherwise.
+        seed: of everything random: identities, jitter, loss, and every `rng(name)`.
+        stall_s: time without progress after which a stream to a silent peer breaks.
+        acquainted: all peers know all addresses; otherwise a peer that nobody introduced is unreachable.
+        modelled: peers use `ModelledCompute` by default.
         watch: called with every event of the trace.
     """
 
@@ -92,9 +92,8 @@ class World:
         self.seed = seed
         self.network = network
         self.peers: dict[str, SimPeer] = {}
-        """Peers by name; the newest process of each."""
         self.failures: list[tuple[str, Exception]] = []
-        """(peer's name, what one of its handlers raised): a bug in a driver, unless a test wants it."""
+        """(peer's name, error of one of its handlers): a bug in a driver, unless a test expects it."""
         self._modelled = modelled
         self._acquainted = acquainted
         self._agenda = Agenda()
@@ -122,11 +121,10 @@ class World:
         place: int | None = None,
         modelled: bool | None = None,
     ) -> SimPeer:
-        """A process joins; one of a name that crashed or was closed comes back with its identity, machine and address.
+        """Start a process. A name that crashed or closed returns with its identity, machine and address.
 
         Args:
-            plug: peers that give the same one share one uplink and one downlink, at the rates that the first of them
-                gave; None: its own.
+            plug: peers with an equal one share an uplink and a downlink, at the first peer's rates; None: its own.
         Raises: LocalError: a peer of that name is alive, or the network has no place for it.
         """
         if name in self.peers and self.peers[name].is_alive:
@@ -180,16 +178,16 @@ class World:
         return peer
 
     def identity(self, name: str) -> Identity:
-        """The identity of the peer that has, or will have, this name."""
+        """Return the identity of the present or future peer with this name."""
         return Identity(hashlib.blake2b(f"shoal sim identity/{self.seed}/{name}".encode(), digest_size=32).digest())
 
     @property
     def sent_bytes(self) -> Mapping[tuple[int, int], int]:
-        """(from, to) by place -> bytes of all frames that began to leave; calls are not counted."""
+        """(from, to) by place -> bytes of all frames that began to leave, without calls."""
         return self._links.sent_bytes
 
     def trace_hash(self) -> str:
-        """Hash everything that has happened so far, in hexadecimal."""
+        """Return the hash of all events so far, in hexadecimal."""
         return self._trace.hexdigest()
 
     @property
@@ -200,25 +198,23 @@ class World:
         return self._agenda.now_s()
 
     def rng(self, name: str) -> random.Random:
-        """A fresh generator, always the same for one seed and name."""
-        return random.Random(f"shoal sim/{self.seed}/{name}")  # a string is hashed by SHA-512, not by `hash`
+        """Return a new generator, the same for one seed and name."""
+        return random.Random(f"shoal sim/{self.seed}/{name}")  # strings are hashed by SHA-512, not by `hash`
 
     def set_link(self, source: SimPeer, destination: SimPeer, spec: LinkSpec) -> None:
-        """Change a link from now on, one way; what is under way keeps its latency, and a stream its queue. Disturbances
-        stay."""
+        """Change a link one way. Messages in flight keep their latency, streams their queue size; disturbances stay."""
         self._paths.set(source.transport.card.place, destination.transport.card.place, spec)
         self._path_changed()
 
     def set_card(self, peer: SimPeer, card: CardSpec) -> None:
-        """Change the rates of the peer's uplink and downlink, and so those of whoever shares its plug, from the next
-        frame on."""
+        """Change the rates of the peer's plug, also for peers that share it, from the next frame on."""
         self._links.set_card(peer.transport.card.plug, card)
 
     # Faults -------------------------------------------------------------------------------------------------------
 
     def crash(self, peer: SimPeer) -> None:
-        """Cut the peer's power: what it had not sent is gone, its connections break, and not one of its `finally` runs.
-        What it had not synced to its disk may be gone or torn, too."""
+        """Cut the peer's power: connections break, no `finally` runs; unsent data is lost, unsynced files may be
+        torn."""
         if not peer.is_alive:
             return
         self._trace.add(self.now_s(), Kind.CRASHED, peer.number, -1)
@@ -239,23 +235,23 @@ class World:
         self._agenda.loop.thaw(peer.number)
 
     def partition(self, a: Iterable[SimPeer], b: Iterable[SimPeer], *, one_way: bool = False) -> Cut:
-        """Let nothing get from `a` to `b`, nor back unless the cut is one way. Returns: the cut, for `heal`."""
+        """Block everything from `a` to `b`, and back unless `one_way`. Returns: the cut, for `heal`."""
         places_a, places_b = _sides(a, b)
         cut = self._links.cut(places_a, places_b, one_way=one_way)
         self._trace_cut(Kind.CUT, cut)
         return cut
 
     def heal(self, cut: Cut | None = None) -> None:
-        """End one partition, or all. What waited comes through, late, on streams that have not broken yet."""
+        """End one partition, or all. Held frames arrive late on streams that have not broken."""
         self._trace_cut(Kind.HEALED, cut)
         self._links.heal(cut)
 
     def disturb(
         self, a: Iterable[SimPeer], b: Iterable[SimPeer], disturbance: Disturbance, *, one_way: bool = False
     ) -> Disturbed:
-        """The paths from `a` to `b`, and back unless it is one way, get worse. Returns: what to hand to `calm`.
+        """Disturb the paths from `a` to `b`, and back unless `one_way`. Returns: the disturbance, for `calm`.
 
-        Raises: LocalError: a peer is on both sides, or a probability of `disturbance` is none.
+        Raises: LocalError: a peer is on both sides, or an invalid probability.
         """
         disturbed = self._paths.disturb(*_sides(a, b), disturbance, one_way=one_way)
         self._trace_cut(Kind.DISTURBED, disturbed, str(disturbance))
@@ -269,24 +265,23 @@ class World:
         self._path_changed()
 
     def slow_device(self, peer: SimPeer, factor: float) -> None:
-        """Jobs of this machine's device take `factor` times what they should, from the next on; 1 ends it."""
+        """Slow the machine's device by `factor` from the next job on; 1 ends it."""
         if not 0.0 < factor < math.inf:
             raise LocalError(f"a device cannot be {factor} times slower")
         self._machines[peer.name].slowdown = factor
         self._trace_machine(Kind.DEVICE_SLOWED, peer, factor)
 
     def jump_clock(self, peer: SimPeer, seconds: float) -> None:
-        """This machine's wall clock goes forward, or back; `now_s` of its processes does not, as in life."""
+        """Move the machine's wall clock by `seconds`; its processes' `now_s` goes on, as on a real machine."""
         if not math.isfinite(seconds):
             raise LocalError(f"a clock cannot jump by {seconds} s")
         self._machines[peer.name].clock_ahead_s += seconds
         self._trace_machine(Kind.CLOCK_JUMPED, peer, seconds)
 
     def kill_daemon(self, peer: SimPeer, *, restarts_in_s: float = 2.0) -> None:
-        """The network daemon dies, the peer's process lives and restarts it (later if it is paused).
+        """Kill the peer's network daemon, if it runs; the process lives and restarts it (later if it is paused).
 
-        All its connections break. Until it is back, the peer's own calls, frames and directory wait for it, and those
-        of others find nobody at its address. A daemon that is dead cannot die.
+        All its connections break. Until the restart its own operations wait, and others find no peer at its address.
         """
         if not peer.is_alive or not peer.transport.card.is_up:
             return
@@ -302,24 +297,22 @@ class World:
             peer.transport.daemon_restarted()
 
     def limit_disk(self, peer: SimPeer, free_bytes: int | None) -> None:
-        """Room for so many bytes more on this machine's disk; None: for all that anyone wants."""
+        """Leave `free_bytes` free on the machine's disk; None: no limit."""
         self._machines[peer.name].disk.limit(free_bytes)
         self._trace_machine(Kind.DISK_LIMITED, peer, math.inf if free_bytes is None else free_bytes)
 
     def fail_disk(self, peer: SimPeer, *, times: float = math.inf) -> None:
-        """The next `times` operations on this machine's disk fail with EIO, and may have happened, or a part."""
+        """Fail the next `times` disk operations with EIO; each may have happened, or a part of it."""
         self._machines[peer.name].disk.fail(times=times)
         self._trace_machine(Kind.DISK_FAILING, peer, times)
 
     def cut_power(self, peer: SimPeer, *, after: int = 0) -> None:
-        """Crash the peer in the middle of a disk operation: of the one after the next `after`. `mend_disk` calls it
-        off while that has not come.
-        """
+        """Crash the peer in the middle of the disk operation after the next `after`, unless `mend_disk` comes first."""
         self._machines[peer.name].disk.cut_power(after=after, then=lambda: self.crash(peer))
         self._trace_machine(Kind.POWER_FAILING, peer, after)
 
     def mend_disk(self, peer: SimPeer) -> None:
-        """End what `limit_disk`, `fail_disk` and `cut_power` have begun."""
+        """End the effects of `limit_disk`, `fail_disk` and `cut_power`."""
         disk = self._machines[peer.name].disk
         disk.limit(None)
         disk.mend()
@@ -337,7 +330,7 @@ class World:
     # --------------------------------------------------------------------------------------------------------------
 
     def _path_changed(self) -> None:
-        if self._agenda.is_running:  # a link may be set before anything runs
+        if self._agenda.is_running:  # links may be set before the run
             self._links.path_changed()
 
     def _machine(self, name: str, place: int | None) -> Machine:

@@ -225,7 +225,7 @@ def test_what_is_no_order_is_the_senders_fault():
         replace(good, readmitted=(-1,)).encode(),
         replace(good, readmitted=(0,), signature=b"").encode(),
     ):
-        with pytest.raises(RemoteError, match="no exclusion"):
+        with pytest.raises(RemoteError, match="an invalid exclusion"):
             open_exclusion(data, PeerID("peer"))
     assert open_exclusion(good.encode(), PeerID("peer")) == good
 

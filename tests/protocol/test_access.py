@@ -182,7 +182,7 @@ def test_an_expired_invite_reads_nothing_while_a_member_of_the_plan_goes_on() ->
             await peers["ana"].ask(owner.peer_id, message, m.Done)
             with pytest.raises(Refused, match=r"the invite [0-9a-f]{8} has expired: ask the host for a fresh one"):
                 await peers["ben"].ask(owner.peer_id, message, m.Done)
-        with pytest.raises(RemoteError, match="not its to store"):
+        with pytest.raises(RemoteError, match="may not store"):
             owner.open_record(record, source=peers["ben"].peer_id)
         ben = peers["ben"].peer_id
         peers["ben"].members.take_renewed(owner.members.renew(owner.identity, ben), ben)

@@ -64,8 +64,11 @@ def test_switches_say_the_family(fields: dict[str, Any], family: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"decoder": DecoderSpec(norms="post")}, "no model of llama, .* has a decoder with norms as they are here"),
-        ({"decoder": DecoderSpec(norms="post"), "num_experts": 4}, "no model with experts of mixtral, qwen3_moe"),
+        ({"decoder": DecoderSpec(norms="post")}, r"no model family \(llama, .* allows these values together: norms"),
+        (
+            {"decoder": DecoderSpec(norms="post"), "num_experts": 4},
+            r"no model family with experts \(mixtral, qwen3_moe\)",
+        ),
         ({"decoder": DecoderSpec(attention_bias="qkv"), "head_size": 8}, "attention_bias, head_size"),
         ({"head_size": 7}, "head size 7 is odd"),
         ({"head_size": 0}, "head_size must be positive"),

@@ -64,5 +64,5 @@ def test_with_all_its_work_a_program_never_has_more_than_its_share_and_what_is_y
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.1])
 def test_a_share_that_cannot_be_is_refused(share):
-    with pytest.raises(ValueError, match="cannot be"):
+    with pytest.raises(ValueError, match="must be in"):
         Duty(share)

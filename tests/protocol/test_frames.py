@@ -251,7 +251,7 @@ def test_a_number_of_lanes_is_asked_for_in_one_way():
     assert decode_lanes(frame, SOURCE) == 4
     for other in (encode_frame(FrameType.LANES, 7, b"", b""), encode_frame(FrameType.LANES, 7, b"12", b"")):
         (frame,) = feed(FrameAssembler(SOURCE, sequence=7), b"".join(other))
-        with pytest.raises(RemoteError, match="asked for lanes in a way that is none"):
+        with pytest.raises(RemoteError, match="sent a malformed request for lanes"):
             decode_lanes(frame, SOURCE)
 
 

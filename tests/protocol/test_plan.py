@@ -86,7 +86,7 @@ def test_a_mandated_plan_comes_back_too() -> None:
         (mandate_of(OWNER, previous="another"), "mandate for another"),
         (mandate_of(OWNER, era=3, restore_era=2), "does not begin where the owner wants it to"),
         (mandate_of(OWNER, reign=0), "a mandate of reign 0"),
-        (sign_plan(OWNER, plan_by(OWNER)).envelope, "signature does not hold"),
+        (sign_plan(OWNER, plan_by(OWNER)).envelope, "invalid signature"),
         (b"\x00", "unreadable"),
     ],
     ids=[
@@ -120,7 +120,7 @@ def test_a_plan_may_say_what_follows_and_when_it_ends(ends_at: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "flaw"),
     [
-        ({"sequence": 2}, "since a plan to come"),
+        ({"sequence": 2}, "since a later plan"),
         ({"era": 0, "restore_version": 50, "restore_era": 1}, "does not begin"),
         ({"era": 2, "restore_era": 2, "restore_version": 50}, "does not begin"),
         ({"era": 1, "restore_version": -1}, "no run comes to"),
@@ -130,10 +130,10 @@ def test_a_plan_may_say_what_follows_and_when_it_ends(ends_at: int) -> None:
         ({"sequence": (1 << 64) - 1}, "no run comes to"),
         ({"seed": (1 << 64) - 1}, "no run comes to"),
         ({"reign": 1 << 63}, "no run comes to"),
-        ({"mandate": b"m"}, "a mandate begins a reign"),
+        ({"mandate": b"m"}, "a mandate and no reign"),
         ({"stages": ()}, "0 stages"),
         ({"stages": (Stage(0, 1, (MEMBER,)),)}, "it covers 1 of 2 layers"),
-        ({"ends_at": 9}, "it ends, and nothing follows it"),
+        ({"ends_at": 9}, "it has an end and no following layout"),
         ({"ends_at": -1, "following": HALVES, "spares": (OTHER.peer_id,)}, "it ends at version -1"),
         ({"ends_at": VERSION_MAX + 1, "following": HALVES, "spares": (OTHER.peer_id,)}, "it ends at version"),
         (
@@ -148,10 +148,13 @@ def test_a_plan_may_say_what_follows_and_when_it_ends(ends_at: int) -> None:
         ),
         ({"ends_at": 9, "following": HALVES}, "one that is no member"),
         ({"ends_at": 9, "following": (Stage(0, 1, (MEMBER,)), Stage(1, 2, (MEMBER,)))}, "a peer twice"),
-        ({"ends_at": 9, "following": (Stage(0, 1, (MEMBER,)),)}, "what follows it is impossible: it covers 1 of 2"),
-        ({"ends_at": 9, "following": (Stage(0, 2, ()),)}, "what follows it is impossible: stage 0 has no member"),
+        (
+            {"ends_at": 9, "following": (Stage(0, 1, (MEMBER,)),)},
+            "following layout is impossible: it covers 1 of 2",
+        ),
+        ({"ends_at": 9, "following": (Stage(0, 2, ()),)}, "following layout is impossible: stage 0 has no member"),
         ({"experts": (ExpertGroup(0, 0, (MEMBER,)),)}, "1 groups of experts for 1 stages"),
-        ({"spares": ("",)}, "no peer's"),
+        ({"spares": ("",)}, "too long, or empty"),
         ({"foreseen": Foreseen(1e3, "commit", 1)}, "foresees that stage 1 bounds it"),
         ({"formats": Formats((), ("bf16",))}, "reductions travel in bf16, the run's in int8 or hadamard4"),
         ({"formats": Formats((), ())}, "0 cuts and 0 reductions have formats, of 1 stages"),

@@ -41,7 +41,7 @@ def test_who_still_says_predict_is_told_in_one_line_what_to_say_instead(tmp_path
     builtins = msgspec.to_builtins(RunSpec())
     builtins["training"]["predict"] = False
     for read in (lambda: load_spec(path), lambda: decode_spec(msgspec.msgpack.encode(builtins))):
-        with pytest.raises(SpecError, match=r'has no .predict..*"pipeoptim".*"stash" for false') as raised:
+        with pytest.raises(SpecError, match=r'has no .predict..*"pipeoptim".*"stash" instead of false') as raised:
             read()
         assert "\n" not in str(raised.value)
 
@@ -271,8 +271,8 @@ def test_a_run_without_adapters_is_the_run_that_it_was() -> None:
         ('kind = "lora"\ntargets = []', "targets is empty"),
         ('kind = "lora"\ntargets = ["q_proj", "q_proj"]', "names a matrix twice"),
         ('kind = "lora"\nbase = "int3"', r"adapter.base cannot be 'int3': it is one of fp32, bf16, int8, nf4"),
-        ('kind = "lora"\ntargets = ["up_proj"]\n[model]\nnum_experts = 4', "up_proj is of the experts, which get none"),
-        ('kind = "lora"\n[model]\nnum_experts = 4\n[swarm]\nexpert_slots = 2', r"swarm.expert_slots .* leave it out"),
+        ('kind = "lora"\ntargets = ["up_proj"]\n[model]\nnum_experts = 4', "up_proj belongs to the experts"),
+        ('kind = "lora"\n[model]\nnum_experts = 4\n[swarm]\nexpert_slots = 2', r"swarm.expert_slots .* of the two out"),
     ],
 )
 def test_what_is_wrong_with_an_adapter_is_said_in_one_line(tmp_path: Path, lines: str, complaint: str) -> None:
@@ -295,11 +295,11 @@ def test_what_is_wrong_with_an_adapter_is_said_in_one_line(tmp_path: Path, lines
         ('subspace = "D/8"', "model.subspace must be a whole number, not a text in quotes"),
         ("subspace = true", "model.subspace must be a whole number"),
         ("subspace = 8\ntied = true", "cannot be tied: leave subspace or tied out"),
-        ('subspace = 8\n[model.decoder]\nnorms = "post"', r"subspace is for layers .* decoder.norms writes more"),
-        ("subspace = 8\n[model.decoder]\nmlp_bias = true", r"subspace is for layers .* decoder.mlp_bias writes more"),
-        ('subspace = 8\n[model.decoder]\nattention_bias = "all"', "decoder.attention_bias writes more"),
-        ("subspace = 8\n[model.decoder]\nscale_embedding = true", "decoder.scale_embedding writes more"),
-        ('subspace = 8\n[adapter]\nkind = "lora"', r"trains all weights, and beside \[adapter\] they stay"),
+        ('subspace = 8\n[model.decoder]\nnorms = "post"', r"subspace is for layers .* decoder.norms adds more"),
+        ("subspace = 8\n[model.decoder]\nmlp_bias = true", r"subspace is for layers .* decoder.mlp_bias adds more"),
+        ('subspace = 8\n[model.decoder]\nattention_bias = "all"', "decoder.attention_bias adds more"),
+        ("subspace = 8\n[model.decoder]\nscale_embedding = true", "decoder.scale_embedding adds more"),
+        ('subspace = 8\n[adapter]\nkind = "lora"', r"trains all weights, and \[adapter\] freezes them"),
         ("subspace = 8\nnum_experts = 4\n[swarm]\nexpert_slots = 2", "leave swarm.expert_slots out"),
     ],
 )
@@ -315,7 +315,7 @@ def test_weights_that_are_there_already_have_no_subspace(tmp_path: Path) -> None
     digests = "[" + ", ".join(['"00"'] * 8) + "]"
     path = tmp_path / "run.toml"
     path.write_text(f'[model]\nsubspace = 8\n[initial]\nsource = "model"\ndigests = {digests}\n')
-    with pytest.raises(SpecError, match=r"begins with its seed: .* Leave model\.subspace out"):
+    with pytest.raises(SpecError, match=r"begins from its seed, .* leave model\.subspace out"):
         load_spec(path)
 
 

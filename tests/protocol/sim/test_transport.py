@@ -158,10 +158,10 @@ def test_only_an_address_that_holds_or_an_earlier_visit_makes_a_peer_reachable()
             peer.transport.serve(on_call=echo, on_frame=never)
         for addresses in ((), a.transport.addresses(), ("nonsense",)):
             await a.transport.introduce(b.peer_id, addresses)
-            with pytest.raises(Unreachable, match="no address"):
+            with pytest.raises(Unreachable, match="no valid address"):
                 await a.transport.call(b.peer_id, b"?", timeout_s=2.0)
         assert world.now_s() == NEAR(6.0)
-        with pytest.raises(Unreachable, match="no address"):
+        with pytest.raises(Unreachable, match="no valid address"):
             await a.transport.send(b.peer_id, b"", b"", priority=Priority.BULK)
         await b.transport.introduce(a.peer_id, a.transport.addresses())
         assert await b.transport.call(a.peer_id, b"hello", timeout_s=2.0) == b"hello"
