@@ -68,8 +68,9 @@ def out_of_reach(pairs: Collection[Pair], roster: Roster) -> tuple[str, ...]:
 
 
 def unsound(live: Plan, roster: Roster) -> tuple[str, ...]:
-    """Name the members whose contributions others refuse, a sentence each: "bob sends what is no gradient (NaN, infinity)
-    or restarts without end, says alice: it counts for nothing (to put bob out, the host runs `shoal exclude bob`)"."""
+    """Name the members whose contributions others refuse, a sentence each: "bob sends what is no gradient (NaN,
+    infinity) or restarts without end, says alice: it counts for nothing (to put bob out, the host runs `shoal exclude
+    bob`)"."""
     sayers: dict[PeerID, list[str]] = {}
     for stage in live.stages:
         for peer in stage.peers:
