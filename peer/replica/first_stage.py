@@ -1,5 +1,5 @@
-"""The driver of a replica of stage 0: it does what any replica's does, and makes and answers the calls of the supply
-(`supply.py`): those between the members of its group, and those of later stages."""
+"""The driver of a replica of stage 0: it also makes and answers the supply's calls (`supply.py`), from its own group
+and from later stages."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class FirstReplica(Replica):
-    """Our part of `plan` at stage 0."""
+    """Our replica of stage 0 under `plan`."""
 
     def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
         if not surroundings.arithmetic.has_text:
@@ -49,9 +49,9 @@ class FirstReplica(Replica):
         """Losses of validations, for the leader."""
         self._claim: asyncio.Task[Grant] | None = None
         self._staying: set[PeerID] = set()
-        """The peers that have told us that they do not leave."""
+        """Peers that have told us that they do not leave."""
         self._refused: set[tuple[PeerID, str]] = set()
-        """(who asked, why not), for the log: a peer may ask all day."""
+        """(asker, reason) that the log has: a peer may ask all day."""
 
     def _install(self) -> None:
         endpoint = self._endpoint
@@ -102,7 +102,7 @@ class FirstReplica(Replica):
         return Done()
 
     def _say_refused(self, source: PeerID, what: str, reason: str) -> None:
-        """Once."""
+        """Log a refusal once."""
         if (source, reason) not in self._refused and self.core.group.is_lead:
             self._refused.add((source, reason))
             logger.warning("%s asks %s, which is refused: %s", source[-8:], what, reason)
@@ -126,7 +126,7 @@ class FirstReplica(Replica):
             case Answer():
                 self._calls.answer(command)
             case SendClaim(leader, count):
-                # A claim stays open for seconds; `DropClaim` ends it before.
+                # A claim stays open for seconds; `DropClaim` ends it earlier.
                 ask = self._endpoint.ask(leader, Claim(count=count), Grant, timeout_s=2 * PATIENCE_S)
                 self._claim = asyncio.ensure_future(ask)
                 self._tasks.spawn(self._await_grant(leader, self._claim), f"claim {count} microbatches")

@@ -82,7 +82,7 @@ class Flight:
     target: PeerID | None = None
     """The peer that owes us its gradient; None again once it is back."""
     doubted: PeerID | None = None
-    """Who had it last when it was asked for once more: maybe it is only slow, so somebody else is tried."""
+    """The peer that had it when it was asked for once more: another is tried, since that one may be slow."""
     handed_back: bool = False
     """It was handed back while a job of it was parked; that job has no result."""
     loss: float = 0.0

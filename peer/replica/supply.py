@@ -143,7 +143,7 @@ class Demand(Protocol):
 
 @dataclass(slots=True)
 class _OpenClaim:
-    """What one member has asked us for."""
+    """A member's claim to us."""
 
     count: int
     call: int
@@ -160,7 +160,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Granted:
-    """A microbatch that we have granted, and that is not made yet."""
+    """A microbatch that we have granted and that is not contributed yet."""
 
     peer: PeerID
     at_s: float
@@ -168,7 +168,7 @@ class _Granted:
 
 @dataclass(slots=True)
 class _Halt:
-    """What one member has asked for. It is kept when it is over, until that member has been away."""
+    """A member's halt. It is kept after its end, until that member has been away."""
 
     ends_s: float
     """Its end, even if it is renewed."""
