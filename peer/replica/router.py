@@ -88,8 +88,8 @@ class Pace:
 
 @dataclass(slots=True)
 class Turns:
-    """How long each claimant takes for one microbatch after the other: from one that it has made to the next, or from
-    when it was given one if it had nothing else."""
+    """Seconds that each claimant takes per microbatch: from one contribution to the next, or from the grant if it had
+    nothing else."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)

@@ -15,14 +15,14 @@ from shoal.protocol.staleness import staleness_bound
 
 @dataclass(kw_only=True, slots=True)
 class WorkQueue:
-    """Grants each training microbatch of each step once, in order, and validation when its version is there.
+    """Grants each training microbatch of each step once, in order, and validation once its version is reached.
 
     Args:
         steps: the run's steps; step `steps` itself has only validation.
         microbatches: M, per step.
         s_max: steps ahead of the version that may be granted,
-        synchronous_steps: none of the first of them.
-        validation_interval: 0, never.
+        synchronous_steps: except these first steps, which are never granted ahead.
+        validation_interval: steps between validations; 0: never.
     """
 
     steps: int
