@@ -62,7 +62,7 @@ _RANGES_AT_ONCE = 2
 
 @dataclass(slots=True)
 class _Source:
-    """A stage of the live layout, and what we fetch of it."""
+    """A stage of the live layout, and what we fetch from it."""
 
     keys: tuple[str, ...]
     peers: tuple[PeerID, ...]
@@ -143,7 +143,7 @@ class _Replayed:
 
 @dataclass(slots=True)
 class _Preparing:
-    """What we get ready for."""
+    """Our preparation for one following layout."""
 
     era: int
     following: tuple[Stage, ...]
