@@ -1,7 +1,7 @@
 """Layers of the state that a light member (`light.py`) has when it ends, on its disk, for its next life.
 
-They are of use for as long as somebody has the reduced gradients of the steps since. Nobody is offered them: they lie
-beside the snapshots, in their format, under a BLAKE3 of each file, and are read once.
+They are of use as long as some peer has the reduced gradients of the steps since. They are not offered to others: they
+lie beside the snapshots, in their format, under a BLAKE3 of each file, and are read once.
 """
 
 import logging
@@ -20,18 +20,17 @@ logger = logging.getLogger(__name__)
 
 FOLDER: Final = "light"
 _ALL: Final = 2**31
-"""Versions that are kept when another is written: layers may be a step apart."""
+"""Versions that stay when another is written: layers may be a step apart."""
 
 
 class KeptLayers:
-    """Keeps on disk those layers of the state that a light member has fetched, from one process of the peer to the
-    next, so that they need not be fetched again.
+    """Keeps a light member's fetched layers on disk for the next process of the peer.
 
     Args:
         disk: None: nothing is kept.
         run: the run's identifier, which names its folder.
         spec: the run's, by which layers are laid out.
-        run_blocking: runs what blocks on the disk.
+        run_blocking: runs a function that blocks on the disk.
     """
 
     def __init__(
@@ -49,11 +48,11 @@ class KeptLayers:
         self._run_blocking = run_blocking
 
     async def write(self, era: int, layers: Mapping[str, tuple[int, LayerState]]) -> None:
-        """Keep these layers in place of those that are there; what cannot be written is logged, and comes again.
+        """Replace the kept layers by these; log a write that fails, after which they are fetched again.
 
         Args:
             era: the era that they belong to.
-            layers: by key, (version, parameters and moments in float32 [N] on the host).
+            layers: key -> (version, parameters and moments in float32 [N] on the host).
         """
         if self._disk is None:
             return
@@ -63,9 +62,9 @@ class KeptLayers:
             logger.warning("the layers that are here come again: %s", error)
 
     async def take(self, era: int, keys: Collection[str]) -> dict[str, tuple[int, LayerState]]:
-        """Read what an earlier life has left, and remove it.
+        """Read and remove the layers that an earlier life has left.
 
-        Returns: of `keys` the layers of this era that are undamaged, by key: (version, layer on the host).
+        Returns: key -> (version, layer on the host), of those of `keys` that are of this era and undamaged.
         """
         taken: dict[str, tuple[int, LayerState]] = {}
         if self._disk is None:
