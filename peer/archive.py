@@ -28,21 +28,18 @@ logger = logging.getLogger(__name__)
 
 FOLDER: Final = "snapshots"
 KEPT: Final = 2
-"""Newest versions kept of each group of layers in each era: stages write at slightly different times, so one whole step
-must remain. Once the coordinator has seen two disks with every layer of a step, earlier ones go (`Archive.thin`)."""
+"""Newest versions kept of each layer group and era: stages write at slightly different times, so a whole step must
+remain. Once the coordinator has seen all layers of a step on two disks each, earlier ones go (`Archive.thin`)."""
 ABANDONED_SNAPSHOTS: Final = 10
-"""A group of layers is removed once this many snapshots were written here without it: other peers hold those layers
-now. Every peer keeps `KEPT` versions, so no roll-back needs one that is so old."""
+"""A layer group is removed after this many snapshots here without it: other peers hold it now. Every peer keeps `KEPT`
+versions, so no roll-back needs one that is so old."""
 _COMPLAIN_S = 60.0
 _WANTED_MAX = 16
 """Requested versions that are still to come; more than one only where coordinators or leavers overlap."""
 
 
 class Archive:
-    """Args:
-    disk: None keeps nothing.
-    run_blocking: runs what blocks on the disk.
-    """
+    """Snapshots of one run on one peer's disk. Args: disk: None keeps nothing."""
 
     def __init__(
         self,
@@ -72,8 +69,7 @@ class Archive:
         self._wanted: dict[int, None] = {}
         """Versions for which a snapshot was requested, the latest request last."""
         self.era_begun = -1
-        """The newest era that this peer may no longer begin: it has begun it in this life, or knows that it is under
-        way."""
+        """The newest era that we may no longer begin: we have begun it in this life, or know that it is under way."""
         self._groups_begun: set[int] = set()
         """The groups in which we have begun it in this life."""
         self._noted = (-1, 0)
@@ -140,11 +136,10 @@ class Archive:
             await self._run_blocking(self._recall_era)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
-        """Return True if this peer may begin `era` from its beginning as a member of `group`: once per group and life.
+        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and life.
 
-        A later life may begin it again unless it knows of progress in it (`note_era`): the beginning is the same bits
-        every time, and no other peer may have it. Once there is progress, a peer that comes back finds that the others
-        have gone on, or that the state is lost."""
+        A later life may do so again unless it knows of progress in the era (`note_era`): its beginning is the same bits
+        every time, and no other peer may have it. After progress, the others have gone on, or the state is lost."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True
@@ -220,18 +215,16 @@ class Archive:
         return True
 
     def may_thin(self, safe: tuple[int, int]) -> bool:
-        """True if snapshots before `safe` (era, version) can be removed.
-
-        Do not believe a coordinator that names a snapshot that no plan certifies, or that is newer than all of ours.
-        """
+        """True if snapshots before `safe` (era, version) can be removed. Do not believe a coordinator that names a
+        snapshot that no plan certifies, or that is newer than all of ours."""
         ages = self._ages
         if not ages or safe > max(ages) or safe not in self._certified or self._writing.locked():
             return False
         return any(map(self._is_old(safe), ages))
 
     async def thin(self, safe: tuple[int, int]) -> None:
-        """Remove all snapshots before `safe`, also of layers that we no longer hold, except those of older eras that
-        the run may return to."""
+        """Remove snapshots before `safe`, also of layers no longer ours, except older eras that the run may return
+        to."""
         disk = self._disk
         if disk is None:
             return
@@ -273,7 +266,6 @@ class Archive:
         return [stored.age for stored in self._stored.values()]
 
     def _is_old(self, safe: tuple[int, int]) -> Callable[[tuple[int, int]], bool]:
-        """Return a test of whether a snapshot's (era, version) is superfluous, once enough disks have `safe`."""
         kept = self._past.kept(self._ages, self._clock.wall_s()) if self._past is not None else frozenset()
         return lambda age: age < safe and (age[0] == safe[0] or age[0] not in kept)
 
@@ -316,7 +308,6 @@ class Archive:
             self._saved = max([self._saved, *saved])
 
     def _check(self) -> None:
-        """Drop damaged snapshots before a plan relies on them."""
         assert self._disk is not None
 
         def note(damage: snapshot.DamagedSnapshot) -> None:
@@ -341,8 +332,8 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, disk: Disk, age: tuple[int, int]) -> None:
-        """Delete layer groups that none of the last ten snapshots contains; `thin` handles older eras. Args: age: of
-        the snapshot just written."""
+        """Delete layer groups that none of the last ten snapshots contains, the newest at `age`; `thin` handles older
+        eras."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:

@@ -82,8 +82,8 @@ class Runtime(Held, Protocol):
     expert_loads: ExpertLoads
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Set the format `leaving` in which activations leave for the next stage, and the format `coming` in which they
-        come from the stage before; gradients return in the format that belongs to it."""
+        """Send activations to the next stage in the format `leaving`, and take them from the stage before in `coming`;
+        gradients return in the format that belongs to it."""
         ...
 
 
@@ -102,8 +102,8 @@ class DenseRuntime(Runtime, Protocol):
 
 
 class TrunkRuntime(Runtime, Protocol):
-    """A stage's layers where their experts are elsewhere; `shoal.peer.pipeline.trunk.StageTrunk` documents it. `flop`
-    is that of the first part of a job."""
+    """A stage's layers without placed experts (`shoal.peer.pipeline.trunk.StageTrunk`). `flop`: of a job's first
+    part."""
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
@@ -161,7 +161,7 @@ class Arithmetic(Protocol):
 
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
         """Make one step of one layer from `version` on the device, with the same bits as a replica's step. State and
-        gradient lie in the host's memory, before and after."""
+        gradient lie in the host's memory."""
         ...
 
     def seed_base(self, key: str) -> Tensor:
@@ -190,7 +190,6 @@ class TorchArithmetic:
 
     Args:
         corpus: the run's text, if this peer has it.
-        dtype: dtype of matrix products in jobs (`precision.py`).
         steps_on: the device that makes the optimizer's steps (`known_answers.py`); None: `device`.
     """
 

@@ -25,9 +25,7 @@ _Word = tuple[tuple[int, int], tuple[str, ...]]
 
 
 class Attesting:
-    """Args:
-    on_news: there is something that the coordinator should hear soon.
-    """
+    """The signatures of one peer. Args: on_news: called when the coordinator should hear something soon."""
 
     def __init__(
         self,

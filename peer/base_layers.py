@@ -49,9 +49,7 @@ _MADE: Final = ("int8", "nf4")
 class BaseLayers:
     """The base layers of one peer. Implements `InitialWeights`: it gives them to others.
 
-    Args:
-        disk: layers are kept in the run's folder on it; None: in memory.
-        pass_on: see `StateServer.pass_on`.
+    Args: disk: keeps layers in the run's folder; None: they stay in memory. pass_on: see `StateServer.pass_on`.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class BaseLayers:
         self._pass_on = pass_on
         self._folder = PurePosixPath(endpoint.run) / FOLDER
         self._in_memory: dict[str, Tensor] = {}
-        """Layers that are not kept on a disk."""
         self._not_in_folder: set[str] = set()
         """Layers that the model's folder lacks or has with other bytes."""
         self._fetching = asyncio.Lock()
@@ -91,12 +88,10 @@ class BaseLayers:
     async def get(
         self, keys: Sequence[str], holders: Sequence[PeerID], *, mates: Collection[PeerID] = ()
     ) -> Mapping[str, Tensor]:
-        """All of the layers. They come one after the other, so that what is here stays here if the rest fails.
+        """Return all of the layers. Fetch missing ones one by one, so that what has come stays if the rest fails.
 
-        Args:
-            holders: who is asked for those that are not here.
-            mates: others who need the same layers now; each gets a part, and passes it on.
-        Raises: Unreachable, Refused, RemoteError: nobody has given some of them.
+        Args: holders: peers to ask. mates: others that need the same layers now; each gets a part, and passes it on.
+        Raises: Unreachable, Refused, RemoteError: no peer has given some of them.
         """
         found = dict(await self.read(keys))
         if len(found) < len(keys):
@@ -252,6 +247,5 @@ class BaseLayers:
         return bool(await self._compute.run_on_host(lambda: self._foreign({key: layer})))
 
     def _foreign(self, layers: Mapping[str, LayerState]) -> tuple[str, ...]:
-        """Return the layers that differ from those of the run's spec."""
         digests = dict(zip(all_layer_keys(self._spec.model), self._spec.initial.digests, strict=True))
         return tuple(key for key, layer in layers.items() if layer.proof() != digests[key])

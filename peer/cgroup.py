@@ -28,8 +28,7 @@ def total_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def processors(root: Path = _ROOT) -> float:
-    """Processors that our process may keep busy, above 0; a quota may be a fraction. Args: root: folder of /proc and
-    /sys."""
+    """Processors that our process may keep busy, above 0, maybe a fraction. Args: root: folder of /proc and /sys."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([float(affinity), *(quota for folder in _groups(root) if (quota := _quota(folder)) is not None)])
 
@@ -41,7 +40,6 @@ class _MemoryGroup:
 
 
 def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
-    """Yield the groups that limit our memory."""
     for folder in _groups(root):
         for limits, usage, inactive in (
             (("memory.max", "memory.high"), "memory.current", "inactive_file"),  # version 2
@@ -102,7 +100,6 @@ def _unescaped(text: str) -> str:
 
 
 def _read(file: Path) -> str:
-    """Read a file; empty if it is absent or not ours to read."""
     try:
         return file.read_text().strip()
     except OSError:

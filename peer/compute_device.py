@@ -39,9 +39,7 @@ class ComputeDevice:
 
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
-    """Dtype of matrix products in jobs."""
     steps_on: torch.device = _CPU
-    """Device that makes the optimizer's steps."""
 
     @classmethod
     def of(cls, spec: RunSpec, device: torch.device) -> "ComputeDevice":

@@ -34,7 +34,6 @@ WRITERS = 2
 class Copies:
     """Args:
     attesting: signs what is saved; its archive stores copies.
-    plan: the plan in force.
     is_leaving: True once this peer takes no more copies.
     base: only with adapters: a keeper of adapters also keeps their base.
     """
@@ -101,7 +100,7 @@ class Copies:
 
     async def _after_first_step(self, version: int) -> bool:
         """Wait for the first step of a layout, if it begins with `version`: the whole run waits for that step, and a
-        copy would share its lines with it. The disks of the previous holders have what the layout begins with.
+        copy would share its lines with it. The disks of the previous holders have that version.
 
         Returns: True if copies are to be made then; False if this peer leaves or ends meanwhile.
         """
@@ -112,8 +111,8 @@ class Copies:
         return not (self._begins_with(version) and self._goes)
 
     def give_way(self, version: int) -> bool:
-        """True if the run waits for the first step of a layout that begins with `version` or a later one, so that
-        copies must wait. False once this peer leaves or ends, which would wait for its copies."""
+        """True if copies must wait for the first step of a layout that begins with `version` or later. False once this
+        peer leaves or ends, which would wait for its copies."""
         return self._begins_with(version) and not self._goes
 
     def _begins_with(self, version: int) -> bool:
@@ -241,8 +240,7 @@ def keepers(plan: Plan, group: int) -> list[PeerID]:
     around. Its neighbours come last, since their activations and gradients would wait behind copies for the same peer.
     An expert's copies may also go to its own stage's members, if they do not hold it.
 
-    The peers are the same as long as the plan stays: then new copies replace old ones.
-    """
+    The order changes only with the plan, so that new copies replace old ones."""
     num_stages = len(plan.stages)
     members = {member.peer for member in plan.group_members(group)}
     stage = group if group < num_stages else plan.experts[group - num_stages].stage

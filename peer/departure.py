@@ -49,8 +49,6 @@ _STEPS_AHEAD_MAX: Final = 64
 
 class Departure:
     """Args:
-    tenures: ours.
-    plan: the newest plan that we have.
     drains: True if a peer has said that it leaves the tenure's group.
     stays: True if a peer has said that it does not leave.
     say: tells the person at this machine a sentence.
@@ -113,8 +111,7 @@ class Departure:
         return saved
 
     def _is_last(self, tenure: Tenure) -> bool:
-        """True if our layers would be lost with us. Of several last holders that leave at once, only the first by rank
-        is."""
+        """True if our layers would be lost with us. Of several last holders that leave, only the first by rank is."""
         group = tenure.core.group
         if not tenure.is_ready or group.is_light or tenure.version >= self._spec.training.steps:
             return False
@@ -124,8 +121,7 @@ class Departure:
         return rank == 0
 
     def _may_have_successor(self, tenure: Tenure, began_s: float) -> bool:
-        """True if a plan names a member that has yet to fetch our layers, or a plan that could do so may be on its
-        way."""
+        """True if a plan names a member that has yet to fetch our layers, or such a plan may be on its way."""
         plan = self._plan()
         if plan is None:
             return False
@@ -134,8 +130,8 @@ class Departure:
         return bool(mates) or (is_early and len(plan.members) > len(plan.stages))
 
     async def _until_counted_out(self, until_s: float) -> None:
-        """Wait until the coordinator has made a plan without us. A successor holds our layers, but to a coordinator
-        that has not heard so, our good-bye would mean that they are lost."""
+        """Wait until the coordinator has made a plan without us. Until it knows that a successor holds our layers, our
+        good-bye would mean to it that they are lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
         while self._clock.now_s() < until_s:
             plan = self._plan()
@@ -269,7 +265,6 @@ class Departure:
         versions.add(version)
 
     async def _saved_version(self, message: Save, tenures: Sequence[Tenure]) -> Saved:
-        """Write the requested version once our tenures reach it."""
         until_s = self._clock.now_s() + _ANSWER_S
         for tenure in tenures:
             while tenure.is_ready and (tenure.version < message.version or tenure.is_stepping):

@@ -59,15 +59,13 @@ _SILENCE_HEARTBEATS = 3.0
 _TO_PROBE_MAX = 16
 """Over oceans a probe takes a second, and the coordinator asks for some with each heartbeat."""
 _SHORT_S = 20.0
-"""Delay until a replica that ran out of memory tries again. By then the next plan has given its place to another peer,
-if there is one."""
+"""Delay until a replica out of memory tries again. By then the next plan has replaced it, if another peer can."""
 _QUIET_LOOKS = 20
 _QUIET_LOOK_S = 0.05
-"""Times that we look for a moment without traffic before we give up a probe."""
+"""A probe waits for a moment without traffic: it looks `_QUIET_LOOKS` times, `_QUIET_LOOK_S` apart."""
 _DOUBT_S = 30.0
 _AGAIN_S = 0.5
-"""A probe that shows far less than earlier ones is repeated after `_AGAIN_S`, if the coordinator said within the last
-`_DOUBT_S` that the run is too slow."""
+"""Delay until a probe far below earlier ones is repeated, if the coordinator found the run too slow in `_DOUBT_S`."""
 
 
 RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
@@ -84,14 +82,11 @@ class Watcher:
     on_commit: Callable[[CommitReport], None] | None = None
     """Receives every commit of the peer's groups, even if another member reports it to the coordinator."""
     on_validation: Callable[[ValidationReport], None] | None = None
-    """Receives every validation that the peer leads."""
     on_state: Callable[[int, StageState], None] | None = None
     """Receives (stage, state) after each step or load of the replica."""
     on_end: Callable[[], None] | None = None
-    """Called when a group of ours reaches the version at which the layout ends: the run stands still until the
-    coordinator knows."""
+    """Called when a group of ours reaches the end of the layout: the run stands still until the coordinator knows."""
     say: Callable[[str], None] = logger.info
-    """Tells the person at this machine a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +97,7 @@ class Claims:
     machine: str = ""
     """The same for peers that share a network card (`Advert.machine`)."""
     memory_bytes: int | None = None
-    """Device memory to claim; None: what is free. Virtual worlds must set it, since the free memory of the machine
-    that simulates them differs from run to run."""
+    """Memory to claim; None: what is free. Virtual worlds set it: free memory of their machine differs between runs."""
 
 
 class PeerDriver:
@@ -113,10 +107,8 @@ class PeerDriver:
         arithmetic: what it computes with; without the run's text it is never at stage 0.
         traffic: how it feeds the next stage; None: by measurements.
         disk: holds snapshots in the run's folder; None keeps none.
-        meter: what the endpoint's calls and frames show of its links; None: they are not measured.
-        claims: what it says of itself besides what is measured.
+        meter: measures the links by the endpoint's calls and frames; None: no calls and frames are seen.
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
-        watcher: observes this peer's work.
     """
 
     def __init__(
@@ -150,7 +142,6 @@ class PeerDriver:
         self._followed: SignedPlan | None = None
         self._transition: asyncio.Task[None] | None = None
         self._base_for: tuple[Stage, ...] = ()
-        """The layout whose base layers we have asked for."""
         self._num_begun = 0
         self._renewing = False
         self._links: dict[PeerID, LinkReport] = {}
@@ -169,9 +160,7 @@ class PeerDriver:
         self._unsound: set[PeerID] = set()
         """Peers that sent non-finite or absurd gradients since this process began."""
         self._shortages = 0
-        """How often a job found no memory."""
         self._claim_bytes: int | None = None
-        """The memory that we claim since the last shortage."""
         self._short: dict[Part, asyncio.TimerHandle] = {}
         """A part that paused for lack of memory -> the timer of its next try."""
         self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
@@ -344,10 +333,8 @@ class PeerDriver:
         )
 
     async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
-        """Finish our work and see it committed; first save what no other peer holds (`departure.py`).
-
-        Returns: True if all of that was done. Takes a little longer than `timeout_s` where a disk is slow.
-        """
+        """Finish our work and see it committed; first save what no other peer holds (`departure.py`). Returns: True if
+        all of that was done. Takes a little longer than `timeout_s` where a disk is slow."""
         self._draining = True
         if self._transition:
             await asyncio.gather(self._transition, return_exceptions=True)
@@ -382,10 +369,8 @@ class PeerDriver:
     # --- with the coordinator ---
 
     def obey(self, signed: SignedPlan, *, predecessor: SignedPlan | None = None) -> None:
-        """Follow a live plan, newer than all before.
-
-        Args: predecessor: the plan before it, if the caller has it: it tells a newcomer which peers may still drain.
-        """
+        """Follow a live plan, newer than all before. Args: predecessor: the plan before it, if the caller has it: it
+        tells a newcomer which peers may still drain."""
         before, self._plan = self._plan, signed
         if before is None or before.plan.term != signed.plan.term:
             self._meter.tell_all()
@@ -407,8 +392,8 @@ class PeerDriver:
         self._follow_soon()
 
     def _carry(self, plan: Plan) -> None:
-        """Prepare the next layout: keep our state if the live layout ends at our version, fetch the layers that we lack
-        and keep the gradients that others need."""
+        """Prepare the next layout: keep our state if the layout ends here, fetch missing layers, keep gradients for
+        others."""
         self._carried.follow(plan)
         self._ahead.follow(plan)
         self.server.trail.follow(plan)
@@ -426,7 +411,6 @@ class PeerDriver:
                     self._sign(tenure, state)
 
     def _get_base_ready(self, plan: Plan) -> None:
-        """Fetch the frozen base of our layers in the following layout while we train in the live one."""
         place = next((stage for stage in plan.following if self._endpoint.peer_id in stage.peers), None)
         if self._base is not None and place is not None and plan.following != self._base_for:
             self._base_for = plan.following
@@ -508,7 +492,6 @@ class PeerDriver:
             self._transition.add_done_callback(self._transition_done)
 
     async def _follow(self) -> None:
-        """Become what the newest plan says; then follow plans that came meanwhile, in order."""
         while self._plan is not None and (self._plan is not self._followed or self._renewing):
             before, self._followed = self._followed, self._plan
             plan = self._followed.plan
@@ -525,10 +508,8 @@ class PeerDriver:
                 self._neighbours.say_news(self.replica.audience)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Replay Hellos that came before the plan.
-
-        Args: before: the plan that our replica lived under; None: it is new.
-        """
+        """Replay Hellos that came before the plan. Args: before: the plan that our replica lived under; None: it is
+        new."""
         audience = frozenset(self.replica.audience) if self.replica else frozenset()
         for peer, hello in self._neighbours.words():
             is_known = before is not None and before.groups_of(peer) == plan.groups_of(peer)
@@ -575,8 +556,8 @@ class PeerDriver:
             self.replica.follow(plan)
 
     def _drains_in_vain(self, plan: Plan, stage: int) -> bool:
-        """True if draining is pointless: our stage is gone, or a remaining member is unreachable. The remaining members
-        reduce together with us for as long as we are there."""
+        """True if draining is pointless: our stage is gone, or a remaining member is unreachable, which would have to
+        reduce with us."""
         if self._plan is None or self._plan.plan.era != self._endpoint.era or stage >= len(plan.stages):
             return True
         return any(self._meter.cannot_reach(peer) for peer in plan.stages[stage].peers)
@@ -638,13 +619,11 @@ class PeerDriver:
         return [self.replica, *self.experts.tenures] if self.replica else [*self.experts.tenures]
 
     def _drains(self, peer: PeerID, tenure: Tenure) -> bool:
-        """True if `peer` has said that it leaves the group of `tenure`."""
         if tenure is self.replica:
             return self._neighbours.drains(peer, self.replica.stage)
         return self._neighbours.drains_from(peer, tenure.group_id)
 
     def _stays(self, peer: PeerID) -> bool:
-        """True if a neighbour of ours has said that it does not leave."""
         return peer in self._audience and self._neighbours.stays(peer)
 
     def _heard(self, source: PeerID, hello: Hello) -> None:
@@ -683,7 +662,6 @@ class PeerDriver:
         return found | (await self._archive.read(era, version, missing) if missing else {})
 
     async def _witnessed(self, source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
-        """Call `Witnesses.offer` of the group that holds these layers."""
         for tenure in self._tenures:
             state = tenure.state
             if tenure.is_ready and state is not None and set(keys) <= state.layers.keys():
@@ -698,8 +676,7 @@ class PeerDriver:
             self._probing = asyncio.create_task(self._probe_links(), name="measure links")
 
     def look_at_links(self) -> None:
-        """Check our links by their traffic: the run is slower than its figures explain, and a slow link of ours may be
-        too busy to probe."""
+        """Check our links by their traffic: the run is too slow, and a slow link may be too busy to probe."""
         seen_bytes_per_s = self._meter.look(self._beside)
         if seen_bytes_per_s is not None:
             # To be measured again once the lines are quiet.
@@ -731,8 +708,8 @@ class PeerDriver:
                 await self._probe_card()
 
     async def _drop_unreachable(self) -> None:
-        """Try all peers that we never reached or failed to reach lately at once, and skip those that do not answer.
-        One after the other they would take as long as the first plan waits."""
+        """Try all doubtful peers at once and skip those that do not answer. One by one they would take as long as the
+        first plan waits."""
         doubtful = [p for p in self._to_probe if self._meter.cannot_reach(p) or not self._meter.has_met(p)]
         answers = await asyncio.gather(*(self._link_probe.answers(peer) for peer in doubtful))
         silent = {peer for peer, answer in zip(doubtful, answers, strict=True) if not answer}

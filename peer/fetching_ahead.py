@@ -54,8 +54,7 @@ _SAMPLES_MIN = 3
 _LAG_STEPS = 2
 """If layers are this far behind, and their gradients come too slowly, there are too many."""
 _SLOW_PART = 0.25
-"""A holder that sends a layer at less than this part of our line's rate has a slow line or is too busy, beyond what
-many simultaneous fetches explain."""
+"""A holder that sends a layer at less than this part of our line's rate is too slow or too busy: try another one."""
 _RANGES_AT_ONCE = 2
 """Number of ranges asked for at once, so that the line does not idle between two."""
 
@@ -67,11 +66,9 @@ class _Source:
     keys: tuple[str, ...]
     peers: tuple[PeerID, ...]
     turn: int = 0
-    """Index of the peer that we ask now, counted on without end."""
     in_vain: int = 0
     """Layers in a row that came so late that the steps since were no longer kept."""
     refusals: int = 0
-    """Refused gradients in a row."""
     reached: int = -1
     """The version of its holders, as far as we know."""
     began: tuple[float, int] = (0.0, -1)
@@ -84,7 +81,6 @@ class _Source:
     rates: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Peer -> bytes/s of the last layer that it gave us."""
     came_bytes: int = field(init=False, default=0)
-    """Bytes that have come of the layer being fetched."""
     is_full: bool = False
     """We cannot replay any more of its layers."""
     task: asyncio.Task[None] | None = None
@@ -119,8 +115,8 @@ class _Source:
         self.num_samples += 1
 
     def gave(self, num_bytes: int, took_s: float, *, line_bytes_per_s: float) -> None:
-        """Note that the peer asked now took `took_s` for a layer of `num_bytes`. If that is far slower than our line,
-        take the next layer from a peer that has given nothing yet, or else from the quickest."""
+        """Note the time of a layer from the peer asked now. If it is far slower than our line, take the next layer from
+        a peer that has given nothing yet, or else from the quickest."""
         if num_bytes < _SAMPLE_BYTES or took_s <= 0.0:
             return
         self.rates[self.peer] = num_bytes / took_s
@@ -135,16 +131,12 @@ class _Source:
 
 @dataclass(slots=True)
 class _Replayed:
-    """A layer that we have."""
-
     version: int
     layer: LayerState
 
 
 @dataclass(slots=True)
 class _Preparing:
-    """Our preparation for one following layout."""
-
     era: int
     following: tuple[Stage, ...]
     sources: dict[int, _Source] = field(default_factory=dict)
@@ -154,9 +146,7 @@ class _Preparing:
 class FetchingAhead:
     """Fetches ahead for one peer.
 
-    Args:
-        on_failure: gets exceptions that only a bug raises.
-        line_bytes_per_s: returns the rate of this peer's line; 0: not known.
+    Args: on_failure: gets exceptions that only a bug raises. line_bytes_per_s: rate of this peer's line; 0: not known.
     """
 
     def __init__(
@@ -302,8 +292,8 @@ class FetchingAhead:
                 await asyncio.sleep(_RETRY_S)
 
     async def _refused(self, ready: _Preparing, source: _Source) -> None:
-        """Handle a refused gradient: the step is not made yet, or its gradient is no longer kept. In the latter case
-        fetch the layers that lack it anew from another holder, unless that was in vain before."""
+        """Handle a refused gradient: the step is not made yet, or its gradient is no longer kept. Then fetch the layers
+        that lack it anew from another holder, unless that was in vain before."""
         source.refusals += 1
         oldest = min((ready.has[key].version for key in source.keys if key in ready.has), default=-1)
         try:
@@ -345,11 +335,8 @@ class FetchingAhead:
         return version
 
     async def _replay(self, ready: _Preparing, source: _Source, key: str) -> float:
-        """Make one step of one layer.
-
-        Returns: seconds in which its gradient came.
-        Raises: Refused: the holder has not made the step, or no longer keeps its gradient.
-        """
+        """Make one step of one layer. Returns: seconds in which its gradient came.
+        Raises: Refused: the holder has not made the step, or no longer keeps its gradient."""
         began_s = self._clock.now_s()
         at, vectors = ready.has[key], self._arithmetic.vectors
         gradient_N = vectors.empty(state_layout(self._spec, key).numel)
@@ -395,11 +382,8 @@ class FetchingAhead:
     # --- when it has ended ---
 
     async def ended(self, era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
-        """Return the layers that are at the version at which the layout of `era` ended, after replaying the last steps.
-        The caller must compare them with the holders'.
-
-        Args: members: of the newest plan; no other peer is asked.
-        """
+        """Replay the last steps, and return the layers that are then at the version at which the layout of `era` ended.
+        The caller must compare them with the holders'. Args: members: of the newest plan; no other peer is asked."""
         ready = self._preparing
         if ready is None or ready.era != era:
             return {}
@@ -430,6 +414,5 @@ class FetchingAhead:
         return 4 * (2 * state_layout(self._spec, key).numel + moment2_numel(self._spec, key))
 
     def _gradients_bytes(self, keys: Iterable[str]) -> int:
-        """Size of the gradients of one step of these layers."""
         numel = sum(state_layout(self._spec, key).numel for key in keys)
         return self._arithmetic.vectors.mean_bytes * numel

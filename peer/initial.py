@@ -26,11 +26,8 @@ class InitialWeights(Protocol):
     """A source of initial weights."""
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return those of the layers that it has: float32 [numel] each in the layer's layout; in a run with adapters in
-        the form of `stored_base`.
-
-        Raises: LocalError: they cannot be read any more.
-        """
+        """Return those of the layers that it has: float32 [numel] each in the layer's layout; with adapters in the form
+        of `stored_base`. Raises: LocalError: they cannot be read any more."""
         ...
 
 

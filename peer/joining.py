@@ -42,13 +42,10 @@ _RETRY_MATES_S = 0.25
 
 class Joining:
     """Args:
-    fetch_mean: see `CatchingUp.fetch`.
     take_over: make a state ours; the pipeline and the group know it when this returns.
     begin_era: True if we may begin an era from its beginning.
     newest: the newest plan; None: the one that `run` was given.
     carried: (era, version) -> layers that this peer has kept since the previous layout ended there.
-    ahead: see `FetchingAhead.ended`.
-    pass_on: see `StateServer.pass_on`.
     """
 
     def __init__(
@@ -95,9 +92,7 @@ class Joining:
 
     async def run(self, plan: Plan, light: LightMember | None = None) -> None:
         """Return once we hold the group's state, or what the era of `plan` begins with. Retry until then.
-
-        Args: light: a light phase that we may pass through if the state comes slowly.
-        """
+        Args: light: a light phase that we may pass through if the state comes slowly."""
         self._light = light
         try:
             await self._come_by(plan)
@@ -132,10 +127,8 @@ class Joining:
             return
 
     async def _initial_layers(self, plan: Plan) -> Mapping[str, LayerState] | None:
-        """Fetch the weights that the run's spec names. Only the host has them; the answers show which peer that is.
-
-        If an answer has other weights, ask each peer alone. Returns: None: no peer has them now.
-        """
+        """Fetch the weights that the run's spec names. Only the host has them; the answers show which peer that is. If
+        an answer has other weights, ask each peer alone. Returns: None: no peer has them now."""
         peers = self._to_ask(plan)
         wanted = layers_of(self._runtime.keys)
         for holders in (peers, *([peer] for peer in peers)):
@@ -154,9 +147,9 @@ class Joining:
         return None
 
     async def _from_snapshots(self, plan: Plan) -> None:
-        """Begin the era at its version: use the layers that we carry, those fetched ahead that match the digests of
-        others, and fetch the rest from peers that carry them or have them on disk, ourselves first. Once the era is
-        under way no peer needs to carry them any more, and the group has what came of them."""
+        """Begin the era at its version: use layers that we carry and layers fetched ahead with the right digests; fetch
+        the rest from peers that carry them or have them on disk, ourselves first. Once the era is under way peers may
+        drop what they carry, so then join the group instead."""
         keys, version = self._runtime.keys, plan.restore_version
         carried = self._carried(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
@@ -186,8 +179,8 @@ class Joining:
             return
 
     async def _follow_who_began(self) -> None:
-        """Replay commits of members that began the era before us: if only one has made a step, that step is lost with
-        it. Whatever we do not get now comes by our group's rounds."""
+        """Replay commits of members that began the era before us: a step that only one of them has is lost with it.
+        Whatever we do not get now comes by our group's rounds."""
         try:
             while self._group.holders and not await self._is_current():
                 pass
@@ -218,8 +211,8 @@ class Joining:
         return state.layers
 
     def _to_ask(self, plan: Plan) -> list[PeerID]:
-        """Return the peers to ask for layers on disks: ourselves first, then all members. A host or keeper of copies
-        that was away when `plan` was made is in a later plan."""
+        """Return the peers to ask for layers on disks: ourselves, then all members of the newest plan, which may have a
+        host or a keeper that was away when `plan` was made."""
         me = self._endpoint.peer_id
         newest = self._newest() if self._newest is not None else plan
         return [me, *(peer for peer in newest.members if peer != me)]
@@ -257,10 +250,8 @@ class Joining:
 
     async def _replay_next(self) -> bool:
         """Get the gradient of the next commit from a holder. Members that join together ask different holders: one
-        alone could not send a step's gradient to many before the next step ends.
-
-        Returns: False: the holder has not committed it. Raises: Unreachable: every holder is; Refused.
-        """
+        alone could not send a step's gradient to many before the next step ends. Returns: False: the holder has not
+        committed it. Raises: Unreachable: every holder is; Refused."""
         holders = self._group.holders
         joining = sorted({self._group.me, *self._group.mates}.difference(holders))
         first = joining.index(self._group.me) % len(holders) if holders else 0
@@ -273,7 +264,6 @@ class Joining:
         raise error
 
     def _fetcher(self, keys: tuple[str, ...] | None = None) -> StateFetcher:
-        """Make a fetcher. `keys`: None: ours."""
         runtime = self._runtime
         fetcher = StateFetcher(
             runtime.spec,

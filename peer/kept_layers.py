@@ -24,14 +24,8 @@ _ALL: Final = 2**31
 
 
 class KeptLayers:
-    """Keeps a light member's fetched layers on disk for the next process of the peer.
-
-    Args:
-        disk: None: nothing is kept.
-        run: the run's identifier, which names its folder.
-        spec: the run's, by which layers are laid out.
-        run_blocking: runs a function that blocks on the disk.
-    """
+    """Keeps a light member's fetched layers on disk for the next process of the peer. Args: disk: None keeps
+    nothing."""
 
     def __init__(
         self,
@@ -49,11 +43,7 @@ class KeptLayers:
 
     async def write(self, era: int, layers: Mapping[str, tuple[int, LayerState]]) -> None:
         """Replace the kept layers by these; log a write that fails, after which they are fetched again.
-
-        Args:
-            era: the era that they belong to.
-            layers: key -> (version, parameters and moments in float32 [N] on the host).
-        """
+        Args: layers: key -> (version, parameters and moments in float32 [N] on the host)."""
         if self._disk is None:
             return
         try:
@@ -63,9 +53,7 @@ class KeptLayers:
 
     async def take(self, era: int, keys: Collection[str]) -> dict[str, tuple[int, LayerState]]:
         """Read and remove the layers that an earlier life has left.
-
-        Returns: key -> (version, layer on the host), of those of `keys` that are of this era and undamaged.
-        """
+        Returns: key -> (version, layer on the host), for the undamaged ones of this era in `keys`."""
         taken: dict[str, tuple[int, LayerState]] = {}
         if self._disk is None:
             return taken

@@ -35,10 +35,7 @@ _CPU: Final = torch.device("cpu")
 
 
 def steps_on(optimizer: str, device: torch.device) -> torch.device:
-    """Return the device for a peer's steps: its own if that makes the right bits, else its CPU.
-
-    Raises: ShoalError: neither does.
-    """
+    """Return the device for a peer's steps: its own if that makes the right bits, else its CPU. Raises: ShoalError."""
     for where in dict.fromkeys((device, _CPU)):
         if answer(optimizer, where) == KNOWN[optimizer]:
             return where

@@ -65,8 +65,6 @@ StepLayer = Callable[[str, LayerState, Tensor, int], LayerState]
 
 @dataclass(slots=True)
 class _Gathered:
-    """A layer of the state that is here."""
-
     version: int
     layer: LayerState
     """Held on the host."""
@@ -76,10 +74,8 @@ class LightMember:
     """The light phase of one tenure.
 
     Args:
-        fetch_mean: see `CatchingUp.fetch`.
         means: step -> reduced gradient, of those that are kept.
         num_pieces: (step) -> pieces that have come of our round of that step; None: there is no such round.
-        step_layer: makes one step of one layer.
         take: compute with these weights from now on; the pipeline and the group know it when this returns.
         join: take part in the group, and take traffic.
         kept: stores layers of the state between two lives of this peer.
@@ -116,17 +112,14 @@ class LightMember:
         self._kept = kept
         self._era = -1
         self._weights: RoundedWeights | None = None
-        """The weights that we compute with, on the host."""
         self._gathered: dict[str, _Gathered] = {}
         self._fetching: StateFetcher | None = None
-        """Fetches the next layer of the state."""
         self._unfinished: dict[str, Unfinished] = {}
         """The part of that layer that a failed fetch has brought."""
         self._progress: FetchProgress | None = None
         self._is_following = False
         """Weights are downloading; the state download is paused."""
         self._is_behind = False
-        """A group member is past our version."""
         self._news = asyncio.Event()
         self._takes_part = asyncio.Event()
         """Set once a round that we are in has ended: all later rounds will include us."""
@@ -171,11 +164,8 @@ class LightMember:
     # --- the life of a light member ---
 
     async def begin(self) -> bool:
-        """Fetch the first weights, and become a light member.
-
-        Returns: False: the state comes about as soon, so a light phase is not worth it.
-        Raises: Unreachable, Refused, RemoteError: the weights do not come.
-        """
+        """Fetch the first weights, and become a light member. Returns: False: the state comes about as soon.
+        Raises: Unreachable, Refused, RemoteError: the weights do not come."""
         group, keys = self._group, self._runtime.keys
         if sum(map(self._state_bytes, keys)) < _SMALL_BYTES:
             return False
@@ -236,7 +226,6 @@ class LightMember:
             await self._kept.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
 
     async def _next(self) -> None:
-        """Wait until something can be done, and do it."""
         await self._news.wait()
         self._news.clear()
         version = self._group.version
@@ -250,8 +239,7 @@ class LightMember:
     # --- from one version to the next ---
 
     async def _follow(self) -> None:
-        """Get to the newest version that most holders have: fetch the weights of missing layers and step the others.
-        Retry until it works."""
+        """Get to the newest version that most holders have: fetch weights of missing layers, step the others. Retry."""
         self._is_following = True
         if self._fetching is not None:
             self._fetching.hold_up()
@@ -291,7 +279,6 @@ class LightMember:
         return True
 
     async def _step(self) -> None:
-        """Step to the next version as full members do, with all layers here."""
         version = self._group.version + 1
         await self._step_to(version, self._runtime.keys)
         if all(self._has(key, version) for key in self._runtime.keys):
@@ -329,8 +316,7 @@ class LightMember:
                 del self._gathered[key]
 
     async def _step_due(self, due: list[str], mean_N: Tensor) -> None:
-        """Make one step of the layers `due` in one job. With a job each, every layer would wait for a microbatch's
-        job."""
+        """Step the layers `due` in one job: with a job each, every layer would wait for a microbatch's job."""
         ends = list(itertools.accumulate(self._sizes.values()))
         parts = {key: slice(end - self._sizes[key], end) for key, end in zip(self._sizes, ends, strict=True)}
         left = list(due)
@@ -353,8 +339,7 @@ class LightMember:
                 await asyncio.sleep(_RETRY_S)
 
     async def _mean(self, step: int, due: list[str]) -> Tensor | None:
-        """Return the reduced gradient of a step for the layers `due`; None: not available, or larger than these layers'
-        states."""
+        """Return a step's reduced gradient for the layers `due`; None: not available, or larger than their states."""
         mean_N = await self._mean_by_round(step)
         whole_bytes = self._runtime.vectors.mean_bytes * self._runtime.num_parameters
         if mean_N is not None or whole_bytes > sum(map(self._state_bytes, due)):
@@ -401,8 +386,7 @@ class LightMember:
                 await asyncio.sleep(_RETRY_S)
 
     async def _come_by(self, key: str) -> None:
-        """Fetch the state of a layer; first try to complete a failed fetch from any peer that still has that
-        version."""
+        """Fetch the state of a layer; first try to complete a failed fetch, if a peer still has its version."""
         begun = self._unfinished.get(key)
         if begun is not None:
             try:
@@ -436,8 +420,7 @@ class LightMember:
             self._from = min((at.version for at in self._unfinished.values()), default=_NEVER)
 
     async def _whole(self) -> StageState | None:
-        """Return the state if all of it is here at the group's version and matches what most holders have signed. Drop
-        the layers that do not match."""
+        """Return the state if all of it is here at the group's version with signed digests. Drop layers that differ."""
         version, gathered, keys = self._group.version, self._gathered, self._runtime.keys
         if not all(self._has(key, version) for key in keys):
             return None
@@ -459,8 +442,7 @@ class LightMember:
         return StageState(version=version, layers={key: layer.to(device) for key, layer in layers.items()})
 
     async def _signed(self, version: int) -> Mapping[str, str] | None:
-        """Return the digest of each layer at `version` that most holders have signed. None: they are at another
-        version."""
+        """Return each layer's digest at `version` that most holders have signed. None: they are at another version."""
         group, keys = self._group, self._runtime.keys
         for holder in group.holders:
             try:

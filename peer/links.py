@@ -35,8 +35,8 @@ from shoal.protocol.messages import LinkReport
 from shoal.protocol.ports import CallHandler, Clock, FrameHandler, Payload, Priority, Transport
 
 REPORTED_MAX: Final = 64
-"""Links that a peer reports: those with the most traffic, to its group and its neighbours. With 64 a thousand peers
-report all that a coordinator needs."""
+"""Links that a peer reports: those with the most traffic. With 64 a thousand peers report all that a coordinator
+needs."""
 REPORTS_PER_BEAT: Final = 4
 """Links in a heartbeat, in turn. A report is about 80 bytes, so a thousand peers send 320 kB a heartbeat."""
 _KEPT_MAX = 256
@@ -200,11 +200,11 @@ class LinkMeter:
         return self._num_mixed, self._num_busy
 
     def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:
-        """Note a probe, whose echo shows what really arrives.
+        """Note a probe: its echo shows what really arrives. If another link was sending beside it, it counts only if it
+        was faster than earlier ones. Args: since: `mark` from before.
 
-        Args: since: `mark` from before. If another link was sending beside the probe, it counts only if it was faster
-            than earlier ones. Returns: True if it counts and is far below earlier ones. Another probe then tells
-            whether the link has become slow or was busy."""
+        Returns: True if it counts and is far below earlier ones. Another probe then tells whether the link has become
+            slow or was busy."""
         link = self._link(report.peer)
         best = max(link.probes, default=0.0)
         if since != (self._num_mixed, 0) and report.bytes_per_s <= (best or math.inf):
@@ -217,9 +217,9 @@ class LinkMeter:
         """Count the traffic since the last look as a probe of each link that was busy for long, if our card could have
         carried twice as much.
 
-        Args: beside: peers on our machine. They may send as much as we do over our network card. Traffic to them does
-            not pass it, so their links are left out. Returns: if all links in use have become slow, so that our line is
-            the cause: bytes/s over all links; else None."""
+        Args: beside: peers on our machine, which may send as much over our card. Traffic to them does not pass it.
+        Returns: bytes/s over all links if all in use have become slow, so that our line is the cause; else None.
+        """
         now_s = self._clock.now_s()
         apart_s = now_s - self._looked[0]
         if apart_s < _LOOK_S:

@@ -27,8 +27,7 @@ _Where = tuple[int, int, bool, bool, bool, bool, tuple[ExpertPlace, ...]]
 class Neighbours:
     """Args:
     own: returns our present Hello; its `count` is filled in here.
-    on_state: a peer has said something new.
-    on_reborn: a peer has begun anew as that incarnation, and the earlier one is gone (called before its `on_state`).
+    on_reborn: a peer has begun anew as that incarnation (called before its `on_state`).
     on_silence: a peer cannot be reached; the network or it may be to blame.
     silence_s: seconds for which a failure to reach a peer counts.
     knows: True if a recent plan has a place for a peer. Other peers are ignored, so that strangers fill no table.
@@ -70,8 +69,8 @@ class Neighbours:
             self._outbox.post(peer, _KEY, word)
 
     def say_news(self, audience: Iterable[PeerID]) -> None:
-        """Send our presence to peers that have not answered to the present one. In a swarm of a thousand other places
-        change every few seconds, and a hundred neighbours need not hear each time that ours has not."""
+        """Send our presence to peers that have not answered to the present one. In a swarm of a thousand places change
+        every few seconds, and a hundred neighbours need not hear each time that ours has not."""
         now = _where(self._own())
         self.say(peer for peer in audience if self._told.get(peer) != now)
 
@@ -86,8 +85,7 @@ class Neighbours:
         return hello is not None and not hello.draining
 
     def drains_from(self, peer: PeerID, group: int) -> bool:
-        """True if `peer` leaves a group of an expert's holders, by its last word; a peer that leaves the run leaves
-        all."""
+        """True if `peer` leaves an expert's group, by its last word; a peer that leaves the run leaves all groups."""
         hello = self._hellos.get(peer)
         places = hello.experts if hello is not None else ()
         return hello is not None and any(p.group == group and (p.draining or hello.draining) for p in places)

@@ -17,11 +17,8 @@ _RETRY_S = 0.5
 
 
 class Outbox:
-    """One queue and one sender task per peer. A message replaces an unsent one under the same key, and goes to the end
-    of the queue: it may refer to messages posted in between.
-
-    An unreachable peer is retried until `forget`; `on_reply` gets each answer, `on_trouble` each failure.
-    """
+    """One queue and one sender task per peer. A message replaces an unsent one under the same key, at the end of the
+    queue: it may refer to messages posted in between. An unreachable peer is retried until `forget`."""
 
     def __init__(
         self,
@@ -53,8 +50,8 @@ class Outbox:
         return not self._queues.get(peer)
 
     def forget(self, peer: PeerID) -> None:
-        """Drop all messages to a peer that is gone, and cancel the call under way: its timeout would delay messages to
-        a successor under that name."""
+        """Drop all messages to a peer that is gone, and the call under way: its timeout would delay messages to a
+        successor under that name."""
         self._queues.pop(peer, None)
         sender = self._senders.get(peer)
         if sender is not None and sender is not asyncio.current_task():

@@ -17,13 +17,10 @@ KEPT_S: Final = 7 * 24 * 3600.0
 ERAS_KEPT: Final = 2
 """Older eras with snapshots here at the same time: with the current one three times the room of one."""
 _NOTED_MAX: Final = 64
-"""Remembered ends of eras, the latest."""
 
 
 class PastEras:
-    """Args:
-    path: the file that remembers when eras ended.
-    """
+    """The past eras of one run on one peer. Args: path: the file that remembers when eras ended."""
 
     def __init__(self, disk: Disk, path: PurePosixPath) -> None:
         self._disk, self._path = disk, path

@@ -18,21 +18,17 @@ from shoal.peer.tenures import Tenure
 from shoal.protocol.ports import Clock
 
 BACKWARDS_S: Final = 0.5
-"""Seconds for which returning gradients still get their backward. The peer is idle within a second, running job
-included, if no job takes longer than half of one."""
+"""Seconds for which returning gradients still get their backward. With jobs of half a second the peer is idle within
+one."""
 HOLDS_PLACE_S: Final = 10.0
 """A shorter pause costs no plan and no transfer of state."""
 
 
 class Pausing:
-    """Args:
-    tenures: ours.
-    on_change: called when our presence has changed.
-    """
+    """The pauses of one peer. Args: on_change: called when our presence has changed."""
 
     def __init__(self, clock: Clock, *, tenures: Callable[[], Sequence[Tenure]], on_change: Callable[[], None]) -> None:
         self.is_leaving = False
-        """The next plan should do without us."""
         self._tenures = tenures
         self._on_change = on_change
         self._clock = clock

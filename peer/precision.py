@@ -26,8 +26,8 @@ _WIDTH: Final = 768
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:
-    """Return the dtype of this run's matrix products on this device. If the run leaves it open, time a layer's forward
-    and backward in both."""
+    """Return the dtype of this run's matrix products on this device. If the run leaves it open, time a layer in
+    both."""
     if spec.training.compute != "auto":
         return torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
     if device.type == "cuda":
@@ -83,7 +83,6 @@ def _sample(model: ModelSpec) -> ModelSpec:
 
 
 def _there_and_back(model: ModelSpec, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """Return the forward and backward of one decoder layer, as training does them."""
     layout = layer_layout(model, "layers.0")
     flat_N = init_layer(model, "layers.0", 0).to(device, dtype)
     gradient_N, rotary = torch.zeros_like(flat_N), llama.rotary_tables(model, device)

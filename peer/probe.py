@@ -24,13 +24,12 @@ _REPEATS = 5
 _PINGS = 3
 _ECHO_TIMEOUT_S = 20.0
 _REACH_S = 4.0
-"""A peer that does not answer a ping for this long is unreachable. It is half the time that a first plan waits, so it
-is known before that plan."""
+"""Timeout of a ping. It is half the time that a first plan waits, so unreachable peers are known before that plan."""
 _QUICK_S = 0.05
 """Shorter times say little about a rate: clocks, wake-ups and the way back take as long."""
 _ROUND_TRIPS_MIN = 1.5
-"""Longer times are the line's. A shorter one may be due to TCP's slow start, in which the second half of all that was
-sent arrives within one round trip."""
+"""Longer times are the line's. A shorter one may be due to TCP's slow start: the second half arrives within one round
+trip."""
 FAR_S = 0.002
 """A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
 _TOGETHER_S = 0.1
@@ -73,11 +72,7 @@ class DeviceProbe:
 async def probe_device(
     spec: RunSpec, compute: Compute, arithmetic: Arithmetic, *, memory_bytes: int | None = None
 ) -> DeviceProbe:
-    """Time one decoder layer on `compute`: a few forwards, after one that is not counted.
-
-    Args:
-        memory_bytes: memory to claim; None: what is free on the device now.
-    """
+    """Time a few forwards of one decoder layer on `compute`. Args: memory_bytes: to claim; None: what is free now."""
     forward = arithmetic.probe_job()
     flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
     seconds = []
@@ -108,7 +103,6 @@ class LinkProbe:
         self._nonces = itertools.count()
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
-        """Peer -> arrival of its last mark."""
         self._rested_s = -math.inf
         """No request for a probe beside another peer is served before this."""
         endpoint.on(Ping, self._on_ping)
@@ -117,10 +111,7 @@ class LinkProbe:
 
     async def measure(self, peer: PeerID, *, payload_bytes: int = BULK_CHUNK_BYTES) -> LinkReport:
         """Send a few pings, then frames with an echo: an eighth of `payload_bytes`; if that was quick, all of them; if
-        that was quick too, several such frames in a row.
-
-        Raises: Unreachable, Refused, RemoteError.
-        """
+        that was quick too, several such frames in a row. Raises: Unreachable, Refused, RemoteError."""
         round_trips = []
         for _ in range(_PINGS):
             sent_s = self._clock.now_s()
@@ -140,14 +131,12 @@ class LinkProbe:
         await self._endpoint.send(peer, ProbeChunk(nonce=_MARK, echo=False), b"\0", priority=Priority.BULK)
 
     async def _send(self, peer: PeerID, nbytes: int) -> None:
-        """Send a frame that is not timed."""
         payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
         meta = ProbeChunk(nonce=_UNANSWERED, echo=False)
         await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
 
     async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send `times` frames of `nbytes` in a row, after `_mark`. Returns: seconds from the mark's arrival to that of
-        the last frame."""
+        """Send `times` frames of `nbytes` in a row, after `_mark`. Returns: seconds from the mark to the last frame."""
         payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
         nonce = next(self._nonces)
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
@@ -170,9 +159,7 @@ class LinkProbe:
     async def measure_together(self, links: Sequence[LinkReport], beside: Sequence[PeerID] = ()) -> float:
         """Send to several peers at once, to each what its link carries in the same time, `_TOGETHER_S` at most.
 
-        Args:
-            links: as `measure` found them one by one.
-            beside: peers that share our network card; they send as much to the same peers meanwhile.
+        Args: links: as `measure` found them one by one. beside: peers that share our network card; they send as much.
         Returns: bytes/s sent in all, a lower bound for the card. 0: some peer did not answer.
         """
         ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
@@ -258,8 +245,7 @@ class LinkProbe:
 
 
 def _carried(arrived: Sequence[tuple[int, float]]) -> float:
-    """Return the highest rate of all arrivals up to some time, in bytes/s. Later arrivals may be those of slow lines,
-    when the card to be measured is idle."""
+    """Return the highest rate of all arrivals up to some time, in bytes/s: slow lines may end long after the card."""
     best, nbytes = 0.0, 0
     for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
         nbytes += more

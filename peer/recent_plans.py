@@ -30,8 +30,7 @@ class RecentPlans:
         return self._obeyed[-1].plan if self._obeyed else None
 
     def obey(self, plan: Plan, *, now_s: float, before: Plan | None = None) -> None:
-        """Add a plan. Args: before: the plan before it, for a peer that has followed none: draining peers have places
-        there."""
+        """Add a plan. Args: before: the plan before it: a newcomer finds draining peers in it."""
         for old in (before, plan):
             if old is None or (self._obeyed and old.order <= self._obeyed[-1].plan.order):
                 continue

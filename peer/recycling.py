@@ -21,13 +21,10 @@ SIZES_MAX: Final = 2
 class Recycling:
     """Gives out float32 vectors in the host's memory. A vector comes back when nothing refers to it or a part of it.
 
-    Safe for any thread, also for the last that holds a vector: each operation here is one of a list or a dictionary,
-    which the interpreter does atomically.
-    """
+    Thread-safe: each operation here is one of a list or a dictionary, which the interpreter does atomically."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = {}
-        """Size -> free vectors."""
 
     def __len__(self) -> int:
         return sum(len(free) for free in list(self._free.values()))

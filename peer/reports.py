@@ -12,10 +12,7 @@ from shoal.protocol.ports import Clock
 
 
 class Reports:
-    """Args:
-    on_commit: receives every commit of this peer's groups, even if another member reports it.
-    on_validation: receives every validation that this peer leads.
-    """
+    """Args: on_commit: receives every commit of this peer's groups, even if another member reports it."""
 
     def __init__(
         self,
@@ -31,7 +28,6 @@ class Reports:
         self._commits: list[tuple[CommitReport, float]] = []
         """(report, time of the commit)."""
         self.validations: deque[ValidationReport] = deque(maxlen=1)
-        """The newest that we led."""
 
     def take_commits(self) -> tuple[CommitReport, ...]:
         """Hand over as many as a heartbeat carries, oldest first; the caller must deliver them."""

@@ -58,8 +58,7 @@ Between = Callable[[Tensor, Microbatch, int], Tensor]
 """(output of a decoder layer for a microbatch, the microbatch, the next layer's number) -> input of the next layer."""
 
 OnBackward = Callable[[Microbatch, Mapping[str, Params]], None]
-"""(a microbatch, all parameters by layer key and tensor name), after its gradient, divided by the number of a step's
-microbatches, was added to theirs."""
+"""(a microbatch, all parameters by layer key and name), after its gradient, divided by M, was added to theirs."""
 
 
 def train(
@@ -73,10 +72,8 @@ def train(
     on_backward: OnBackward | None = None,
 ) -> Iterator[StepLoss]:
     """Train from the run's initial weights for `steps` steps of its schedule. With `compute = "bf16"`, as in swarms,
-    use bfloat16 copies of the weights and bfloat16 gradients of a microbatch, and float32 for everything else.
-
-    Args: base: of a run with adapters, by layer key, in the form of `stored_base`; None: the seed's.
-    """
+    weights and a microbatch's gradient are bfloat16, and everything else is float32.
+    Args: base: of a run with adapters, by layer key, in the form of `stored_base`; None: the seed's."""
     if base is None and spec.adapter is not None:
         base = {key: seed_base(spec, key) for key in all_layer_keys(spec.model)}
     params_by_key = _initial(spec, base)
@@ -122,8 +119,7 @@ def train(
 
 
 def _units(spec: RunSpec) -> list[tuple[str, tuple[str, ...]]]:
-    """Return (layer, names of its tensors) of each unit that is clipped by its own norm. A tied matrix is the
-    embedding's."""
+    """Return (layer, tensor names) of each unit with a norm of its own. A tied matrix is the embedding's."""
     units = [(key, unit) for key in all_layer_keys(spec.model) for unit in unit_keys(spec.model, key)]
     names = [(key, state_layout(spec, unit).names) for key, unit in units]
     return [(key, tuple(n for n in some if not (spec.trains_tied and n == HEAD_MATRIX))) for key, some in names]
@@ -132,7 +128,6 @@ def _units(spec: RunSpec) -> list[tuple[str, tuple[str, ...]]]:
 def _narrowed(
     spec: RunSpec, params_by_key: Mapping[str, Params], base: Mapping[str, Tensor] | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return bfloat16 leaves."""
     leaves = {
         key: {name: params[name].detach().to(torch.bfloat16).requires_grad_() for name in state_layout(spec, key).names}
         for key, params in params_by_key.items()
@@ -152,7 +147,6 @@ def _beside(
 
 
 def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num: int) -> None:
-    """Add the gradients of `narrow`, divided by `num`, to those of `wide`."""
     for key, params in wide.items():
         for name, param in params.items():
             gradient = narrow[key][name].grad if param.requires_grad else None
@@ -190,12 +184,10 @@ def _weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
 
 
 def _parts(spec: RunSpec) -> list[tuple[str, ...]]:
-    """Return the model as stages of one decoder layer each."""
     return [stage_layer_keys(spec.model, layer, layer + 1) for layer in range(spec.model.num_layers)]
 
 
 def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict[str, Tensor]]:
-    """Return leaf tensors of version 0, by layer key and name."""
     keys = all_layer_keys(spec.model)
     if spec.adapter is None:
         made = {key: layer_layout(spec.model, key).leaves(init_layer(spec.model, key, spec.seed)) for key in keys}
@@ -222,7 +214,6 @@ def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch
 
 
 def _optimizer(spec: OptimizerSpec, tensors: list[Tensor]) -> torch.optim.Optimizer:
-    """Return torch's optimizer; matrices decay, norms do not."""
     groups = [
         {"params": [tensor for tensor in tensors if tensor.ndim > 1], "weight_decay": spec.weight_decay},
         {"params": [tensor for tensor in tensors if tensor.ndim == 1], "weight_decay": 0.0},
@@ -250,5 +241,4 @@ def _step(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, rate: float) ->
 
 
 def _clip(tensors: list[Tensor], clip_norm: float) -> float:
-    """Clip one unit, a layer or an expert. Returns: its norm before."""
     return float(clip_grad_norm_(tensors, clip_norm or math.inf))

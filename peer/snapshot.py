@@ -116,10 +116,8 @@ def write_snapshot(
     keep: int = 2,
     certified: Collection[tuple[int, int]] = (),
 ) -> PurePosixPath:
-    """Write a snapshot into `folder` (made if missing), then remove all but the `keep` newest versions of each of
-    the run's eras and the `certified` ones, (era, version).
+    """Write a snapshot into `folder` (made if missing), then `prune`. Processes that share `folder` take turns.
 
-    Several processes may share `folder`; they take turns.
     Returns: the snapshot's own folder, durable.
     Raises: LocalError: the disk is full or broken, or the folder cannot be written; earlier snapshots stay.
     """
@@ -192,11 +190,9 @@ def _layer_files(spec: RunSpec, key: str, tensors: LayerState) -> Iterator[tuple
 
 
 def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Collection[tuple[int, int]] = ()) -> None:
-    """Remove all but the `keep` newest versions of each era of a run and the `certified` ones, (era, version). Several
-    snapshots with different layers may share a version. Older eras stay for a return to them (`past_eras`).
-
-    Raises: OSError.
-    """
+    """Remove all but the `keep` newest versions of each era of a run and the `certified` ones, (era, version).
+    Snapshots with different layers may share a version. Older eras stay for a return to them (`past_eras`). Raises:
+    OSError."""
     ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
     for name, (era, version) in ages.items():
         newer = {other for of_era, other in ages.values() if of_era == era and other > version}
@@ -206,11 +202,8 @@ def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Col
 
 
 def remove_old(disk: Disk, folder: PurePosixPath, run: str, is_old: Callable[[tuple[int, int]], bool]) -> None:
-    """Remove a run's snapshots whose age (era, version) is old, and unfinished ones; then `folder` if it is empty. No
-    process may be writing there.
-
-    Raises: OSError.
-    """
+    """Remove a run's snapshots of old age (era, version), and unfinished ones; then `folder` if it is empty. No process
+    may be writing there. Raises: OSError."""
     names = disk.list(folder)
     for name in names:
         found = _age(name, run)
@@ -238,8 +231,7 @@ def list_snapshots(
 ) -> list[StoredSnapshot]:
     """List the snapshots in `folder` (of one run, or of all), oldest first; read their manifests and no layer.
 
-    Args:
-        on_damage: gets each snapshot with a bad manifest; the list omits it.
+    Args: on_damage: gets each snapshot with a bad manifest; the list omits it.
     Raises: LocalError: the folder cannot be read.
     """
     try:
@@ -259,10 +251,7 @@ def list_snapshots(
 
 
 def look_at(disk: Disk, path: PurePosixPath) -> StoredSnapshot:
-    """Read the manifest of the snapshot whose own folder is `path`, and no layer.
-
-    Raises: DamagedSnapshot: the manifest is bad.
-    """
+    """Read only the manifest of the snapshot in the folder `path`. Raises: DamagedSnapshot: the manifest is bad."""
     manifest = _read_manifest(disk, path)
     return StoredSnapshot(
         path=path,
@@ -275,10 +264,8 @@ def look_at(disk: Disk, path: PurePosixPath) -> StoredSnapshot:
 
 
 def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: OnDamage) -> list[StoredSnapshot]:
-    """Remove damaged snapshots from `stored`.
-
-    In each folder, snapshots are read byte by byte from the newest on until one is undamaged; older ones are not read.
-    """
+    """Remove damaged snapshots from `stored`. In each folder, snapshots are read byte by byte from the newest on until
+    one is undamaged; older ones are not read."""
     newest_first = sorted(stored, key=lambda found: (found.age, found.path), reverse=True)
     left, has_sound = [], set[PurePosixPath]()
     for found in newest_first:
@@ -296,7 +283,7 @@ def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: 
 
 
 def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
-    """Read the snapshot whose own folder is `path`, and check every byte of it against its digests.
+    """Read the snapshot in the folder `path`, and check every byte of it against its digests.
 
     Raises: DamagedSnapshot: a file is missing, torn, changed, unreadable or not what the manifest says.
     """
@@ -314,8 +301,7 @@ def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
 def read_newest(disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: OnDamage = log_damage) -> Snapshot:
     """Read and check the newest undamaged snapshot in `folder` (of one run, or of all).
 
-    Args:
-        on_damage: gets each damaged snapshot that was passed over.
+    Args: on_damage: gets each damaged snapshot that was passed over.
     Raises: LocalError: there is none; it names the newest of the damaged ones.
     """
     damaged: list[DamagedSnapshot] = []
@@ -334,10 +320,8 @@ def read_newest(disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: 
 
 
 def read_layers(disk: Disk, path: PurePosixPath, keys: Iterable[str]) -> dict[str, LayerState]:
-    """Read and check only some layers of the snapshot whose own folder is `path`, in the order asked.
-
-    Raises: DamagedSnapshot: see `read_snapshot`. LocalError: the snapshot does not hold one of them.
-    """
+    """Read and check only some layers of the snapshot in the folder `path`, in the order asked.
+    Raises: DamagedSnapshot: see `read_snapshot`. LocalError: the snapshot does not hold one of them."""
     manifest = _read_manifest(disk, path)
     layers = {}
     for key in keys:
@@ -405,8 +389,7 @@ def _read_file(disk: Disk, path: PurePosixPath, name: str) -> bytes:
 
 
 def _age(name: str, run: str = "") -> tuple[int, int] | None:
-    """Return (era, version) by a snapshot folder's name; None for any other folder, or another run than the one asked
-    for."""
+    """Return (era, version) by a snapshot folder's name; None for another folder or another run than `run`."""
     found = SnapshotName.parse(name)
     if found is None or run not in ("", found.run):
         return None

@@ -135,7 +135,6 @@ class Tenure(ABC):
         self._absent = AbsentLight()
         self.reductions = Reductions(core.group, runtime, retained_from=self._means_wanted_from)
         self._unsound: set[PeerID] = set()
-        """Members that sent numbers into a round that no gradient has."""
         self._pressing = Pressing()
         self._pieces = Pieces(endpoint, runtime.vectors, self._tasks, self._clock, self.compute)
         self._catching_up = CatchingUp(
@@ -283,10 +282,8 @@ class Tenure(ABC):
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about our readiness.
-
-        They include members of a plan that has no place for us any more: they may wait for our last word as we drain.
-        """
+        """The peers to tell about our readiness. Members of a plan without us may wait for our last word as we
+        drain."""
         group = self.core.group
         peers = dict.fromkeys(peer for peers in (*self._near(), group.mates, group.departing) for peer in peers)
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
@@ -319,7 +316,6 @@ class Tenure(ABC):
         return frozenset()
 
     def _whereabouts(self) -> str:
-        """Describe for the log where our microbatches are."""
         return ""
 
     @property
@@ -370,9 +366,7 @@ class Tenure(ABC):
 
     def pause(self, *, at_once: bool) -> None:
         """Take nothing new and hand our work back, but stay in the group: our contributions are still reduced.
-
-        Args: at_once: also hand back what has had its forward; else those backwards are made as gradients come.
-        """
+        Args: at_once: also hand back what has had its forward; else those backwards are made as gradients come."""
         self.handle(Paused(at_once))
 
     def resume(self) -> None:
@@ -380,11 +374,8 @@ class Tenure(ABC):
         self.handle(Resumed())
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Take nothing new, finish our work, and see every contribution committed.
-
-        Args: unless: true once that has become pointless.
-        Returns: True if all of it was done.
-        """
+        """Take nothing new, finish our work, and see every contribution committed, until `unless` says that it is
+        pointless. Returns: True if all of it was done."""
         self.handle(DrainBegun())
         until_s = self._s.clock.now_s() + timeout_s
         while not self.is_idle or self.core.group.owes or self._is_needed:
@@ -440,7 +431,6 @@ class Tenure(ABC):
         self.handle(Joined(self._held.remembers))
 
     async def _bring_base(self) -> None:
-        """Get the frozen base of our layers, where adapters are trained. Retry until it is here."""
         base, held = self._s.between.base, self._held
         while base is not None:
             members = self.core.plan.members
@@ -461,7 +451,6 @@ class Tenure(ABC):
             self._s.listeners.on_state(self, state)
 
     def _reached(self, state: StageState, digest: str, gradient_norm: float | None) -> None:
-        """Tell the core that we hold `state`."""
         by = self.reductions.reached(state.version)
         if self._tied is not None:
             self._tied.reached(state.version)
@@ -550,20 +539,18 @@ class Tenure(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep the gradient that our round has given, and step. Args: pieces: none where both ends of a tied model have
-        added to it since."""
+        """Keep our round's gradient, and step. Args: pieces: none where both ends of a tied model have added to it
+        since."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()
         self._step_if_reduced()
 
     def _mean_came(self, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...]) -> None:
-        """Keep the reduced gradient of `step` that a member has given us, and step."""
         self.reductions.keep(step, mean_N, None, pieces)
         self._step_if_reduced()
 
     def _step_if_reduced(self) -> None:
-        """Step if we have our state and the reduced gradient of our version."""
         if self._light is not None and not self._closed and self._held.state is None:
             self._light.reduced()
         elif not self._closed and (mean_N := self.reductions.next_mean()) is not None:
@@ -597,11 +584,9 @@ class Tenure(ABC):
     # --- a commit that does not end ---
 
     async def _press(self) -> None:
-        """Repeat what may be lost when the group stands still.
-
-        In a round that does not end, send its pieces again: nobody knows what arrived of a broken stream. Members that
-        have ended the round ignore them and answer with their digest. Where no round has begun, repeat what the leader
-        may have forgotten about us while it could not reach us."""
+        """Repeat what may be lost when the group stands still. In a round, send its pieces again: nobody knows what
+        arrived of a broken stream; members that have ended the round answer with their digest. Where no round has
+        begun, repeat what the leader may have forgotten about us while it could not reach us."""
         group, version = self.core.group, -1
         while True:
             await asyncio.sleep(PRESS_S)
@@ -630,8 +615,7 @@ class Tenure(ABC):
         self._pieces.send(finished, reduction.start, GatherPart)
 
     def _catch_up(self, mate: PeerID, step: int) -> None:
-        """Fetch the reduced gradient of `step` from `mate`, unless it is already on its way. A light member fetches the
-        next version's weights instead."""
+        """Fetch the reduced gradient of `step` from `mate`, unless it is on its way. A light member fetches weights."""
         if self._light is not None:
             self._behind()
             return
@@ -654,7 +638,6 @@ class Tenure(ABC):
         return None
 
     def _behind(self) -> None:
-        """Tell our light member's part that a group member is past our version."""
         if self._light is not None:
             self._light.behind()
 
@@ -665,7 +648,6 @@ class Tenure(ABC):
         return min(self._s.server.pinned_from(), absent, self._lacks_from())
 
     def _lacks_from(self) -> int:
-        """Return the first step that a layer of ours lacks, as a light member."""
         return _NEVER if self._light is None else self._light.needs_from()
 
     def _make_tied(self) -> TiedGradient | None:
@@ -687,13 +669,11 @@ class Tenure(ABC):
         )
 
     def _other_end(self) -> tuple[int, tuple[PeerID, ...]] | None:
-        """Return the stage at the other end of the pipeline and its members; None if one stage is both ends."""
         last = len(self.core.plan.stages) - 1
         stage = last - self.group_id
         return None if last == 0 else (stage, self.core.plan.stages[stage].peers)
 
     def _audience_of(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
-        """Return the group's members, the draining ones, and any other member of the round."""
         group, named = self.core.group, list[PeerID]()
         if isinstance(message, RoundStart):
             named = [member.peer for member in message.members]

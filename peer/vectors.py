@@ -21,8 +21,8 @@ from shoal.protocol.wire_format import WireFormat
 _BACKGROUND_PARTS: Final = 4
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONTRIBUTION_MAX: Final = 2.0**40
-"""The largest number in a sum of gradients that a member may contribute. float32 holds the sum of 2^48 squares of it,
-so that no member can make a mean that optimizers reject."""
+"""Largest number that a member may contribute to a sum of gradients. float32 holds the sum of 2^48 squares of it, so
+that no member can make a mean that optimizers reject."""
 REDUCED_MAX: Final = 2.0**44
 """The largest number in a reduced gradient: both ends of a tied matrix, with rounding, reach a quarter of it."""
 
@@ -31,7 +31,6 @@ class Vectors:
     """Args:
     host: the device that vectors are on while they are summed and sent.
     chunk_bytes: the largest piece, as float32.
-    sums: the formats in which a reduction may travel (`WireSpec.sums`).
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class Vectors:
         return torch.frombuffer(payload, dtype=torch.float32)
 
     def piece_payload(self, values_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload:
-        """Encode a float32 piece of a round: bf16 rounds to nearest, formats of few bits round stochastically, without
-        bias. Args: key: unique to this piece, so that it has the same bytes every time."""
+        """Encode a float32 piece of a round: bf16 rounds to nearest, formats of few bits stochastically. Args: key:
+        unique to this piece, so that it has the same bytes every time."""
         if form in _DTYPES:
             return _payload(values_C, _DTYPES[form])
         payload_B = codec.encode(values_C.detach(), codec.FORMATS[form], key=key)
@@ -104,10 +103,8 @@ class Vectors:
         return bool((least >= -largest) & (most <= largest))
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Round in place to what others will read of it.
-
-        Returns: its bytes as a piece of a round, in formats of few bits, where `piece_payload` would round it a second
-        time; else None: rounding to bf16 twice changes nothing."""
+        """Round in place to what others will read of it. Returns: its bytes, in formats of few bits, where
+        `piece_payload` would round it a second time; else None: rounding to bf16 twice changes nothing."""
         if form in _DTYPES:
             if form != "fp32":
                 mean_C.copy_(mean_C.to(_DTYPES[form]))
@@ -125,8 +122,8 @@ class Vectors:
         return torch.frombuffer(payload, dtype=self._mean_dtype).to(torch.float32)
 
     def meet(self, mean_N: Tensor, spans: Sequence[slice], others_n: Sequence[Tensor]) -> None:
-        """Set each part `spans` of a reduced gradient, float32 [N], to the part at `spans[0]` plus all of `others_n`,
-        float32 [n] each. In place, rounded as `mean_payload` will send it."""
+        """Set each part `spans` of a reduced gradient, float32 [N], in place to the part at `spans[0]` plus all of
+        `others_n`, float32 [n] each, rounded as `mean_payload` will send it."""
         total_n = mean_N[spans[0]].clone()
         for other_n in others_n:
             total_n += other_n
@@ -151,7 +148,7 @@ class Vectors:
         return memoryview(difference(before_C, after_C).numpy().data)
 
     def changed(self, before_C: Tensor, payload: Payload) -> Tensor:
-        """Apply a difference. Returns: bfloat16 [C], the later version. Raises: ValueError: the bytes are not a
+        """Apply a difference to get the later version, bfloat16 [C]. Raises: ValueError: the bytes are not a
         difference."""
         return changed(before_C, torch.frombuffer(payload, dtype=torch.uint8))
 
@@ -164,10 +161,8 @@ class Vectors:
 
 
 def _payload(values_C: Tensor, dtype: torch.dtype) -> Payload:
-    """Return the bytes of the numbers in `dtype`, without copying if that is theirs."""
     narrow_C = values_C.detach().contiguous().to(dtype)
     return memoryview(narrow_C.view(torch.uint8).numpy().data).cast("B")
 
 
 VECTORS = Vectors(torch.device("cpu"))
-"""The vectors of every peer that computes."""

@@ -84,8 +84,8 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """The microbatch will not be computed here: its sender sends it elsewhere. At stage 0 (target None) the leader does
-    so."""
+    """The microbatch will not be computed here: its sender (at stage 0, with target None, the leader) sends it
+    elsewhere."""
 
     microbatch: Microbatch
     target: PeerID | None
@@ -184,8 +184,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Fetch the reduced gradient of `step` from `mate`, which is at a later version. We took no part in the round that
-    led there."""
+    """Fetch the reduced gradient of `step` from `mate`, which is ahead. We took no part in the round that led there."""
 
     mate: PeerID
     step: int

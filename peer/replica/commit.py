@@ -71,12 +71,9 @@ class Commit:
 
     Args:
         microbatches: M, per step.
-        tokens_per_microbatch: for the ledger.
-        deadline_s: after this long at a version the leader commits with what there is, if that is at least
-            `quorum` of M. 0: waits for all of it.
+        deadline_s: after this long at a version the leader commits if there is at least `quorum` of M. 0: needs all.
         catch_up_after_s: a member's digest may arrive this long before the end of a round that names us.
         incarnation: of this replica; all it holds dies with it, and the next one has a higher number.
-        sums: formats in which a reduction may travel (`WireSpec.sums`).
     """
 
     me: PeerID
@@ -99,7 +96,6 @@ class Commit:
     _tallies: Tallies = field(init=False)
     _rounds: Rounds = field(init=False)
     _behind_at_s: float = field(init=False, default=math.inf)
-    """When to ask a member that is ahead."""
     _num_asked: int = field(init=False, default=0)
     _agreement: Agreement = field(init=False)
     _losses: Losses = field(init=False)
@@ -107,7 +103,6 @@ class Commit:
     _ends_at: int = field(init=False, default=0)
     """The version at which the layout ends; 0: never."""
     _form: WireFormat = field(init=False)
-    """The format of the rounds that we open."""
 
     def __post_init__(self) -> None:
         self._members = Members(me=self.me)
@@ -260,8 +255,8 @@ class Commit:
         return [*self._lead_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
     def _take_state(self, event: MemberState, now_s: float) -> list[CommitCommand]:
-        """Apply a member's presence. Ignore a peer that is in no recent plan of this group: a member that no other can
-        hear would block every reduction."""
+        """Apply a member's presence. Ignore a peer in no recent plan of this group: a member that no other can hear
+        would block every reduction."""
         peer, ready = event.peer, event.ready
         if self._members.is_barred(peer):
             return []
@@ -289,19 +284,16 @@ class Commit:
             self._light_until[peer] = self.version + 1
 
     def _has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
-        """True if what we know of the peer is of an earlier incarnation."""
         return -1 < self._members.incarnation(peer) < incarnation
 
     def _reborn(self, peer: PeerID, incarnation: int, now_s: float) -> list[CommitCommand]:
         """Count out the earlier incarnation of a member that speaks as `incarnation`, be it in a Progress or a Hello.
-
         The caller tries a round later, once all that the member says is known: it may be ready again."""
         lost = self._count_out(peer, now_s) if self._has_begun_anew(peer, incarnation) else []
         self._members.speaks_as(peer, incarnation)
         return lost
 
     def _lose(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        """Drop a member that died or lost its state: its contributions to open steps are gone."""
         return [*self._count_out(peer, now_s), *self._lead_may_have_changed(now_s)]
 
     def _count_out(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
@@ -457,7 +449,6 @@ class Commit:
 
     @property
     def _has_ended(self) -> bool:
-        """True if the layout ends at our version or before it."""
         return 0 < self._ends_at <= self.version
 
     def has_place(self, peer: PeerID) -> bool:
@@ -469,7 +460,6 @@ class Commit:
         return self._members.is_gone(peer)
 
     def _is_near(self, peer: PeerID) -> bool:
-        """True for the other members by the plan and for draining peers."""
         return self._members.is_near(peer)
 
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
@@ -500,8 +490,7 @@ class Commit:
 
     @property
     def owes(self) -> bool:
-        """True while others need us: for our contributions, for a round's sum or digest, or for a version that no other
-        has reached."""
+        """True while others need us: for our contributions, for a round, or for a version that no other has reached."""
         alone = not self.is_light and self._agreement.is_alone_at(self.version, self.whole_mates)
         return alone or self._tallies.has_own or self.me in self._rounds.named
 
@@ -523,8 +512,8 @@ class Commit:
         return self._rounds.number(rank, self.incarnation)
 
     def _tell_open_steps(self, *, to: PeerID | None = None) -> list[CommitCommand]:
-        """Tell our progress of all open steps, the current one last: only that one names our leader, which must first
-        hear what is granted."""
+        """Tell our progress of all open steps, the current one last: it names our leader, which must first know our
+        grants."""
         own = self._agreement.own if to and self.version else ()  # the receiver may lead without knowing our versions
         said: list[Digest | Progress] = [*own]
         said += [self._progress(s, names_lead=False) for s in sorted(self._tallies.steps) if s != self.version]
@@ -570,8 +559,8 @@ class Commit:
         return [Tell(start), *self._hold_to(start)]
 
     def _look_ahead(self, now_s: float) -> None:
-        """Plan to ask a member that is past our version. Ask at once if no round will bring us its version: it may be
-        the only one that has it."""
+        """Plan to ask a member that is past our version, at once if no round brings it: only that member may have
+        it."""
         if self._agreement.is_behind(self.version):
             round_brings_it = self._rounds.has_named(self.me, self.version)
             self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))
@@ -584,7 +573,6 @@ class Commit:
         return [CatchUp(ahead[(self.standing[0] + self._num_asked) % len(ahead)], self.version)] if ahead else []
 
     def _compare(self, now_s: float) -> list[CommitCommand]:
-        """Compare the states of all committed versions for which every member of the round has sent its digest."""
         gone = {peer for peer in self._rounds.named if self._members.is_gone(peer)}
         commands: list[CommitCommand] = []
         for start in self._agreement.settle(

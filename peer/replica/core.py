@@ -70,17 +70,12 @@ _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contrib
 
 
 class ReplicaCore(MemberCore):
-    """One replica of a stage.
-
-    Args:
-        supply: only at stage 0.
-    """
+    """One replica of a stage. Args: supply: only at stage 0."""
 
     def __init__(self, group: Commit, pipeline: Schedule, supply: Supply | None, plan: Plan) -> None:
         super().__init__(group, plan)
         self._pipeline = pipeline
         self.pipeline: PipelineView = pipeline
-        """Read-only."""
         self._supply = supply
         self.supply: SupplyView | None = supply
         """Read-only; None: not stage 0."""
@@ -229,7 +224,6 @@ class ReplicaCore(MemberCore):
         return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
 
     def _what_it_takes(self, peer: PeerID, hello: Hello) -> PeerReady | PeerClosed | PeerLost:
-        """Return whether a member of the next stage, by the plan, takes our activations."""
         stage = self._pipeline.stage
         if hello.stage == stage + 1 and hello.is_open:
             return PeerReady(peer)

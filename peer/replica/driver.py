@@ -131,7 +131,6 @@ class Replica(Tenure):
     # --- receive, forward, send; receive, backward, send ---
 
     async def _on_activation(self, source: PeerID, meta: Activation, payload: Payload) -> None:
-        """Take a microbatch from the stage before."""
         pipeline, microbatch = self.core.pipeline, Microbatch(meta.step, meta.index)
         if not pipeline.takes_from(source):
             logger.debug("an activation of %s, which is not of the stage before", source[-8:])
@@ -156,7 +155,6 @@ class Replica(Tenure):
         self.handle(Arrived(microbatch, source, meta.again, meta.incarnation))
 
     async def _run(self, job: Job) -> None:
-        """Run a forward, a backward, both in one at the last stage, or the optimizer's step."""
         microbatch = job.microbatch
         if microbatch is None:
             state, digest, skipped = await self._made_step(job, self._optimizer_step())
@@ -215,8 +213,7 @@ class Replica(Tenure):
         return await self._on_device(job, again, flop)
 
     async def _made_step(self, job: Job, work: Callable[[], T]) -> T:
-        """Make the step, and retry until there is memory: no other peer can make it, and a failed try changes
-        nothing."""
+        """Make the step; retry until there is memory: no other peer can make it, and a failed try changes nothing."""
         while True:
             try:
                 return await self._with_room(job, work, self.runtime.step_flop)
@@ -232,14 +229,12 @@ class Replica(Tenure):
         self._s.listeners.on_shortage(self)
 
     async def _on_device(self, job: Job, work: Callable[[], T], flop: float) -> T:
-        """Run a job or a part of one, and note when it ran."""
         timed = await self.compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
         self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         self._forward_times.ran(job, timed.ended_s - timed.started_s)
         return timed.value
 
     async def _send_activation(self, microbatch: Microbatch, target: PeerID, again: bool) -> None:
-        """Send the output of a forward to the next stage."""
         cargo = self.hold.get(microbatch)
         if cargo is None or (payload := cargo.output) is None:
             return  # forgotten before the task began
@@ -258,7 +253,6 @@ class Replica(Tenure):
             self._s.listeners.on_unreachable(target)
 
     async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
-        """Take a microbatch back from the next stage."""
         microbatch = Microbatch(meta.step, meta.index)
         self._check(source, microbatch)
         if not 0.0 <= meta.waited_s < math.inf:
@@ -289,7 +283,6 @@ class Replica(Tenure):
         return target, meta, b"" if microbatch.validates else self.hold.of(microbatch).output or b""
 
     async def _send_gradient(self, target: PeerID, meta: Gradient, payload: Payload) -> None:
-        """Send the result of a backward to the stage before."""
         for wait_s in _GRADIENT_RETRIES_S:
             began_s = self._clock.now_s()
             try:
@@ -331,8 +324,8 @@ class Replica(Tenure):
             self.handle(Lagging(False))  # a full member catches up like all others
 
     def _make_light(self) -> LightMember | None:
-        """Return None in a synchronous run, whose every step would wait for the light member's weights; for tied
-        matrices; and for adapters or placed experts, whose state is small beside the weights."""
+        """Return None in a synchronous run, where every step would wait for the light member's weights; for tied
+        matrices; and for adapters and placed experts, which have little state beside the weights."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None
@@ -370,8 +363,8 @@ class Replica(Tenure):
         self._look_whether_we_lag()
 
     def _look_whether_we_lag(self) -> None:
-        """Stop taking microbatches while our weights are too old for all of them. They would wait here for the next
-        weights, and the group's step with them."""
+        """Stop taking microbatches while our weights are too old: they would wait for new weights, and the step with
+        them."""
         lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
         if lags != self.core.is_lagging:
             self.handle(Lagging(lags))
@@ -388,8 +381,8 @@ class Replica(Tenure):
 
     @property
     def forward_s(self) -> float:
-        """Median seconds of recent forwards, without placed experts (at the last stage: of the whole loss job); 0
-        before the first."""
+        """Median seconds of recent forwards, without placed experts (last stage: of the loss job); 0 before the
+        first."""
         return self._forward_times.seconds
 
     @property
@@ -433,8 +426,8 @@ class Replica(Tenure):
         self.runtime.travel_as(cuts.get(self.stage, self._widest), cuts.get(self.stage - 1, self._widest))
 
     def depart(self, plan: Plan) -> None:
-        """While we drain, follow a plan without us in this place: its leader must be able to close our last rounds, and
-        the next stage's holders must take what we still send there."""
+        """While we drain, follow a plan without us: its leader must be able to close our last rounds, and the next
+        stage's holders must take what we still send."""
         if self.stage < len(plan.stages):
             self.follow(plan)
 

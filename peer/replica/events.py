@@ -22,8 +22,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """The backward of `microbatch` is done, of a stage or of an expert; `again`: another member may have its gradient,
-    too."""
+    """The backward of `microbatch` is done, of a stage or an expert; `again`: another member may have its gradient."""
 
     microbatch: Microbatch
     staleness_steps: int
@@ -36,11 +35,8 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class PlanFollowed:
-    """`plan` is the newest in which our group and its layers are as before.
-
-    `former`: peers with a place in the group by recent plans, but not by this one. `upstream`: present and recent
-    holders of the stage before ours.
-    """
+    """`plan` is the newest in which our group and its layers are as before. `former`: peers in the group by recent
+    plans, but not by this one. `upstream`: present and recent holders of the stage before ours."""
 
     plan: Plan
     former: frozenset[PeerID] = frozenset()
@@ -117,8 +113,8 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The supply has granted `microbatch` to `peer`, whose own word on it may be lost. The core passes this on to the
-    part that keeps the group's losses."""
+    """The supply has granted `microbatch` to `peer`, and `peer` may die before it says so. Goes to the group's
+    losses."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -160,8 +156,8 @@ class JobDone:
 
 @dataclass(frozen=True, slots=True)
 class JobParked:
-    """The job waits for other peers; the device is free for other jobs meanwhile. The rest of the job runs beside the
-    jobs that the core chooses, and ends with a `JobDone` all the same."""
+    """The job waits for other peers; the device is free for other jobs. The rest of the job runs beside the jobs that
+    the core chooses, and ends with a `JobDone` all the same."""
 
     job: Job
 
@@ -196,8 +192,7 @@ class VersionSet:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlanned:
-    """The plan's traffic shares of the next stage's replicas, in plan order, and the peers whose activations we
-    take."""
+    """The plan's traffic shares of the next stage's replicas, in plan order, and the senders that we accept."""
 
     shares: Mapping[PeerID, float]
     upstream: frozenset[PeerID]
@@ -205,7 +200,7 @@ class TrafficPlanned:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamSet:
-    """The peers whose activations we take: replicas of the stage before, draining ones included."""
+    """The senders of activations that we accept: replicas of the stage before, draining ones included."""
 
     upstream: frozenset[PeerID]
 
@@ -450,11 +445,8 @@ SupplyEvent = (
 
 @dataclass(frozen=True, slots=True)
 class GroupPlanned:
-    """Plan `sequence` gives the group these members, in rank order.
-
-    `former`: peers with a place in it by recent plans; they may still drain. `ends_at`: see `Plan`. `sums`: see
-    `Plan.sums_of`. `begins_at`: the version with which the era begins.
-    """
+    """Plan `sequence` gives the group these members, in rank order. `former`: peers in it by recent plans, which may
+    still drain. `ends_at`, `sums`: see `Plan`. `begins_at`: the version with which the era begins."""
 
     members: tuple[Member, ...]
     sequence: int
@@ -466,8 +458,7 @@ class GroupPlanned:
 
 @dataclass(frozen=True, slots=True)
 class ReadySet:
-    """We take part, with the group's state or, as a `light` member, with its weights alone; or we no longer take
-    part."""
+    """We take part, with the group's state or, if `light`, with its weights alone; or we no longer take part."""
 
     ready: bool
     light: bool = False
@@ -482,11 +473,8 @@ class OpenSet:
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """A member says whether it takes part and holds the state, and whether it takes traffic.
-
-    `drains`: it is leaving, and may have left the group before we joined. `has_moved`: the plan has a place for it
-    elsewhere. `light`: it takes part with weights alone.
-    """
+    """A member says whether it takes part and holds the state, and whether it takes traffic. `drains`: it is leaving,
+    and may have left the group before we joined. `has_moved`: the plan has a place for it elsewhere."""
 
     peer: PeerID
     ready: bool
@@ -514,8 +502,8 @@ class MemberSilent:
 
 @dataclass(frozen=True, slots=True)
 class WorkGranted:
-    """Stage 0: microbatch (step, index) has been granted to us. `again`: it runs again, which the present leader may
-    not know."""
+    """Stage 0: microbatch (step, index) is granted to us. `again`: it runs again, perhaps unknown to the present
+    leader."""
 
     step: int
     index: int
@@ -525,9 +513,7 @@ class WorkGranted:
 @dataclass(frozen=True, slots=True)
 class GradientCounted:
     """Our gradient of `microbatch` is in the sum of its step, or held `apart` from it because it ran again.
-
-    `more_follows`: more microbatches of the step are here, so no round can begin with this one.
-    """
+    `more_follows`: more microbatches of the step are here, so no round can begin with this one."""
 
     microbatch: Microbatch
     loss: float
@@ -564,9 +550,8 @@ class DigestArrived:
 class Stepped:
     """We hold `version`, by a step or by fetching it; `digest`: of our state, None while we hold weights alone.
 
-    `by`: the round whose result we have stepped with; we may have voided it since, when a member died that had done its
-    part. `gradient_norm`: of the step's gradient, for the ledger; None: we have fetched the state.
-    """
+    `by`: the round that gave the gradient of our step; it may be void by now, if a member died after its part.
+    `gradient_norm`: of that gradient, for the ledger; None: we have fetched the state."""
 
     version: int
     digest: str | None

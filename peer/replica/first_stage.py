@@ -46,7 +46,6 @@ class FirstReplica(Replica):
         super().__init__(surroundings, plan, stage, incarnation=incarnation)
         self._calls = OpenCalls()
         self._results = Outbox(self._endpoint)
-        """Losses of validations, for the leader."""
         self._claim: asyncio.Task[Grant] | None = None
         self._staying: set[PeerID] = set()
         """Peers that have told us that they do not leave."""
@@ -102,7 +101,6 @@ class FirstReplica(Replica):
         return Done()
 
     def _say_refused(self, source: PeerID, what: str, reason: str) -> None:
-        """Log a refusal once."""
         if (source, reason) not in self._refused and self.core.group.is_lead:
             self._refused.add((source, reason))
             logger.warning("%s asks %s, which is refused: %s", source[-8:], what, reason)

@@ -103,10 +103,8 @@ class Window:
         self._sent[key] = _Sent(now_s, self._delivered, self._delivered_at_s)
 
     def returned(self, key: object, *, now_s: float, waited_s: float) -> None:
-        """Take one sample of rate and round trip from the gradient of `key` (BBR's delivery-rate estimator).
-
-        Args: waited_s: part of its round trip that it stood in queues.
-        """
+        """Sample rate and round trip from the gradient of `key` (BBR's delivery-rate estimator). Args: waited_s: time
+        of the round trip that it stood in queues."""
         sent = self._sent.pop(key, None)
         if sent is None:
             return
@@ -173,19 +171,16 @@ class Control:
 
     Args:
         s_max, price: see `choose`.
-        synchronous_steps: nothing runs ahead of these first steps of the run. A rate measured there means nothing:
-            where a step is shorter than the way through all stages the pipeline is never full.
+        synchronous_steps: nothing runs ahead of these first steps, and no rate is measured in them: where a step is
+            shorter than the way through all stages the pipeline is never full.
     """
 
     s_max: int
     price: Price
     synchronous_steps: int = 0
     choice: Choice | None = None
-    """Our own newest choice."""
     _led: tuple[int, float] | None = None
-    """(k, g) that the group's leader has chosen."""
     _begun: dict[int, int] = field(default_factory=dict)
-    """Step -> number of our microbatches."""
     _own: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS))
 
     def begun(self, step: int) -> None:
@@ -210,10 +205,8 @@ class Control:
 
     def follow(self, steps_ahead: int, gain: float) -> None:
         """Follow the leader's choice; < 0: it has none yet. A step ends for all replicas at once: if only some ran
-        ahead, it would be as stale as if all did, and as late as if none did.
-
-        Raises: ValueError: no control chooses that.
-        """
+        ahead, it would be as stale as if all did, and as late as if none did. Raises: ValueError: no control chooses
+        that."""
         if not 1.0 <= gain < math.inf:
             raise ValueError(f"wants {gain} times what the pipeline holds in flight")
         self._led = (steps_ahead, gain) if steps_ahead >= 0 else None
@@ -229,9 +222,9 @@ class Control:
 
     @property
     def steps_ahead(self) -> int:
-        """Steps ahead for which a member may be granted microbatches once its share of the step is used up and others
-        still have theirs to take. 0 until a choice is made: the first step of a layout is granted whole before the next
-        begins, since all members wait for it."""
+        """Steps ahead for which a member may be granted microbatches while others still have theirs of this step to
+        take. 0 until a choice is made: all members wait for a layout's first step, so it is granted whole before the
+        next."""
         return self.in_force[0] if self.in_force is not None else 0
 
     @property
@@ -260,10 +253,7 @@ class Traffic(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveTraffic:
     """Routes by the plan's shares, with as many in flight as the pipeline is measured to need.
-
-    Args:
-        controlled: only run ahead where that saves time; False, for comparisons: run ahead as far as s_max admits.
-    """
+    Args: controlled: False, for comparisons: run ahead as far as s_max admits, even where that saves no time."""
 
     controlled: bool = True
 

@@ -10,8 +10,8 @@ _TOLD_FORWARDS: Final = 9
 """A median of 9: a device that slows down shows after five forwards, which is beyond noise."""
 _SURE_FORWARDS: Final = 3
 _SURE_TIMES: Final = 2.0
-"""A far slower device may not be given five more forwards. So this many in a row that all take over `_SURE_TIMES` times
-the median, or less than its inverse, also count."""
+"""A far slower device may not be given five more forwards, so this many in a row also count, if all take over
+`_SURE_TIMES` times the median, or less than its inverse."""
 _KINDS: Final = ("forward", "loss")
 
 
@@ -40,8 +40,7 @@ class ForwardTimes:
 
     @property
     def seconds(self) -> float:
-        """Median of recent times, or of only the very last if these are all far from it; 0 before the first has
-        ended."""
+        """Median of recent times, or of only the very last if these are all far from it; 0 before the first."""
         if not self._took_s:
             return 0.0
         usual_s, last_s = median(self._took_s), [*self._took_s][-_SURE_FORWARDS:]

@@ -57,17 +57,11 @@ _ANY: Final = 2**62
 
 
 class MemberCore(ABC):
-    """One member's commits and its life.
-
-    Args:
-        group: the part that commits; it takes events only from this core.
-        plan: the plan that gives the member its place.
-    """
+    """One member's commits and its life. Args: plan: the plan that gives the member its place."""
 
     def __init__(self, group: Commit, plan: Plan) -> None:
         self._group = group
         self.group: GroupView = group
-        """Read-only."""
         self._plan = plan
         self._remembers = False
         self.is_open = False
@@ -198,8 +192,8 @@ class MemberCore(ABC):
         return [*self._commit(OpenSet(False), now_s), SayHello()]
 
     def _open_if_fit(self, now_s: float) -> list[Command]:
-        """Take traffic if nothing forbids it. A newcomer to a synchronous run waits for its first own step: before that
-        it could not repeat exactly what runs again. It does not wait if no other member takes traffic."""
+        """Take traffic if nothing forbids it. A newcomer to a synchronous run waits for its first own step, before
+        which it could not repeat exactly what runs again, unless no other member takes traffic."""
         is_kept_closed = self.is_draining or self.is_paused or self.is_lagging
         if self.is_open or is_kept_closed or not self._group.ready:
             return []

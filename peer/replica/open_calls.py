@@ -22,9 +22,7 @@ class OpenCalls:
 
     async def answered(self, kind: type[A], begin: Callable[[int], None]) -> A:
         """Wait for the core's answer to a call. `begin` gives the call to the core under its number.
-
-        Raises: whatever `begin` raises; Refused: the call will not be answered.
-        """
+        Raises: whatever `begin` raises; Refused: the call will not be answered."""
         call = next(self._numbers)
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         try:

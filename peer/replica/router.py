@@ -18,8 +18,8 @@ TRIES_APART_S = 5.0
 SLOWER = 1.5
 """A member slower than this multiple of the others' time gets no second microbatch that they could finish sooner."""
 ALIKE = 0.05
-"""Loads that differ by less, as a part, count as equal. Shares follow measured speeds, whose averages have noise of
-1.5 %: a replica with slightly more of a share must not get every microbatch that comes while none is outstanding."""
+"""Relative difference up to which loads count as equal. Measured shares have noise of 1.5 %: a replica with slightly
+more must not get every microbatch that comes while none is outstanding."""
 _GAIN = 0.25
 _TAKES_S_MAX = 3600.0
 """Limit: in a run that stands still no replica answers, and doubling each time would give infinity, a weight of 0."""
@@ -37,9 +37,7 @@ class Pace:
 
     def took(self, peer: PeerID, seconds: float, *, blamed_s: float | None = None) -> None:
         """Average in a new time. Shorter times weigh more: a slow peer is tried so rarely that each answer must count.
-
-        `blamed_s`: the part that surely is the peer's own; None: all.
-        """
+        Args: blamed_s: the part that surely is the peer's own; None: all."""
         for of, new_s in ((self._takes_s, seconds), (self._blamed_s, seconds if blamed_s is None else blamed_s)):
             before_s = of.get(peer, new_s)
             gain = _GAIN if new_s > before_s else 1.0 - _GAIN
@@ -54,10 +52,8 @@ class Pace:
         self._tried_s[peer] = now_s
 
     def weight(self, peer: PeerID, among: Iterable[PeerID], *, waiting_s: float = 0.0) -> float:
-        """Return 1 for a peer that keeps pace with the quickest of `among`, less for a laggard.
-
-        `waiting_s`: age of its oldest unanswered microbatch.
-        """
+        """Return 1 for a peer that keeps pace with the quickest of `among`, less for a laggard. Args: waiting_s: age of
+        its oldest unanswered microbatch."""
         best_s = self._best_s(among)
         takes_s = max(self._blamed_s.get(peer, best_s), waiting_s)
         return best_s / takes_s if takes_s > LAGS * best_s > 0.0 else 1.0
@@ -78,7 +74,6 @@ class Pace:
         return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._blamed_s.get(peer, 0.0))
 
     def _best_s(self, among: Iterable[PeerID]) -> float:
-        """Return the quickest one's time; 0: unknown."""
         takes_s, best_s = self._takes_s, math.inf
         for peer in among:
             if peer in takes_s and takes_s[peer] < best_s:
@@ -102,15 +97,11 @@ class Turns:
         self._made_s[peer] = now_s
 
     def most(self, peer: PeerID, held: Mapping[PeerID, int], *, left: int) -> int:
-        """Return how many microbatches `peer` should hold at most.
+        """Return how many microbatches `peer` should hold at most: a slow peer with two of a step's last ones keeps all
+        others waiting. So it holds only what it can finish while the others finish theirs and what is left, but at
+        least one. There is no limit for a peer about as quick as the others.
 
-        A slow peer that holds two of a step's last microbatches keeps all others waiting. So it holds only what it can
-        finish while the others finish theirs and what is left, but at least one. There is no limit for a peer about as
-        quick as the others.
-
-        Args:
-            held: number that each present claimant holds.
-            left: microbatches that are not granted yet.
+        Args: held: number that each present claimant holds. left: microbatches that are not granted yet.
         """
         own_s = self._takes_s.get(peer, 0.0)
         others_s = {other: s for other in held if other != peer and (s := self._takes_s.get(other, 0.0)) > 0.0}
@@ -143,7 +134,6 @@ class Router:
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)
     _here: list[PeerID] = field(default_factory=list)
-    """The ready replicas of the plan, in plan order."""
     _outstanding: dict[PeerID, int] = field(default_factory=dict)
     _given: dict[PeerID, float] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)

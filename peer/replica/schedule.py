@@ -72,8 +72,7 @@ class Flight:
     """The state of one microbatch that is here."""
 
     sources: dict[PeerID, int]
-    """Peer that waits for its gradient -> that peer's incarnation. Empty at stage 0; more than one where a peer before
-    us was doubted or died."""
+    """Waiting peer -> its incarnation. Empty at stage 0; more than one where a peer before us was doubted or died."""
     validates: bool
     again: bool = False
     """It may have run elsewhere before it came here; later stages are told so too."""
@@ -128,7 +127,6 @@ class Schedule:
     _pause: Paused | None = field(init=False, default=None)
     _is_lagging: bool = field(init=False, default=False)
     _was_backward: bool = field(init=False, default=False)
-    """The last of the jobs that take turns was a backward."""
 
     def __post_init__(self) -> None:
         self.is_first = self.stage == 0
@@ -308,7 +306,6 @@ class Schedule:
         return []
 
     def _is_busy(self, flight: Flight) -> bool:
-        """True if a job of it runs or is parked."""
         return flight is self._running_flight or any(flight is parked for parked in self._parked.values())
 
     def _job_done(self, job: Job, loss: float | None, now_s: float) -> list[ScheduleCommand]:
@@ -369,11 +366,8 @@ class Schedule:
         return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
-        """Give up what `peer` owes us, and what its incarnations before `successor` have sent us.
-
-        The successor's own activations may reach us before the news that it has begun. They stay: it sends each of them
-        once, and waits for the gradient.
-        """
+        """Give up what `peer` owes us, and what its incarnations before `successor` have sent us. The successor's own
+        activations may come before the news that it has begun: they stay, since it sends each of them once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):
@@ -423,7 +417,6 @@ class Schedule:
         return [] if self._is_busy(flight) else [Forget(microbatch)]
 
     def _next_job(self, now_s: float) -> list[ScheduleCommand]:
-        """Return the job that the idle device runs, if there is one."""
         if self._step_ready:
             self._step_ready, self._running_flight = False, None
             self._running = Job("step", None, self.version)
@@ -459,7 +452,6 @@ class Schedule:
         return "loss" if self.is_last else "forward"
 
     def _admitted(self) -> Microbatch | None:
-        """Return the first waiting microbatch whose forward may begin now."""
         if not self._waiting:
             return None
         version, window, control = self.version, self.window, self.control

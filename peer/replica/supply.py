@@ -77,8 +77,7 @@ PATIENCE_S = 5.0
 RETRY_S = 0.2
 """Seconds until a failed claim is repeated."""
 HALT_S = 10.0
-"""Seconds that a halt lasts unless it is renewed: else its asker is gone, or a successor holds its stage. With all
-renewals it lasts `HALTED_S_MAX`."""
+"""Seconds that a halt lasts unless its asker renews it; with all renewals it lasts `HALTED_S_MAX`."""
 _STEP_S = 10.0
 """Assumed seconds of a step until this leader has seen two."""
 _STEPS_SEEN = 16
@@ -86,9 +85,8 @@ _STILL_STEPS = 2.0
 """Without a step for this many step times the run stands still, and work reported as lost may well be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
-"""A member that is quicker than the plan says computes up to this multiple of its share of a step, so that the step
-does not wait for members that are slower today. Beyond it, its network card would carry more than the plan counts
-with."""
+"""A member quicker than the plan says computes up to this multiple of its share, so that the step does not wait for
+slower ones. Beyond it, its network card would carry more than the plan counts with."""
 _STEPS_APART = 2
 """Steps that the leader may be ahead of a member that takes microbatches to run again."""
 _ANSWERS_KEPT = 16
@@ -143,8 +141,6 @@ class Demand(Protocol):
 
 @dataclass(slots=True)
 class _OpenClaim:
-    """A member's claim to us."""
-
     count: int
     call: int
     until_s: float
@@ -152,16 +148,12 @@ class _OpenClaim:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Our own claim that is under way."""
-
     leader: PeerID
     since_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Granted:
-    """A microbatch that we have granted and that is not contributed yet."""
-
     peer: PeerID
     at_s: float
 
@@ -200,7 +192,6 @@ class Supply:
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of leaving members that are the only holder of a stage. No step begins while one of them is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_SEEN))
-    """When the last versions were reached."""
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Asker of repairs -> when the run is so far on that its repairs are within their share of all work."""
     _spared_s: float = field(init=False, default=0.0)
@@ -209,13 +200,11 @@ class Supply:
     """Version -> validation microbatch -> its loss."""
     _asked: _Asked | None = field(init=False, default=None)
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
-    """Seconds that the answers to our last claims took."""
     _stopped: bool = field(init=False, default=False)
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
     """When to serve the open claims: at the end of the turn in which something has changed."""
     _claims_at_s: float = field(init=False, default=math.inf)
-    """When to check whether we want more."""
     _failed_until_s: float = field(init=False, default=0.0)
     """No claim is made before this time."""
 
@@ -344,7 +333,6 @@ class Supply:
                 self._made(microbatch, now_s)
 
     def _made(self, microbatch: Microbatch, now_s: float) -> None:
-        """Note that the member with the grant has contributed the microbatch."""
         granted = self._out.pop(microbatch, None)
         if granted is not None:
             self._made_s[granted.peer] = now_s
@@ -441,10 +429,8 @@ class Supply:
         return Answer(claim.call, Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain))
 
     def _serve(self, now_s: float) -> list[SupplyCommand]:
-        """Grant every open claim what is due to its claimant; the rest goes to the next claims.
-
-        A claimant that is not ready waits: it is unknown here, or was lost after it asked.
-        """
+        """Grant every open claim what is due to its claimant; the rest goes to the next claims. A claimant that is not
+        ready waits: it is unknown here, or was lost after it asked."""
         if not self.group.is_lead:
             return []
         commands: list[SupplyCommand] = []
@@ -549,12 +535,10 @@ class Supply:
         return self._run_again(step, sum(1 << index for index in passed[:may_run]), now_s)
 
     def _count_repairs(self, source: PeerID, asked: int, now_s: float) -> int:
-        """Count what is to run again for `source`; only its own stage knows whether that is lost.
+        """Count repairs for `source`; only its own stage knows whether they are needed.
 
-        Returns: how many of `asked` microbatches may run again now; the sender asks again for the rest. While the run
-            stands still, now and then all of them.
-        Raises: Refused: none may.
-        """
+        Returns: how many of `asked` may run now; the sender asks again for the rest. All, now and then, if the run
+        stands still. Raises: Refused: none may."""
         seen = self._reached_s
         step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else _STEP_S
         each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE
@@ -571,8 +555,8 @@ class Supply:
         return may_run
 
     def _run_again(self, step: int, indices: Indices, now_s: float) -> list[SupplyCommand]:
-        """Share the microbatches among all open members at once. The leader alone would need as long as a dead replica
-        for its part of a step."""
+        """Share the microbatches among all open members. The leader alone would take as long as a dead replica's
+        share."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[SupplyCommand] = []
@@ -585,7 +569,6 @@ class Supply:
         return commands
 
     def _shared(self, again: Sequence[Microbatch], now_s: float) -> dict[PeerID, list[Microbatch]]:
-        """Divide by shares, among the members that keep pace."""
         everyone = (self.group.me, *self.group.open_mates)
         able = [peer for peer in everyone if self._keeps_pace(peer, everyone, now_s)] or [self.group.me]
         shares = {peer: max(self.group.share_of(peer), _SHARE_MIN) for peer in able}

@@ -53,10 +53,7 @@ class WorkQueue:
 
     def validate_again(self, known: Collection[int]) -> None:
         """Grant the validation of the run's last version again: a member with a part of it may have died, and no later
-        version is validated.
-
-        Args: known: j of the microbatches whose losses are here.
-        """
+        version is validated. Args: known: j of the microbatches with known losses."""
         if self.validation_interval > 0 and self.version == self.steps:
             lost = (j for j in range(self.validation_microbatches) if j not in known)
             self._validation = [Microbatch(self.steps, -1 - j) for j in lost]
@@ -84,8 +81,8 @@ class WorkQueue:
     def grant(
         self, count: int, due: Mapping[int, int] | None = None, *, due_to_validate: int | None = None
     ) -> list[Microbatch]:
-        """Grant up to `count` microbatches to one claimant, and of each step and of validation at most what is due to
-        it; None: no such limit."""
+        """Grant up to `count` microbatches, and of each step and of validation at most what is due; None: no such
+        limit."""
         validating = count if due_to_validate is None else min(count, due_to_validate)
         granted, self._validation = self._validation[:validating], self._validation[validating:]
         for step in self._open_steps():
@@ -102,9 +99,7 @@ class WorkQueue:
 
     def halt(self, *, at_once: bool) -> int:
         """Begin no further step until `go_on`; `at_once`: also grant nothing more of the steps that have begun.
-
-        Returns: the version at which every stage will stop: all microbatches of earlier steps are granted. A further
-        call may return a lower version, never a higher one."""
+        Returns: the version at which every stage will stop; a further call may lower it, but never raise it."""
         begun = {step: taken for step, taken in self._taken.items() if taken}
         if at_once:
             steps, all_of_it = range(self.version, self.steps), self.microbatches
@@ -119,7 +114,6 @@ class WorkQueue:
         self.halts_at = None
 
     def _open_steps(self) -> list[int]:
-        """Return the steps whose microbatches may be granted now, in order."""
         near = range(self.version, min(self.version + self.s_max, self.steps - 1) + 1)
         s_max, synchronous_steps = self.s_max, self.synchronous_steps
         return [
