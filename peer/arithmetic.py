@@ -1,4 +1,4 @@
-"""What a peer computes with: the only part in which a training peer and a simulated one differ.
+"""The arithmetic of a peer: the only part in which a training peer and a simulated one differ.
 
 Drivers decide which job runs when, and run it by this interface. `TorchArithmetic` computes; the modelled twin in
 `deploy/simulate` returns values of the same size, so that the same drivers run a thousand peers in one process.

@@ -21,7 +21,7 @@ class CarriedState:
 
     @property
     def holding(self) -> Holding | None:
-        """What is kept, for heartbeats."""
+        """The kept layers, for heartbeats."""
         if not self._layers:
             return None
         return Holding(era=self._at[0], version=self._at[1], layers=tuple(self._layers))

@@ -32,10 +32,12 @@ WRITERS = 2
 
 
 class Copies:
-    """Args:
-    attesting: signs what is saved; its archive stores copies.
-    is_leaving: True once this peer takes no more copies.
-    base: only with adapters: a keeper of adapters also keeps their base.
+    """Has copies made of our groups' state, and keeps copies for others.
+
+    Args:
+        attesting: signs what is saved; its archive stores copies.
+        is_leaving: True once this peer takes no more copies.
+        base: only with adapters: a keeper of adapters also keeps their base.
     """
 
     def __init__(

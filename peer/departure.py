@@ -48,10 +48,12 @@ _STEPS_AHEAD_MAX: Final = 64
 
 
 class Departure:
-    """Args:
-    drains: True if a peer has said that it leaves the tenure's group.
-    stays: True if a peer has said that it does not leave.
-    say: tells the person at this machine a sentence.
+    """The departure of one peer.
+
+    Args:
+        drains: True if a peer has said that it leaves the tenure's group.
+        stays: True if a peer has said that it does not leave.
+        say: tells the person at this machine a sentence.
     """
 
     def __init__(

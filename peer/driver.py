@@ -91,11 +91,11 @@ class Watcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What a peer says of itself that nobody measures."""
+    """Facts about a peer that it claims and that are not measured."""
 
     name: str = ""
     machine: str = ""
-    """The same for peers that share a network card (`Advert.machine`)."""
+    """Equal for peers that share a network card (`Advert.machine`)."""
     memory_bytes: int | None = None
     """Memory to claim; None: what is free. Virtual worlds set it: free memory of their machine differs between runs."""
 
@@ -301,7 +301,7 @@ class PeerDriver:
         return self._departure.unsaved or (self._archive.unsaved if is_over else "")
 
     def has_lost_all(self) -> bool:
-        """As `Archive.has_lost_all`."""
+        """See `Archive.has_lost_all`."""
         return self._archive.has_lost_all
 
     def begin_with(self, weights: InitialWeights | None) -> None:

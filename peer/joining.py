@@ -41,11 +41,13 @@ _RETRY_MATES_S = 0.25
 
 
 class Joining:
-    """Args:
-    take_over: make a state ours; the pipeline and the group know it when this returns.
-    begin_era: True if we may begin an era from its beginning.
-    newest: the newest plan; None: the one that `run` was given.
-    carried: (era, version) -> layers that this peer has kept since the previous layout ended there.
+    """Gets the state of one replica, of a stage or an expert.
+
+    Args:
+        take_over: make a state ours; the pipeline and the group know it when this returns.
+        begin_era: True if we may begin an era from its beginning.
+        newest: the newest plan; None: the one that `run` was given.
+        carried: (era, version) -> layers that this peer has kept since the previous layout ended there.
     """
 
     def __init__(

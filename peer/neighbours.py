@@ -25,12 +25,14 @@ _Where = tuple[int, int, bool, bool, bool, bool, tuple[ExpertPlace, ...]]
 
 
 class Neighbours:
-    """Args:
-    own: returns our present Hello; its `count` is filled in here.
-    on_reborn: a peer has begun anew as that incarnation (called before its `on_state`).
-    on_silence: a peer cannot be reached; the network or it may be to blame.
-    silence_s: seconds for which a failure to reach a peer counts.
-    knows: True if a recent plan has a place for a peer. Other peers are ignored, so that strangers fill no table.
+    """The presence updates of one peer, to and from its neighbours.
+
+    Args:
+        own: returns our present Hello; its `count` is filled in here.
+        on_reborn: a peer has begun anew as that incarnation (called before its `on_state`).
+        on_silence: a peer cannot be reached; the network or it may be to blame.
+        silence_s: seconds for which a failure to reach a peer counts.
+        knows: True if a recent plan has a place for a peer. Other peers are ignored, so that strangers fill no table.
     """
 
     def __init__(

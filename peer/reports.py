@@ -12,7 +12,7 @@ from shoal.protocol.ports import Clock
 
 
 class Reports:
-    """Args: on_commit: receives every commit of this peer's groups, even if another member reports it."""
+    """The reports of one peer. Args: on_commit: receives every commit of its groups, even if another member reports."""
 
     def __init__(
         self,

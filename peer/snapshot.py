@@ -44,7 +44,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DamagedSnapshot(LocalError):
-    """A snapshot is not what was once written: unreadable, torn, changed, or inconsistent with its own manifest."""
+    """A snapshot is unreadable, torn, changed, or inconsistent with its own manifest."""
 
     def __init__(self, where: str, path: PurePosixPath, reason: str) -> None:
         super().__init__(f"the snapshot {where} is damaged: {reason}")

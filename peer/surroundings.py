@@ -1,4 +1,4 @@
-"""What a replica gets from its peer: ports, the run, shared services and callbacks."""
+"""The services that a replica gets from its peer: ports, the run, shared parts and callbacks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Listeners:
     on_change: Callable[[], None]
     """Readiness or openness has changed: tell the neighbours."""
     on_resync: Callable[[Part], None]
-    """Our state differs from the group's."""
+    """Our state differs from the group's: fetch it again."""
     on_unreachable: Callable[[PeerID], None]
     """A call or a frame to the peer has failed."""
     on_unsound: Callable[[PeerID], None]
@@ -67,7 +67,7 @@ class Listeners:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenLayouts:
-    """What a peer keeps from one layout to the next."""
+    """State that a peer keeps from one layout to the next."""
 
     carried: CarriedState
     ahead: FetchingAhead

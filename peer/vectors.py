@@ -28,9 +28,11 @@ REDUCED_MAX: Final = 2.0**44
 
 
 class Vectors:
-    """Args:
-    host: the device that vectors are on while they are summed and sent.
-    chunk_bytes: the largest piece, as float32.
+    """Makes, sends and receives flat float32 vectors.
+
+    Args:
+        host: the device that vectors are on while they are summed and sent.
+        chunk_bytes: the largest piece, as float32.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class Commit:
     _losses: Losses = field(init=False)
     _version_since_s: float = field(init=False, default=0.0)
     _ends_at: int = field(init=False, default=0)
-    """The version at which the layout ends; 0: never."""
+    """The version at which the layout ends; 0: it does not."""
     _form: WireFormat = field(init=False)
 
     def __post_init__(self) -> None:
@@ -379,7 +379,7 @@ class Commit:
         return [Reduce(message)] if mine is not None else []
 
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
-        """As the leader, void our round if a member has more than it says (a microbatch ran in two places)."""
+        """Void our round, as its leader, if a member has more than it says (a microbatch ran in two places)."""
         start = self._rounds.open[step]
         if step != self.version or self._members.lead != self.me:
             return

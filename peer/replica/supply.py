@@ -96,7 +96,7 @@ _VALIDATIONS_KEPT = 4
 
 
 class Group(Protocol):
-    """What the supply reads of the stage's group."""
+    """The part of the stage's group that the supply reads."""
 
     @property
     def me(self) -> PeerID: ...
@@ -124,7 +124,7 @@ class Group(Protocol):
 
 
 class Demand(Protocol):
-    """What the supply reads of the pipeline."""
+    """The part of the pipeline that the supply reads."""
 
     @property
     def window(self) -> Window | None: ...
@@ -371,7 +371,7 @@ class Supply:
         window = self.demand.window
         if self._stopped or window is None or not self.group.ready:
             return 0
-        # Ask for more than fits, so that the next is here when a place falls free: for all that do during a claim.
+        # Ask for more than fits: also for the places that will fall free while the claim is on its way.
         ahead = 1 + min(window.size, math.ceil(window.rate_per_s * min(self._answers_s, default=0.0)))
         return self.demand.room + ahead - self.demand.num_waiting
 

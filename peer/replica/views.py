@@ -76,7 +76,7 @@ class GroupView(Protocol):
 
 
 class PipelineView(Protocol):
-    """What is in flight at one replica; `Schedule` documents it."""
+    """The microbatches in flight at one replica; `Schedule` documents it."""
 
     stage: int
     version: int
