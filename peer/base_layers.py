@@ -141,7 +141,7 @@ class BaseLayers:
             return None
         stored = torch.frombuffer(bytearray(found[0]), dtype=torch.float32)
         if await self._is_foreign(key, stored):
-            logger.warning("the base of %s on this disk is damaged: getting it again", key)
+            logger.warning("the base of %s on this disk is damaged: fetching it again", key)
             return None
         return stored
 
@@ -168,7 +168,9 @@ class BaseLayers:
                 if adapter_of(self._spec).base in _MADE:
                     await self._keep(key, read[key])
                 return read[key]
-            logger.warning("%s of this machine's copy of the model is not the run's: asking others for it", key)
+            logger.warning(
+                "%s differs between this machine's copy of the model and the run's: asking others for it", key
+            )
         self._not_in_folder.add(key)
         return None
 
@@ -194,7 +196,7 @@ class BaseLayers:
                     await self._keep(key, values)
                 return stored
             logger.warning("these are not the layers of the run's base: %s", ", ".join(foreign))
-        raise Unreachable(self._endpoint.peer_id, f"nobody has the run's own base of {', '.join(foreign)}")
+        raise Unreachable(self._endpoint.peer_id, f"no peer has the run's own base of {', '.join(foreign)}")
 
     async def _fetch_from(
         self, keys: tuple[str, ...], holders: Sequence[PeerID], mates: Collection[PeerID]

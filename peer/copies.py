@@ -181,17 +181,17 @@ class Copies:
             raise Refused(me, "keeps nothing on disk")
         is_last = message.version >= self._spec.training.steps  # all peers keep copies of it before they end
         if self._is_leaving() and not is_last:
-            raise Refused(me, "leaves itself")
+            raise Refused(me, "is leaving, too")
         if plan is None or not plan.groups_of(source):
             raise Refused(me, "does not know the sender as a holder")
         if not any(message.layers == group_keys(self._spec.model, plan, group) for group in plan.groups_of(source)):
-            raise RemoteError(source, "asks to keep other layers than those that it holds")
+            raise RemoteError(source, "asks to keep layers that it does not hold")
         if (source, message.layers) in self._fetching:
-            raise Refused(me, "still fetches the one before")
+            raise Refused(me, "still fetches the previous copy")
         now_s = self._clock.now_s()
         self._fetched_until_s = {p: at_s for p, at_s in self._fetched_until_s.items() if at_s > now_s}
         if self._fetched_until_s.get(source, now_s) > now_s + KEEPING_AT_ONCE_S:
-            raise Refused(me, "has fetched so much of the sender's of late that it keeps no more for now")
+            raise Refused(me, "has spent its time for copies of the sender's state, and keeps no more for now")
         self._fetching.add((source, message.layers))
         self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of {message.layers[0]}")
         return Done()

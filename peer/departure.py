@@ -160,7 +160,7 @@ class Departure:
                 if self._halts_at is not None and tenure.version >= self._halts_at:
                     return
                 await asyncio.sleep(_POLL_S)
-        logger.warning("left without the end of a step: version %d", tenure.version)
+        logger.warning("leaving before the end of the step: version %d", tenure.version)
 
     async def _ask_for_halt(self, *, at_once: bool) -> int | None:
         """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader now."""
@@ -227,7 +227,7 @@ class Departure:
                 timeout_s = min(left_s, _ANSWER_S + 1.0)
                 reply = await self._endpoint.ask(peer, Save(version=version), Saved, timeout_s=timeout_s)
             except (Unreachable, Refused, RemoteError) as error:
-                logger.info("%s saves nothing: %s", peer[-8:], error)  # it may have saved and gone
+                logger.info("%s does not save: %s", peer[-8:], error)  # it may have saved and gone
                 return
             if reply.version >= version:
                 return
@@ -254,7 +254,7 @@ class Departure:
         """Raises: Refused: the sender does not leave, or has asked for too much."""
         me = self._endpoint.peer_id
         if self._stays(source):
-            raise Refused(me, "saves a version for those alone that leave")
+            raise Refused(me, "saves versions only for peers that leave")
         self._saves = {
             peer: (since, versions)
             for peer, (since, versions) in self._saves.items()
@@ -263,7 +263,10 @@ class Departure:
         self._answering = +self._answering
         _, versions = self._saves.setdefault(source, (plan, set()))
         if len(versions | {version}) > SAVES_OF_ONE_MAX or self._answering[source] >= SAVES_OF_ONE_MAX:
-            raise Refused(me, f"has saved {len(versions)} versions for the sender, and no more until it has been away")
+            raise Refused(
+                me,
+                f"has saved {len(versions)} versions for the sender, and saves no more until the sender has been away",
+            )
         versions.add(version)
 
     async def _saved_version(self, message: Save, tenures: Sequence[Tenure]) -> Saved:

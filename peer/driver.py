@@ -540,7 +540,7 @@ class PeerDriver:
             # Else the group has gone on without us, or we missed a plan and cannot know whether it has.
             await self._drop_replica()
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
-            logger.warning("stage %d: our state may not be our mates' any more: fetching it", replica.stage)
+            logger.warning("stage %d: our state may differ from the group's: fetching it", replica.stage)
             await self._drop_replica()
         if stage is None or (self.replica is None and self._is_leaving):
             return
@@ -777,7 +777,7 @@ class PeerDriver:
         if tenure in self._short:
             return
         self._say(
-            f"out of memory: what is here goes to others, and this peer claims {self._claim_bytes / 1e9:.2g} GB "
+            f"out of memory: this peer's work goes to others, and it claims {self._claim_bytes / 1e9:.2g} GB "
             f"instead of {before / 1e9:.2g} GB"
         )
         self._short[tenure] = asyncio.get_running_loop().call_later(_SHORT_S, self._try_again, tenure)

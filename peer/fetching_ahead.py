@@ -405,7 +405,7 @@ class FetchingAhead:
             try:
                 await self._replay(ready, source, here[0])
             except (Unreachable, Refused, RemoteError) as error:
-                logger.info("the last steps of what was fetched ahead: %s", error)
+                logger.info("the last steps of layers fetched ahead: %s", error)
                 source.turn += 1
                 tries += 1
                 await asyncio.sleep(_RETRY_S)

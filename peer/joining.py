@@ -137,7 +137,7 @@ class Joining:
             try:
                 layers = (await self._fetcher(wanted).fetch(holders, version=0, stored_era=INITIAL)).layers
             except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no weights to begin with: %s", error)
+                logger.info("no initial weights: %s", error)
                 if holders is peers:
                     return None
                 continue
@@ -159,7 +159,7 @@ class Joining:
         ahead = await self._ahead(plan.restore_era, version, self._to_ask(plan)) if missing else {}
         known = {key: ahead[key] for key in missing if key in ahead}
         if missing:
-            logger.info("of %d layers that come to us %d are here already", len(missing), len(known))
+            logger.info("%d layers to get, %d of them fetched ahead", len(missing), len(known))
         wait_s = _RETRY_FIRST_S
         while True:
             holders = self._to_ask(plan)
@@ -187,7 +187,7 @@ class Joining:
             while self._group.holders and not await self._is_current():
                 pass
         except (Unreachable, Refused, RemoteError) as error:
-            logger.info("cannot follow yet who began before us: %s", error)
+            logger.info("cannot replay yet the steps of members that began before us: %s", error)
 
     async def _with_mates(
         self, missing: tuple[str, ...], holders: Sequence[PeerID], plan: Plan, known: Mapping[str, LayerState]
@@ -257,7 +257,7 @@ class Joining:
         holders = self._group.holders
         joining = sorted({self._group.me, *self._group.mates}.difference(holders))
         first = joining.index(self._group.me) % len(holders) if holders else 0
-        error = Unreachable(self._endpoint.peer_id, "all mates have gone")
+        error = Unreachable(self._endpoint.peer_id, "all other members have gone")
         for holder in (*holders[first:], *holders[:first]):
             try:
                 return await self._fetch_mean(holder, self._group.version) == "taken"

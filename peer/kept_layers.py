@@ -49,7 +49,7 @@ class KeptLayers:
         try:
             await self._run_blocking(partial(self._write, self._disk, era, layers))
         except (LocalError, OSError) as error:
-            logger.warning("the layers that are here come again: %s", error)
+            logger.warning("cannot keep layers, which will be fetched again: %s", error)
 
     async def take(self, era: int, keys: Collection[str]) -> dict[str, tuple[int, LayerState]]:
         """Read and remove the layers that an earlier life has left.
@@ -88,7 +88,7 @@ class KeptLayers:
                 try:
                     layer = snapshot.read_layers(disk, stored.path, [key])[key]
                 except snapshot.DamagedSnapshot as damage:
-                    logger.warning("%s: layer %s comes again", damage, key)
+                    logger.warning("%s: layer %s will be fetched again", damage, key)
                 else:
                     taken[key] = stored.version, layer
         self._remove(disk)

@@ -39,9 +39,9 @@ def steps_on(optimizer: str, device: torch.device) -> torch.device:
     for where in dict.fromkeys((device, _CPU)):
         if answer(optimizer, where) == KNOWN[optimizer]:
             return where
-        logger.warning("%s steps (%s) otherwise than all others do", where, optimizer)
+        logger.warning("optimizer steps on %s (%s) differ from those of all others", where, optimizer)
     raise ShoalError(
-        f"this machine's steps ({optimizer}) are not those of all others, so it cannot hold what they hold:"
+        f"this machine's optimizer steps ({optimizer}) differ from those of all others, so it cannot train with them:"
         " its torch is another build than the one that `make setup` installs, or its processor is at fault"
     )
 

@@ -206,7 +206,7 @@ class LightMember:
         over."""
         self._era = self._endpoint.era
         for key, (version, layer) in (await self._kept.take(self._era, self._runtime.keys)).items():
-            logger.info("layer %s of version %d is here from before", key, version)
+            logger.info("layer %s of version %d is here from an earlier process", key, version)
             self._gathered[key] = _Gathered(version, layer)
             self._news.set()  # it lacks the steps since
         gathering = asyncio.create_task(self._gather(), name=f"gather the state of group {self._group.stage}")
@@ -222,7 +222,7 @@ class LightMember:
         """Store the incomplete state for this peer's next life."""
         if self._gathered and self._endpoint.era == self._era:
             timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # no step runs meanwhile
-            logger.info("keeping %d layers for the next life", len(timed.value))
+            logger.info("keeping %d layers for the next process", len(timed.value))
             await self._kept.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
 
     async def _next(self) -> None:
@@ -312,7 +312,7 @@ class LightMember:
                 await self._step_due(due, mean_N)
                 continue
             for key in due:
-                logger.info("step %d has passed layer %s by: it comes again", step, key)
+                logger.info("layer %s lacks the gradient of step %d: fetching it again", key, step)
                 del self._gathered[key]
 
     async def _step_due(self, due: list[str], mean_N: Tensor) -> None:
@@ -433,7 +433,7 @@ class LightMember:
         proofs = await self._compute.run_on_host(lambda: {key: layer.proof() for key, layer in layers.items()})
         differing = [key for key in keys if proofs[key] != digests[key]]
         for key in differing:
-            logger.warning("layer %s is not what its holders have signed: it comes again", key)
+            logger.warning("layer %s differs from what its holders have signed: fetching it again", key)
             del gathered[key]
         if differing:
             self._news.set()

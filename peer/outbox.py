@@ -87,7 +87,7 @@ class Outbox:
                             self._queues[peer] = {key: message} | queue
                         await asyncio.sleep(_RETRY_S)
                 except (Refused, RemoteError) as error:
-                    logger.debug("%s did not go down: %s", type(message).__name__, error)
+                    logger.debug("%s was declined: %s", type(message).__name__, error)
                 else:
                     if self._on_reply:
                         self._on_reply(peer, reply)

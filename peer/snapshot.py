@@ -98,7 +98,7 @@ OnDamage = Callable[[DamagedSnapshot], None]
 
 
 def log_damage(damage: DamagedSnapshot) -> None:
-    logger.warning("%s: going by the one before it", damage)
+    logger.warning("%s: using the one before it", damage)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def read_newest(disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: 
                 on_damage(passed_over)
             return snapshot
     if damaged:
-        raise LocalError(f"there is no sound snapshot in {disk.where(folder)}: {max(damaged, key=_age_of_damage)}")
+        raise LocalError(f"there is no undamaged snapshot in {disk.where(folder)}: {max(damaged, key=_age_of_damage)}")
     raise LocalError(f"there is no snapshot in {disk.where(folder)}")
 
 

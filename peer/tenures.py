@@ -218,7 +218,7 @@ class Tenure(ABC):
                 logger.error("our state at version %d is not the group's: fetching it", version)
                 self._resync(mate)
             case _:
-                raise AssertionError(f"nobody carries out {command}")
+                raise AssertionError(f"no driver carries out {command}")
 
     def _begin_round(self, start: RoundStart) -> None:
         self._tasks.spawn(self._reduce(*self.reductions.begin(start)), f"round {start.step}")
@@ -437,7 +437,7 @@ class Tenure(ABC):
             try:
                 stored = await base.get(held.keys, members, mates=self.core.group.mates)
             except (Unreachable, Refused, RemoteError) as error:
-                logger.info("group %d has not its base yet: %s", self.group_id, error)
+                logger.info("group %d does not have its base yet: %s", self.group_id, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             await self.compute.run("step", functools.partial(held.load_base, stored), flop=0.0)
@@ -510,11 +510,11 @@ class Tenure(ABC):
                 self._end(reduction)
             else:
                 reduction.refused(source, meta.start)
-                self._note_unsound(source, meta.step, "we take no mean of it")
+                self._note_unsound(source, meta.step, "we ignore its means")
 
     async def _add_up(self, reduction: Reduction, chunks: Sequence[int]) -> None:
         for peer in sorted(await self.compute.run_on_host(reduction.adding(chunks))):
-            self._note_unsound(peer, reduction.start.step, "they count for nothing")
+            self._note_unsound(peer, reduction.start.step, "ignored")
         self._pieces.send(reduction.added(chunks), reduction.start, GatherPart)
         self._end(reduction)
 
@@ -561,7 +561,7 @@ class Tenure(ABC):
     def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None:
         """Continue from the `state` that an optimizer step has made."""
         if skipped_layers:
-            logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
+            logger.error("step %d: %d layers had a gradient with NaN or infinity", state.version, skipped_layers)
         self._note_gradient(state)  # first: the next round may drop the gradient
         self._reached(state, digest, state.gradient_norm)
         self.witnesses.look(state)
@@ -600,7 +600,7 @@ class Tenure(ABC):
             if not self._pressing.stands_still(reduction, now_s) or reduction is None or self._closed:
                 continue
             owing = ", ".join(peer[-8:] for peer in sorted(reduction.missing_from()))
-            logger.info("round %d does not end, for want of pieces from %s", version, owing)
+            logger.info("round %d does not end: pieces are missing from %s", version, owing)
             for peer in sorted(reduction.refused_from):  # we refuse its means: it is no member for us any more
                 self.handle(PeerDied(peer, is_barred=True))
             self.handle(StoodStill())

@@ -358,7 +358,7 @@ class Commit:
         if not self._is_near(source):
             raise Refused(self.me, f"does not know the sender as a member of group {self.stage}")
         if not self._rounds.is_sound(start):
-            raise RemoteError(source, "opens a round that nobody can reduce, or under a number from far ahead")
+            raise RemoteError(source, "opens a round that cannot be reduced, or with a number far ahead")
         return self._hold_to(start)
 
     def _hold_to(self, message: RoundStart) -> list[CommitCommand]:

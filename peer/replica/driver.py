@@ -203,7 +203,7 @@ class Replica(Tenure):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("no memory for %s: freeing what can be made again, and trying once more", job)
+            logger.warning("no memory for %s: freeing caches, and trying once more", job)
             self._s.listeners.on_no_memory()
 
         def again() -> T:
@@ -304,7 +304,7 @@ class Replica(Tenure):
             0 <= microbatch.step <= training.steps
             and -training.validation_microbatches <= microbatch.index < training.microbatches_per_step
         ):
-            raise RemoteError(source, f"sent microbatch {microbatch}, which this run has not")
+            raise RemoteError(source, f"sent microbatch {microbatch}, which this run does not have")
 
     # --- the step ---
 

@@ -84,7 +84,7 @@ class FirstReplica(Replica):
         self._refuse_if_closed()
         try:
             if source in self._staying and source in self.audience:  # else it has not told us since
-                raise Refused(self._endpoint.peer_id, "stands still for those alone that leave")
+                raise Refused(self._endpoint.peer_id, "halts only for peers that leave")
             return await self._calls.answered(
                 Halted, lambda call: self.handle(HaltAsked(source, message.at_once, call))
             )
@@ -103,7 +103,7 @@ class FirstReplica(Replica):
     def _say_refused(self, source: PeerID, what: str, reason: str) -> None:
         if (source, reason) not in self._refused and self.core.group.is_lead:
             self._refused.add((source, reason))
-            logger.warning("%s asks %s, which is refused: %s", source[-8:], what, reason)
+            logger.warning("%s asks %s; refused: %s", source[-8:], what, reason)
 
     async def _on_again(self, source: PeerID, message: Again) -> Done:
         self.handle(RepairArrived(source, message.items))
@@ -158,5 +158,5 @@ class FirstReplica(Replica):
         try:
             await self._endpoint.ask(member, Again(items=tuple((m.step, m.index) for m in again)), Done)
         except (Unreachable, Refused, RemoteError) as error:
-            logger.info("runs itself again what %s does not: %s", member[-8:], error)
+            logger.info("%s declines repairs, which run here: %s", member[-8:], error)
             self.handle(RepairDeclined(member, again))

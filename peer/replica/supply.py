@@ -408,7 +408,7 @@ class Supply:
         first = -self.book.validation_microbatches if validates else 0
         for step, index in items:
             if not (0 <= step <= self.book.steps and first <= index < self.book.microbatches):
-                raise RemoteError(leader, f"grants microbatch ({step}, {index}), which this run has not")
+                raise RemoteError(leader, f"grants microbatch ({step}, {index}), which this run does not have")
 
     # --- the leader ---
 
@@ -526,7 +526,7 @@ class Supply:
     def _repair(self, source: PeerID, step: int, bitmap: bytes, now_s: float) -> list[SupplyCommand]:
         self._check_holder(source)
         if not 0 <= step < self.book.steps:
-            raise RemoteError(source, f"wants step {step} again, which this run has not")
+            raise RemoteError(source, f"wants step {step} again, which this run does not have")
         count = self.book.microbatches
         asked = indices_from(bitmap, count=count)
         # What is not back at stage 0 yet is still on its way to the stage that lacks it.
@@ -550,7 +550,7 @@ class Supply:
             self._spared_s = now_s  # once in that time, for all askers together
             return asked
         if asked and may_run <= 0:
-            raise Refused(self.group.me, "has had so much run again for the sender of late that nothing more does now")
+            raise Refused(self.group.me, "has used up the sender's share of repairs for now")
         self._repaired_until_s[source] = until_s + may_run * each_s
         return may_run
 
@@ -580,10 +580,10 @@ class Supply:
 
     def _take_part(self, source: PeerID, items: Sequence[tuple[int, int]]) -> list[SupplyCommand]:
         if source != self.group.lead or self._stopped or not self.group.ready:
-            raise Refused(self.group.me, "makes nothing for the sender")
+            raise Refused(self.group.me, "takes no repairs from the sender")
         self._check(source, items)
         if any(step > self.book.version + self.book.s_max + _STEPS_APART for step, _ in items):
-            raise Refused(self.group.me, "is not as far as that")
+            raise Refused(self.group.me, "has not reached that step")
         for step, index in items:
             self.book.take(step, 1 << index)
         return [Make(Microbatch(step, index), True) for step, index in items]
@@ -602,7 +602,7 @@ class Supply:
         self._check_holder(source)
         halt = self._halts.setdefault(source, _Halt(ends_s=now_s + HALTED_S_MAX))
         if now_s >= halt.ends_s:
-            why = f"has stood still for the sender for {HALTED_S_MAX:.0f} s, and does so again once it has been away"
+            why = f"has halted for the sender for {HALTED_S_MAX:.0f} s, and halts again only once it has been away"
             raise Refused(self.group.me, why)
         halt.until_s = min(now_s + HALT_S, halt.ends_s)
         return [Answer(call, Halted(version=self.book.halt(at_once=at_once)))]
@@ -627,9 +627,9 @@ class Supply:
         if not self.group.has_place(source):
             raise Refused(self.group.me, "does not know the sender as a member of stage 0")
         if not 0 <= result.index < self.book.validation_microbatches or not 0 <= result.step <= self.book.steps:
-            raise RemoteError(source, "reports a validation microbatch that this run has not")
+            raise RemoteError(source, "reports a validation microbatch that this run does not have")
         if result.step > self.book.version + OPEN_STEPS_MAX:
-            raise Refused(self.group.me, "is not as far as that")
+            raise Refused(self.group.me, "has not reached that step")
         return self._record(result)
 
     def _record(self, result: ValidationResult) -> list[SupplyCommand]:
