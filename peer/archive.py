@@ -65,17 +65,17 @@ class Archive:
         """Found damaged when read; not offered to others."""
         self._complained_s = -_COMPLAIN_S
         self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
-        """(era, version) of the last snapshots written in this life, of any layers."""
+        """(era, version) of the last snapshots that this process wrote, of any layers."""
         self._wanted: dict[int, None] = {}
         """Versions for which a snapshot was requested, the latest request last."""
         self.era_begun = -1
-        """The newest era that we may no longer begin: we have begun it in this life, or know that it is under way."""
+        """The newest era that we may no longer begin: this process has begun it, or knows that it is under way."""
         self._groups_begun: set[int] = set()
-        """The groups in which we have begun it in this life."""
+        """The groups in which this process has begun it."""
         self._noted = (-1, 0)
-        """The newest era that we have seen under way, in this life or an earlier one, and its version then."""
+        """The newest era that this or an earlier process has seen under way, and its version then."""
         self._saved = 0
-        """Version of the last snapshot written here, in this life or an earlier one; 0: none."""
+        """Version of the last snapshot that this or an earlier process wrote here; 0: none."""
         self.unsaved = ""
         """A sentence that names the steps that the disk did not take, and why; empty: it took the last snapshot."""
         self._certified: frozenset[tuple[int, int]] = frozenset()
@@ -128,7 +128,7 @@ class Archive:
         return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:
-        """Read what an earlier life of this peer has left on the disk."""
+        """Read what an earlier process of this peer has left on the disk."""
         if self._disk is not None:
             await self._run_blocking(self._look)
             await self._run_blocking(self._check)
@@ -136,10 +136,10 @@ class Archive:
             await self._run_blocking(self._recall_era)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
-        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and life.
+        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process.
 
-        A later life may do so again unless it knows of progress in the era (`note_era`): its beginning is the same bits
-        every time, and no other peer may have it. After progress, the others have gone on, or the state is lost."""
+        A later process may do so again unless it knows of progress in the era (`note_era`): the beginning is the same
+        bits every time, and no other peer may have it. After progress, the others have gone on, or the state is lost."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True

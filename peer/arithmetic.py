@@ -83,7 +83,7 @@ class Runtime(Held, Protocol):
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
         """Send activations to the next stage in the format `leaving`, and take them from the stage before in `coming`;
-        gradients return in the format that belongs to it."""
+        gradients to that stage travel in the format that goes with `coming`."""
         ...
 
 
@@ -143,7 +143,7 @@ class HeldExpert(Held, Protocol):
 
 
 class Arithmetic(Protocol):
-    """The arithmetic of one peer, for its whole life."""
+    """The computations of one peer, and what its device can hold."""
 
     vectors: Vectors
     tokens: TokenWire

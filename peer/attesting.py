@@ -71,7 +71,7 @@ class Attesting:
         self._on_news()
 
     async def sign_stored(self, plan: Plan) -> None:
-        """Sign the layers of our places that an earlier life of this peer has saved, if no plan certifies them."""
+        """Sign the layers of our places that an earlier process of this peer has saved, if no plan certifies them."""
         for group in plan.groups_of(self._endpoint.peer_id):
             keys = group_keys(self._model, plan, group)
             newest = max((age for age, of in self._certified if of == keys), default=(-1, 0))

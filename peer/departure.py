@@ -144,7 +144,7 @@ class Departure:
     # --- halt ---
 
     async def _halt(self, tenure: Tenure, until_s: float) -> None:
-        """Wait until the group reaches the halt version or the deadline."""
+        """Ask for a halt, and wait until the group reaches the halt version or the deadline."""
         began_s = self._clock.now_s()
         half_s = (until_s - began_s) * _HALT_SHARE / 2
         heartbeat_s = self._spec.swarm.heartbeat_s

@@ -148,7 +148,7 @@ class PeerDriver:
         self._probing: asyncio.Task[None] | None = None
         self._to_probe: list[PeerID] = []
         self._far: set[PeerID] = set()
-        """Peers on other machines whose link was probed since the last joint probe of several links."""
+        """Peers on other machines that we have probed since the last joint probe of several links."""
         self._beside: tuple[PeerID, ...] = ()
         self._card_bytes_per_s = 0.0
         """Highest rate sent over several links at once."""

@@ -1,4 +1,4 @@
-"""Layers of the state that a light member (`light.py`) has when it ends, on its disk, for its next life.
+"""Layers of the state that a light member (`light.py`) has when it ends, on its disk, for its next process.
 
 They are of use as long as some peer has the reduced gradients of the steps since. They are not offered to others: they
 lie beside the snapshots, in their format, under a BLAKE3 of each file, and are read once.
@@ -52,7 +52,7 @@ class KeptLayers:
             logger.warning("cannot keep layers, which will be fetched again: %s", error)
 
     async def take(self, era: int, keys: Collection[str]) -> dict[str, tuple[int, LayerState]]:
-        """Read and remove the layers that an earlier life has left.
+        """Read and remove the layers that an earlier process has left.
         Returns: key -> (version, layer on the host), for the undamaged ones of this era in `keys`."""
         taken: dict[str, tuple[int, LayerState]] = {}
         if self._disk is None:

@@ -11,7 +11,7 @@ state and are no longer fetched; and no holder keeps a version of the whole stat
 Once all layers are here and match what most holders have signed, the member is a full member from the next commit on.
 If weights and rounds fill its line it stays light; its log says how much is here.
 
-A light member computes only with weights whose digest most holders agree on. A liar among the others can make it learn
+A light member computes only with weights on whose digest most holders agree. A liar among the others can make it learn
 nothing wrong, and the state that it ends with has their signatures.
 """
 
@@ -78,7 +78,7 @@ class LightMember:
         num_pieces: (step) -> pieces that have come of our round of that step; None: there is no such round.
         take: compute with these weights from now on; the pipeline and the group know it when this returns.
         join: take part in the group, and take traffic.
-        kept: stores layers of the state between two lives of this peer.
+        kept: stores layers of the state between two processes of this peer.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class LightMember:
 
     @property
     def num_layers(self) -> tuple[int, int]:
-        """(Layers whose state is here, layers)."""
+        """(Layers with their state here, all layers)."""
         return len(self._gathered), len(self._sizes)
 
     @property
@@ -158,7 +158,7 @@ class LightMember:
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step whose reduced gradient some layer, here or coming, may still lack."""
+        """Return the first step of which some layer, here or coming, may still lack the reduced gradient."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a light member ---
@@ -219,7 +219,7 @@ class LightMember:
             await asyncio.gather(gathering, return_exceptions=True)
 
     async def keep(self) -> None:
-        """Store the incomplete state for this peer's next life."""
+        """Store the incomplete state for this peer's next process."""
         if self._gathered and self._endpoint.era == self._era:
             timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # no step runs meanwhile
             logger.info("keeping %d layers for the next process", len(timed.value))
@@ -287,7 +287,7 @@ class LightMember:
             self._news.set()  # dropped layers are fetched again
 
     async def _go_to(self, version: int, params: Mapping[str, Tensor]) -> None:
-        """Compute with the weights of `version`. Args: params: of the layers whose state is not here."""
+        """Compute with the weights of `version`. Args: params: of layers without their state here."""
         gathered, vectors, keys = self._gathered, self._runtime.vectors, self._runtime.keys
 
         def make() -> dict[str, Tensor]:
@@ -301,7 +301,7 @@ class LightMember:
         logger.info("group %d computes with weights of version %d: %s", self._group.stage, version, come)
 
     async def _step_to(self, version: int, keys: tuple[str, ...] | list[str]) -> None:
-        """Step these layers to `version`. Drop a layer whose reduced gradient is not available."""
+        """Step these layers to `version`. Drop a layer if its reduced gradient is not available."""
         oldest = min((self._gathered[key].version for key in keys if key in self._gathered), default=version)
         for step in range(oldest, version):
             due = [key for key in keys if key in self._gathered and self._gathered[key].version == step]

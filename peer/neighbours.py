@@ -97,7 +97,7 @@ class Neighbours:
         return sorted(self._hellos.items())
 
     def forget(self, peer: PeerID) -> None:
-        """Forget a peer that no plan names any more, or whose words are of an earlier era."""
+        """Forget a peer: no plan names it any more, or its words are of an earlier era."""
         self._hellos.pop(peer, None)
         self._silent.pop(peer, None)
         self._told.pop(peer, None)

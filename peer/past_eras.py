@@ -1,4 +1,4 @@
-"""Chooses the past eras whose snapshots this peer still keeps, so that the run can return to them.
+"""Chooses the past eras of which this peer still keeps snapshots, so that the run can return to them.
 
 A roll-back may have been a mistake. So the last snapshots of an older era stay until the new era has its own on enough
 disks, and for a week after the older era's end, for `shoal recover --era`. They cost room: if there are too many older
@@ -51,7 +51,7 @@ class PastEras:
         replace_file(self._disk, self._path, text.encode())
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
-        """Return the older eras in `ages` whose snapshots stay."""
+        """Return the older eras in `ages` that keep their snapshots."""
         versions = _last_versions(ages)
         current = max(versions, default=0)
         young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]

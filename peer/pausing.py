@@ -1,4 +1,4 @@
-"""Pauses a peer whose owner wants the device: it stops computing, and others do not wait for its work.
+"""Pauses a peer while its owner uses the device: it stops computing, and others do not wait for its work.
 
     pause     at once         closed: neighbours and group send nothing new; what has not begun goes back
     + 0.5 s   no backward     what has no gradient yet goes back too; contributions are still reduced

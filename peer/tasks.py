@@ -1,4 +1,4 @@
-"""Background tasks that end with their owner, and whose errors are reported."""
+"""Background tasks that end with their owner and report their errors."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -242,7 +242,7 @@ class Tenure(ABC):
 
     @property
     def light_layers(self) -> tuple[int, int] | None:
-        """(Layers whose state is here, layers of the group) while we are a light member; else None."""
+        """(Layers with their state here, layers of the group) while we are a light member; else None."""
         return self._light.num_layers if self._light is not None and self.is_light else None
 
     @property
@@ -642,7 +642,7 @@ class Tenure(ABC):
             self._light.behind()
 
     def _means_wanted_from(self) -> int:
-        """Return the first step whose reduced gradient a replaying peer or an incoming layer of ours still needs."""
+        """Return the first reduced gradient (by step) that a replaying peer or an incoming layer of ours needs."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_mates, group.whole_mates, version=self.version, now_s=now_s)
         return min(self._s.server.pinned_from(), absent, self._lacks_from())

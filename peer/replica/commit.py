@@ -496,7 +496,7 @@ class Commit:
 
     @property
     def round_mates(self) -> tuple[PeerID, ...]:
-        """The other members of rounds whose results have not been compared."""
+        """The other members of rounds with results that are not compared yet."""
         return tuple(sorted(self._rounds.named - {self.me}))
 
     # --- inside ---

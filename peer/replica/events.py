@@ -332,7 +332,7 @@ class RepairAsked:
 
 @dataclass(frozen=True, slots=True)
 class RepairArrived:
-    """The leader hands us these (step, index) to run again."""
+    """The leader hands us repairs: these (step, index) run again."""
 
     source: PeerID
     items: tuple[tuple[int, int], ...]
@@ -340,7 +340,7 @@ class RepairArrived:
 
 @dataclass(frozen=True, slots=True)
 class RepairDeclined:
-    """A member does not take its part of the microbatches to run again."""
+    """A member does not take its part of the repairs."""
 
     member: PeerID
     microbatches: tuple[Microbatch, ...]
@@ -409,7 +409,7 @@ class VersionReached:
 
 @dataclass(frozen=True, slots=True)
 class SupplyStopped:
-    """We drain or pause: we claim nothing more and take no microbatches to run again."""
+    """We drain or pause: we claim nothing more and take no repairs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class CommitTimes:
         self._contributed_s[step] = now_s
 
     def told(self, longest_s: float) -> None:
-        """Note the time that a replica of the next stage tells us."""
+        """Note the longest commit time that a replica of the next stage reports."""
         self._told_s.append(longest_s)
         self.longest_s = max(self._median_s, max(self._told_s))
 

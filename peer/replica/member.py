@@ -132,7 +132,7 @@ class MemberCore(ABC):
         """Translate a peer's `hello` into its state in our group."""
 
     def _more_follows(self, step: int) -> bool:
-        """True if more microbatches of `step` are here, and the group will hear of their contributions."""
+        """True if more microbatches of `step` are here, so that news of a contribution may wait for theirs."""
         return False
 
     def _changed(self, now_s: float) -> list[Command]:

@@ -114,7 +114,7 @@ class Schedule:
     control: Control | None = None
     synchronous_steps: int = 0
     upstream: frozenset[PeerID] = frozenset()
-    """Replicas of the stage before, draining ones included: the peers whose activations we take."""
+    """The senders of activations that we accept: replicas of the stage before, draining ones included."""
     _flights: dict[Microbatch, Flight] = field(init=False, default_factory=dict)
     _waiting: set[Microbatch] = field(init=False, default_factory=set)
     _returned: set[Microbatch] = field(init=False, default_factory=set)

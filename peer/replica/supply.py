@@ -88,9 +88,9 @@ _SHARE_TIMES = 1.1
 """A member quicker than the plan says computes up to this multiple of its share, so that the step does not wait for
 slower ones. Beyond it, its network card would carry more than the plan counts with."""
 _STEPS_APART = 2
-"""Steps that the leader may be ahead of a member that takes microbatches to run again."""
+"""Steps that the leader may be ahead of a member that takes repairs."""
 _ANSWERS_KEPT = 16
-"""The quickest of this many answers did not wait for something to grant."""
+"""Number of recent answers to claims. The quickest did not wait for something to grant."""
 _VALIDATIONS_KEPT = 4
 """Versions back for which the loss of a validation microbatch still counts."""
 
@@ -193,7 +193,7 @@ class Supply:
     """The halts of leaving members that are the only holder of a stage. No step begins while one of them is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_SEEN))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Asker of repairs -> when the run is so far on that its repairs are within their share of all work."""
+    """Asker of repairs -> when its repairs so far will be within their share of all work."""
     _spared_s: float = field(init=False, default=0.0)
     """When repairs beyond that share were last admitted because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
@@ -210,7 +210,7 @@ class Supply:
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]:
-        """The members whose claims wait for something to grant."""
+        """The members with a claim that waits for something to grant."""
         return tuple(self._claims)
 
     @property
@@ -521,7 +521,7 @@ class Supply:
         self._out.pop(microbatch, None)
         return [Make(microbatch, begun)]
 
-    # --- what runs again ---
+    # --- repairs ---
 
     def _repair(self, source: PeerID, step: int, bitmap: bytes, now_s: float) -> list[SupplyCommand]:
         self._check_holder(source)
