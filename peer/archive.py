@@ -138,8 +138,8 @@ class Archive:
     def begin_era(self, era: int, group: int = 0) -> bool:
         """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process.
 
-        A later process may do so again unless it knows of progress in the era (`note_era`): the beginning is the same
-        bits every time, and no other peer may have it. After progress, the others have gone on, or the state is lost."""
+        A later process may do so again unless it knows of progress in the era (`note_era`): the beginning has the same
+        bits every time, and no other peer may have it. With progress, the others have gone on or the state is lost."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True

@@ -60,7 +60,7 @@ class KeptLayers:
         try:
             await self._run_blocking(partial(self._take, self._disk, era, keys, taken))
         except (LocalError, OSError) as error:
-            logger.warning("cannot read the layers that an earlier life has left: %s", error)
+            logger.warning("cannot read the layers that an earlier process has left: %s", error)
         return taken
 
     def _write(self, disk: Disk, era: int, layers: Mapping[str, tuple[int, LayerState]]) -> None:
