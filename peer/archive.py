@@ -71,7 +71,6 @@ class Archive:
         self.era_begun = -1
         """The newest era that we may no longer begin: this process has begun it, or knows that it is under way."""
         self._groups_begun: set[int] = set()
-        """The groups in which this process has begun it."""
         self._noted = (-1, 0)
         """The newest era that this or an earlier process has seen under way, and its version then."""
         self._saved = 0
@@ -223,7 +222,7 @@ class Archive:
         return any(map(self._is_old(safe), ages))
 
     async def thin(self, safe: tuple[int, int]) -> None:
-        """Remove snapshots before `safe`, also of layers no longer ours, except older eras that the run may return
+        """Remove snapshots before `safe`, even of layers no longer ours, but keep older eras that the run may return
         to."""
         disk = self._disk
         if disk is None:
@@ -332,8 +331,7 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, disk: Disk, age: tuple[int, int]) -> None:
-        """Delete layer groups that none of the last ten snapshots contains, the newest at `age`; `thin` handles older
-        eras."""
+        """Delete layer groups that the last ten snapshots, up to `age`, do not contain; `thin` handles older eras."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:

@@ -102,8 +102,7 @@ class DenseRuntime(Runtime, Protocol):
 
 
 class TrunkRuntime(Runtime, Protocol):
-    """A stage's layers without placed experts (`shoal.peer.pipeline.trunk.StageTrunk`). `flop`: of a job's first
-    part."""
+    """A stage's layers without placed experts (`shoal.peer.pipeline.trunk.StageTrunk`). `flop`: of a first part."""
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
@@ -160,8 +159,8 @@ class Arithmetic(Protocol):
         ...
 
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        """Make one step of one layer from `version` on the device, with the same bits as a replica's step. State and
-        gradient lie in the host's memory."""
+        """Make a layer's step from `version` on the device, with a replica's bits; state and gradient are on the
+        host."""
         ...
 
     def seed_base(self, key: str) -> Tensor:

@@ -6,8 +6,7 @@ with the members of the plan, which pass on what they have. Layers stay on the d
 travels to a peer once, and every peer that has held a layer can give it. A keeper of a copy of a stage's state gets the
 stage's base too (`copies.py`): a stage that dies comes back whole.
 
-If the model's head is its embedding (`model.tied`), both layers begin with the same bytes, which come only once to a
-peer that needs both.
+If the head is the embedding (`model.tied`), both layers begin with the same bytes, which come only once to a peer.
 
 Without digests the run's seed makes the base, and nothing travels.
 """

@@ -392,8 +392,7 @@ class PeerDriver:
         self._follow_soon()
 
     def _carry(self, plan: Plan) -> None:
-        """Prepare the next layout: keep our state if the layout ends here, fetch missing layers, keep gradients for
-        others."""
+        """Prepare the next layout: keep our state if the layout ends here, fetch missing layers, keep gradients."""
         self._carried.follow(plan)
         self._ahead.follow(plan)
         self.server.trail.follow(plan)
@@ -508,7 +507,7 @@ class PeerDriver:
                 self._neighbours.say_news(self.replica.audience)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Replay Hellos that came before the plan. Args: before: the plan that our replica lived under; None: it is
+        """Replay Hellos that came before the plan. Args: before: the plan that our replica followed; None: it is
         new."""
         audience = frozenset(self.replica.audience) if self.replica else frozenset()
         for peer, hello in self._neighbours.words():
@@ -556,8 +555,7 @@ class PeerDriver:
             self.replica.follow(plan)
 
     def _drains_in_vain(self, plan: Plan, stage: int) -> bool:
-        """True if draining is pointless: our stage is gone, or a remaining member is unreachable, which would have to
-        reduce with us."""
+        """True if draining is pointless: our stage is gone, or we cannot reach a member that would reduce with us."""
         if self._plan is None or self._plan.plan.era != self._endpoint.era or stage >= len(plan.stages):
             return True
         return any(self._meter.cannot_reach(peer) for peer in plan.stages[stage].peers)
@@ -655,7 +653,6 @@ class PeerDriver:
         return any(tenure.is_stepping and set(keys) <= set(tenure.keys) for tenure in self._tenures)
 
     async def _stored(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
-        """Read those of the layers at that version that we carry or have on disk."""
         carried = self._carried.read(era, version)
         found = {key: carried[key] for key in keys if key in carried}
         missing = tuple(key for key in keys if key not in found)
@@ -708,8 +705,8 @@ class PeerDriver:
                 await self._probe_card()
 
     async def _drop_unreachable(self) -> None:
-        """Try all doubtful peers at once and skip those that do not answer. One by one they would take as long as the
-        first plan waits."""
+        """Skip doubtful peers that do not answer. All are tried at once: one by one would outlast the first plan's
+        wait."""
         doubtful = [p for p in self._to_probe if self._meter.cannot_reach(p) or not self._meter.has_met(p)]
         answers = await asyncio.gather(*(self._link_probe.answers(peer) for peer in doubtful))
         silent = {peer for peer, answer in zip(doubtful, answers, strict=True) if not answer}

@@ -79,10 +79,8 @@ class _Source:
     """Seconds in which a byte of a gradient comes, a recent average; 0: not known yet."""
     num_samples: int = 0
     rates: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Peer -> bytes/s of the last layer that it gave us."""
     came_bytes: int = field(init=False, default=0)
     is_full: bool = False
-    """We cannot replay any more of its layers."""
     task: asyncio.Task[None] | None = None
 
     @property

@@ -24,8 +24,7 @@ _ALL: Final = 2**31
 
 
 class KeptLayers:
-    """Keeps a light member's fetched layers on disk for the next process of the peer. Args: disk: None keeps
-    nothing."""
+    """Keeps a light member's layers on disk for the peer's next process. Args: disk: None keeps nothing."""
 
     def __init__(
         self,

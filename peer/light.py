@@ -60,7 +60,6 @@ _LOOK_S = 0.1
 _NEVER = 2**62
 
 StepLayer = Callable[[str, LayerState, Tensor, int], LayerState]
-"""See `Arithmetic.step_layer`."""
 
 
 @dataclass(slots=True)
@@ -202,8 +201,7 @@ class LightMember:
         return False  # awaiting the failed fetch raises its error
 
     async def run(self) -> StageState:
-        """Stay light until the state is whole. Returns: the state at the group's version, for the caller to take
-        over."""
+        """Stay light until the state is whole. Returns: the state at the group's version, to be taken over."""
         self._era = self._endpoint.era
         for key, (version, layer) in (await self._kept.take(self._era, self._runtime.keys)).items():
             logger.info("layer %s of version %d is here from an earlier process", key, version)

@@ -35,8 +35,7 @@ from shoal.protocol.messages import LinkReport
 from shoal.protocol.ports import CallHandler, Clock, FrameHandler, Payload, Priority, Transport
 
 REPORTED_MAX: Final = 64
-"""Links that a peer reports: those with the most traffic. With 64 a thousand peers report all that a coordinator
-needs."""
+"""Links that a peer reports, those with the most traffic. 64 are enough for a swarm of a thousand peers."""
 REPORTS_PER_BEAT: Final = 4
 """Links in a heartbeat, in turn. A report is about 80 bytes, so a thousand peers send 320 kB a heartbeat."""
 _KEPT_MAX = 256
@@ -147,7 +146,6 @@ class LinkMeter:
         self._reports_max = LINKS_PER_HEARTBEAT_MAX
         """Links in the next heartbeat: all that fit until the coordinator has heard of each."""
         self._num_busy = 0
-        """Links on which something is being sent."""
         self._num_mixed = 0
         """Times that a second link began to send beside a first."""
         self._num_sending = 0

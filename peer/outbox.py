@@ -50,8 +50,7 @@ class Outbox:
         return not self._queues.get(peer)
 
     def forget(self, peer: PeerID) -> None:
-        """Drop all messages to a peer that is gone, and the call under way: its timeout would delay messages to a
-        successor under that name."""
+        """Drop all messages to a peer that is gone, and end the call under way, which could delay its successor's."""
         self._queues.pop(peer, None)
         sender = self._senders.get(peer)
         if sender is not None and sender is not asyncio.current_task():

@@ -18,8 +18,7 @@ from shoal.peer.tenures import Tenure
 from shoal.protocol.ports import Clock
 
 BACKWARDS_S: Final = 0.5
-"""Seconds for which returning gradients still get their backward. With jobs of half a second the peer is idle within
-one."""
+"""Seconds for which returning gradients still get their backward: a peer with jobs below 0.5 s is idle within 1 s."""
 HOLDS_PLACE_S: Final = 10.0
 """A shorter pause costs no plan and no transfer of state."""
 

@@ -26,8 +26,7 @@ _WIDTH: Final = 768
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:
-    """Return the dtype of this run's matrix products on this device. If the run leaves it open, time a layer in
-    both."""
+    """Return the dtype of this run's matrix products on this device; if the run leaves it open, time both."""
     if spec.training.compute != "auto":
         return torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
     if device.type == "cuda":

@@ -28,8 +28,7 @@ _REACH_S = 4.0
 _QUICK_S = 0.05
 """Shorter times say little about a rate: clocks, wake-ups and the way back take as long."""
 _ROUND_TRIPS_MIN = 1.5
-"""Longer times are the line's. A shorter one may be due to TCP's slow start: the second half arrives within one round
-trip."""
+"""Round trips below which a time may be TCP's slow start, in which half of the data arrives in the last one."""
 FAR_S = 0.002
 """A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
 _TOGETHER_S = 0.1

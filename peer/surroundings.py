@@ -42,7 +42,6 @@ class Listeners:
     """Callbacks of a peer's parts to the peer."""
 
     on_commit: Callable[[CommitReport], None]
-    """A commit for us to report."""
     on_witness: Callable[[CommitReport], None]
     """A commit that another member reports."""
     on_validation: Callable[[ValidationReport], None]
@@ -51,9 +50,7 @@ class Listeners:
     on_change: Callable[[], None]
     """Readiness or openness has changed: tell the neighbours."""
     on_resync: Callable[[Part], None]
-    """Our state differs from the group's: fetch it again."""
     on_unreachable: Callable[[PeerID], None]
-    """A call or a frame to the peer has failed."""
     on_unsound: Callable[[PeerID], None]
     """The peer has sent numbers into a round that no gradient has."""
     begin_era: Callable[[int, int], bool]

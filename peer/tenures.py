@@ -282,8 +282,7 @@ class Tenure(ABC):
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about our readiness. Members of a plan without us may wait for our last word as we
-        drain."""
+        """The peers to tell about our readiness, also those of a plan without us: they may wait for our last word."""
         group = self.core.group
         peers = dict.fromkeys(peer for peers in (*self._near(), group.mates, group.departing) for peer in peers)
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
@@ -539,8 +538,7 @@ class Tenure(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep our round's gradient, and step. Args: pieces: none where both ends of a tied model have added to it
-        since."""
+        """Keep our round's gradient, and step. Args: pieces: none where a tied model's ends have added to it since."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()

@@ -150,8 +150,7 @@ class Vectors:
         return memoryview(difference(before_C, after_C).numpy().data)
 
     def changed(self, before_C: Tensor, payload: Payload) -> Tensor:
-        """Apply a difference to get the later version, bfloat16 [C]. Raises: ValueError: the bytes are not a
-        difference."""
+        """Apply a difference. Returns: the later version, bfloat16 [C]. Raises: ValueError: it is not a difference."""
         return changed(before_C, torch.frombuffer(payload, dtype=torch.uint8))
 
     def rounded_of(self, payload: Payload) -> Tensor:

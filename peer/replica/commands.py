@@ -84,13 +84,11 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """The microbatch will not be computed here: its sender (at stage 0, with target None, the leader) sends it
-    elsewhere."""
+    """The microbatch will not be computed here: its sender (target None: stage 0's leader) sends it elsewhere."""
 
     microbatch: Microbatch
     target: PeerID | None
     begun: bool
-    """It may have run, here or elsewhere."""
 
 
 ScheduleCommand = Job | SendActivation | SendGradient | Contributed | Finished | Forget | HandBack

@@ -255,8 +255,8 @@ class Commit:
         return [*self._lead_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
     def _take_state(self, event: MemberState, now_s: float) -> list[CommitCommand]:
-        """Apply a member's presence. Ignore a peer in no recent plan of this group: a member that no other can hear
-        would block every reduction."""
+        """Apply a member's presence. Ignore a peer in no recent plan: an unreachable member would block every
+        reduction."""
         peer, ready = event.peer, event.ready
         if self._members.is_barred(peer):
             return []
@@ -512,8 +512,7 @@ class Commit:
         return self._rounds.number(rank, self.incarnation)
 
     def _tell_open_steps(self, *, to: PeerID | None = None) -> list[CommitCommand]:
-        """Tell our progress of all open steps, the current one last: it names our leader, which must first know our
-        grants."""
+        """Tell our progress of all open steps. The last names our leader, which must know our grants before it acts."""
         own = self._agreement.own if to and self.version else ()  # the receiver may lead without knowing our versions
         said: list[Digest | Progress] = [*own]
         said += [self._progress(s, names_lead=False) for s in sorted(self._tallies.steps) if s != self.version]
@@ -559,7 +558,7 @@ class Commit:
         return [Tell(start), *self._hold_to(start)]
 
     def _look_ahead(self, now_s: float) -> None:
-        """Plan to ask a member that is past our version, at once if no round brings it: only that member may have
+        """Plan to ask a member that is past our version; at once if no round brings it, as only that member may have
         it."""
         if self._agreement.is_behind(self.version):
             round_brings_it = self._rounds.has_named(self.me, self.version)

@@ -1,5 +1,4 @@
-"""Decides what one replica of a stage does: one entry for the events of its pipeline, its group and, at stage 0, its
-supply. Pure.
+"""Decides what one replica of a stage does: takes the events of its pipeline, group and, at stage 0, supply. Pure.
 
 Every event enters by `handle` and goes to the part that it is for. Requests from one part to another are carried out
 here, in their place among the commands, and never reach the driver:

@@ -363,8 +363,7 @@ class Replica(Tenure):
         self._look_whether_we_lag()
 
     def _look_whether_we_lag(self) -> None:
-        """Stop taking microbatches while our weights are too old: they would wait for new weights, and the step with
-        them."""
+        """Stop taking microbatches while our weights are too old: the group's step would wait for our next weights."""
         lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
         if lags != self.core.is_lagging:
             self.handle(Lagging(lags))
@@ -381,8 +380,7 @@ class Replica(Tenure):
 
     @property
     def forward_s(self) -> float:
-        """Median seconds of recent forwards, without placed experts (last stage: of the loss job); 0 before the
-        first."""
+        """Median seconds of recent forwards, without placed experts (last stage: of loss jobs); 0 before the first."""
         return self._forward_times.seconds
 
     @property

@@ -70,8 +70,7 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """We hold the group's state, or as a `light` member its weights. `remembers`: we can repair exactly what others
-    recompute of the previous step."""
+    """We hold the group's state, or if `light` its weights. `remembers`: we can repair the previous step exactly."""
 
     remembers: bool
     light: bool = False
@@ -79,8 +78,8 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """We are light, and our weights are (or are no longer) too old for every microbatch of the group: what has no
-    forward yet goes back to its sender."""
+    """We are light, and our weights are too old for every microbatch: those without a forward go back to their sender.
+    Or, with `lags` False, they are not any more."""
 
     lags: bool
 
@@ -113,8 +112,7 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The supply has granted `microbatch` to `peer`, and `peer` may die before it says so. Goes to the group's
-    losses."""
+    """The supply has granted `microbatch` to `peer`, which may die before it says so. For the group's losses."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -357,8 +355,7 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """A peer leaves that is the only holder of a stage: no further step is to begin. `at_once`: the steps that have
-    begun are not finished either."""
+    """The last holder of a stage leaves: no further step is to begin. `at_once`: none is finished either."""
 
     source: PeerID
     at_once: bool
@@ -502,8 +499,7 @@ class MemberSilent:
 
 @dataclass(frozen=True, slots=True)
 class WorkGranted:
-    """Stage 0: microbatch (step, index) is granted to us. `again`: it runs again, perhaps unknown to the present
-    leader."""
+    """Stage 0: microbatch (step, index) is granted to us. `again`: it runs again, perhaps unknown to the leader."""
 
     step: int
     index: int

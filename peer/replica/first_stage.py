@@ -1,5 +1,4 @@
-"""The driver of a replica of stage 0: it also makes and answers the supply's calls (`supply.py`), from its own group
-and from later stages."""
+"""The driver of a replica of stage 0: also makes and answers the supply's calls (`supply.py`)."""
 
 import asyncio
 import logging

@@ -60,8 +60,7 @@ class Window:
             long as the jobs; after that the window follows the measurements.
         gain: window over the measured product of rate and round trip, > 1. With equal stages whose jobs take +-30 %
             of the mean, 1.25 keeps the slowest one busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
-        memory: number of recent microbatches in the largest rate and the mean round trip; a plan change is felt
-            within that many.
+        memory: number of recent microbatches that count, and after which a plan change is felt.
     """
 
     num_stages: int

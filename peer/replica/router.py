@@ -83,8 +83,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Turns:
-    """Seconds that each claimant takes per microbatch: from one contribution to the next, or from the grant if it had
-    nothing else."""
+    """Seconds that each claimant takes per microbatch: since its previous one, or since the grant if that is later."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)
@@ -152,8 +151,8 @@ class Router:
         return peer in self._ready
 
     def pick(self, *, now_s: float, avoid: PeerID | None = None, shunned: Collection[PeerID] = ()) -> PeerID | None:
-        """Return the next target and count it as outstanding. Avoid `avoid` and then `shunned` if there are others.
-        None if no replica is ready."""
+        """Return the next target, now outstanding: neither `avoid` nor `shunned` if another is ready. None: none is
+        ready."""
         candidates = self._here
         if avoid is not None:
             candidates = [peer for peer in candidates if peer != avoid] or candidates

@@ -197,7 +197,6 @@ class Supply:
     _spared_s: float = field(init=False, default=0.0)
     """When repairs beyond that share were last admitted because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
-    """Version -> validation microbatch -> its loss."""
     _asked: _Asked | None = field(init=False, default=None)
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
     _stopped: bool = field(init=False, default=False)
@@ -555,8 +554,7 @@ class Supply:
         return may_run
 
     def _run_again(self, step: int, indices: Indices, now_s: float) -> list[SupplyCommand]:
-        """Share the microbatches among all open members. The leader alone would take as long as a dead replica's
-        share."""
+        """Share the microbatches among all open members: the leader alone would take too long."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[SupplyCommand] = []

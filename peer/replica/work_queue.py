@@ -81,8 +81,7 @@ class WorkQueue:
     def grant(
         self, count: int, due: Mapping[int, int] | None = None, *, due_to_validate: int | None = None
     ) -> list[Microbatch]:
-        """Grant up to `count` microbatches, and of each step and of validation at most what is due; None: no such
-        limit."""
+        """Grant up to `count` microbatches, at most what is due of each step and of validation; None: no limit."""
         validating = count if due_to_validate is None else min(count, due_to_validate)
         granted, self._validation = self._validation[:validating], self._validation[validating:]
         for step in self._open_steps():
