@@ -1,8 +1,8 @@
-"""Snapshots on this peer's disk: of what it trains, and of what other stages asked it to keep.
+"""Snapshots on this peer's disk: of the layers that it trains, and copies that other stages asked it to keep.
 
 A stage's state must survive the death of all of its replicas, so every few steps two members write it to their disks
-and each asks a peer outside the group to keep a copy. When a layer has no holder left the coordinator sees from the
-heartbeats (`holdings`) which version is still complete, and the run goes back to it.
+and each asks a peer outside the group to keep a copy. When a layer has lost its last holder, the coordinator sees from
+the heartbeats (`holdings`) which version is still complete, and the run goes back to it.
 """
 
 import asyncio
@@ -28,21 +28,18 @@ logger = logging.getLogger(__name__)
 
 FOLDER: Final = "snapshots"
 KEPT: Final = 2
-"""Newest versions of each group of layers in each era: stages write at slightly different times, so one whole step must
-remain. Once the coordinator has seen that every layer of one is on two disks, those before it go (`Archive.thin`)."""
+"""Newest versions kept of each layer group and era: stages write at slightly different times, so a whole step must
+remain. Once the coordinator has seen all layers of a step on two disks each, earlier ones go (`Archive.thin`)."""
 ABANDONED_SNAPSHOTS: Final = 10
-"""We remove a group of layers once we have written so many snapshots of other groups and none of it: other peers hold
-those layers now. Every peer keeps `KEPT` versions, so no roll-back needs one that is so old."""
+"""A layer group is removed after this many snapshots here without it: other peers hold it now. Every peer keeps `KEPT`
+versions, so no roll-back needs one that is so old."""
 _COMPLAIN_S = 60.0
 _WANTED_MAX = 16
-"""Versions asked for that are still to come; more than one only where coordinators or leavers overlap."""
+"""Requested versions that are still to come; more than one only where coordinators or leavers overlap."""
 
 
 class Archive:
-    """Args:
-    disk: None keeps nothing.
-    run_blocking: runs what blocks on the disk.
-    """
+    """Snapshots of one run on one peer's disk. Args: disk: None keeps nothing."""
 
     def __init__(
         self,
@@ -62,27 +59,26 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """One after the other: of several groups at once, who looks first might note last what is there."""
+        """One write at a time: otherwise the first to list the disk might be the last to store its list."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
-        """Not to be offered to others; found so when they were read."""
+        """Found damaged when read; not offered to others."""
         self._complained_s = -_COMPLAIN_S
         self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
-        """The last (era, version) that were written in this life, of whatever layers."""
+        """(era, version) of the last snapshots that this process wrote, of any layers."""
         self._wanted: dict[int, None] = {}
-        """Versions of which somebody has asked for a snapshot, the latest asked for last."""
+        """Versions for which a snapshot was requested, the latest request last."""
         self.era_begun = -1
-        """The newest era that this peer may not begin any more: it has, in this life, or knows that it is under way."""
+        """The newest era that we may no longer begin: this process has begun it, or knows that it is under way."""
         self._groups_begun: set[int] = set()
-        """In which groups, in this life."""
         self._noted = (-1, 0)
-        """The newest era that we have seen under way, in this life or an earlier one, and its version then."""
+        """The newest era that this or an earlier process has seen under way, and its version then."""
         self._saved = 0
-        """The version of the last snapshot that was written here, in this life or an earlier one; 0: none was."""
+        """Version of the last snapshot that this or an earlier process wrote here; 0: none."""
         self.unsaved = ""
-        """The steps that the disk did not take, and why, in a sentence; empty: it took the last snapshot."""
+        """A sentence that names the steps that the disk did not take, and why; empty: it took the last snapshot."""
         self._certified: frozenset[tuple[int, int]] = frozenset()
-        """The (era, version) that the live plan certifies, of whatever layers."""
+        """(era, version) that the live plan certifies, of any layers."""
 
     @property
     def keeps(self) -> bool:
@@ -90,21 +86,21 @@ class Archive:
 
     @property
     def has_lost_all(self) -> bool:
-        """Whether there were snapshots here, and none of them can be read."""
+        """True if snapshots were written here before, and none of them can be read."""
         return self._saved > 0 and not self._stored
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
-        """Newest first."""
+        """Snapshots here, newest first."""
         newest = sorted(self._stored.values(), key=lambda stored: (stored.age, stored.path), reverse=True)
         return tuple(Holding(era=stored.era, version=stored.version, layers=stored.keys) for stored in newest)
 
     def is_due(self, version: int) -> bool:
-        """Whether to write a snapshot of this version."""
+        """True if a snapshot of this version is to be written."""
         return self._disk is not None and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """Whether every member of a group signs what its layers are at this version, of which snapshots are written."""
+        """True if every member of a group signs its layers at this version, because snapshots of it are written."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -112,26 +108,26 @@ class Archive:
         return by_steps or version in self._wanted
 
     def want(self, version: int) -> None:
-        """Somebody asks for a snapshot of this version: it is due, beside those that are due by their number."""
+        """Write a snapshot of this version too, beside the regular ones."""
         self._wanted.pop(version, None)
         self._wanted[version] = None
         while len(self._wanted) > _WANTED_MAX:
             del self._wanted[next(iter(self._wanted))]
 
     def has(self, keys: Iterable[str], *, era: int, version: int) -> bool:
-        """Whether these layers are in one snapshot here."""
+        """True if one snapshot here has all these layers."""
         return any(stored.age == (era, version) and set(keys) <= set(stored.keys) for stored in self._stored.values())
 
     def follow(self, plan: Plan) -> None:
-        """What this plan certifies stays, whatever others have us write."""
+        """Keep what this plan certifies, whatever others have us write."""
         self._certified = frozenset(entry.age for entry in plan.certified)
 
     def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
-        """The (era, version) after `age` of snapshots here of just these layers."""
+        """Return the (era, version), later than `age`, of snapshots here of exactly these layers."""
         return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:
-        """Look what an earlier life of this peer has left."""
+        """Read what an earlier process of this peer has left on the disk."""
         if self._disk is not None:
             await self._run_blocking(self._look)
             await self._run_blocking(self._check)
@@ -139,12 +135,10 @@ class Archive:
             await self._run_blocking(self._recall_era)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
-        """Whether this peer may begin `era` from its beginning, as a member of a group: in one life once in each group.
+        """True if this peer may begin `era` from its beginning as a member of `group`: once per group and process.
 
-        In a later life again, as long as it knows of nothing that came of it (`note_era`): the beginning is the same
-        bits every time, and nobody else may have it. After that whoever comes back finds that the others have gone on,
-        or that the state is lost.
-        """
+        A later process may do so again unless it knows of progress in the era (`note_era`): the beginning has the same
+        bits every time, and no other peer may have it. With progress, the others have gone on or the state is lost."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True
@@ -155,7 +149,7 @@ class Archive:
         return True
 
     async def note_era(self, era: int, version: int) -> None:
-        """`era` is under way: it has come to `version`, which is past its beginning."""
+        """Note that `era` is under way: it has reached `version`, which is past its beginning."""
         if era > self.era_begun:
             self.era_begun, self._groups_begun = era, set()
         disk = self._disk
@@ -170,17 +164,17 @@ class Archive:
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
 
     async def note_rest(self, era: int, version: int) -> None:
-        """We leave at `version`, which is saved: the run went no further, as far as we know."""
+        """Note that we leave at `version`, which is saved: as far as we know the run went no further."""
         if self._disk is not None:
             self._noted = (era, version)
             await self._run_blocking(partial(self._note_saved, self._disk))
 
     def version_noted(self, era: int) -> int:
-        """Which version `era` has reached at least, as far as this peer remembers; 0: it does not."""
+        """Return the version that `era` has reached at least, as far as this peer remembers; 0: unknown."""
         return self._noted[1] if era == self._noted[0] else 0
 
     async def write(self, state: StageState, *, era: int) -> bool:
-        """Returns: False: the disk did not take it, which has been said; training goes on without."""
+        """Write a snapshot. Returns: False: the disk did not take it, which was logged; training goes on without."""
         disk = self._disk
         if disk is None:
             return False
@@ -204,7 +198,7 @@ class Archive:
             self._note_past()
             self._remove_abandoned(disk, (era, state.version))
             if self._past is not None and len({stored.era for stored in self._stored.values()}) > ERAS_KEPT + 1:
-                self._remove(disk, (era, 0))  # there is no room for so many, whatever others have
+                self._remove(disk, (era, 0))  # too many eras for the disk, whatever other peers have
                 self._look()
 
         try:
@@ -220,19 +214,16 @@ class Archive:
         return True
 
     def may_thin(self, safe: tuple[int, int]) -> bool:
-        """Whether there is something to remove before `safe` (era, version).
-
-        A coordinator that names a snapshot of which we have no part, nor any newer one, or that no plan certifies, is
-        not believed.
-        """
+        """True if snapshots before `safe` (era, version) can be removed. Do not believe a coordinator that names a
+        snapshot that no plan certifies, or that is newer than all of ours."""
         ages = self._ages
         if not ages or safe > max(ages) or safe not in self._certified or self._writing.locked():
             return False
         return any(map(self._is_old(safe), ages))
 
     async def thin(self, safe: tuple[int, int]) -> None:
-        """Remove all snapshots before `safe`, those of groups of layers that we hold no more among them, but for those
-        of older eras that may be gone back to."""
+        """Remove snapshots before `safe`, even of layers no longer ours, but keep older eras that the run may return
+        to."""
         disk = self._disk
         if disk is None:
             return
@@ -248,7 +239,7 @@ class Archive:
             self._complain(f"cannot remove old snapshots: {error.strerror or error}")
 
     async def read(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
-        """Those of the layers that are in sound snapshots of (era, version) here."""
+        """Read those of the layers that undamaged snapshots of (era, version) here have."""
         found: dict[str, LayerState] = {}
         disk = self._disk
         if disk is None:
@@ -266,7 +257,7 @@ class Archive:
             except LocalError as error:
                 logger.warning("%s", error)
                 self._damaged.add(stored.path)
-                self._stored.pop(stored.path, None)  # or pruned meanwhile
+                self._stored.pop(stored.path, None)  # it may have been pruned meanwhile
         return found
 
     @property
@@ -274,7 +265,6 @@ class Archive:
         return [stored.age for stored in self._stored.values()]
 
     def _is_old(self, safe: tuple[int, int]) -> Callable[[tuple[int, int]], bool]:
-        """Whether a snapshot of an (era, version) is needed no more, once `safe` is on disks enough."""
         kept = self._past.kept(self._ages, self._clock.wall_s()) if self._past is not None else frozenset()
         return lambda age: age < safe and (age[0] == safe[0] or age[0] not in kept)
 
@@ -311,13 +301,12 @@ class Archive:
     def _recall_era(self) -> None:
         assert self._disk is not None
         self._saved = max([self._saved, *(version for _, version in self._ages)])
-        with contextlib.suppress(OSError, ValueError):  # not there, or torn: as if it had not begun
+        with contextlib.suppress(OSError, ValueError):  # absent or torn: as if it had not begun
             era, version, *saved = (int(word) for word in self._disk.read(self._path).split())
             self._noted, self.era_begun = (era, version), era
             self._saved = max([self._saved, *saved])
 
     def _check(self) -> None:
-        """Leave out what is damaged before a plan goes by it."""
         assert self._disk is not None
 
         def note(damage: snapshot.DamagedSnapshot) -> None:
@@ -342,8 +331,7 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, disk: Disk, age: tuple[int, int]) -> None:
-        """Where the newest is older than all that was written of late, the last at `age`; older eras' go as `thin`
-        says."""
+        """Delete layer groups that the last ten snapshots, up to `age`, do not contain; `thin` handles older eras."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:
@@ -357,19 +345,19 @@ class Archive:
         try:
             for folder in sorted(abandoned):
                 snapshot.prune(disk, folder, self._run, keep=0)
-        except OSError as error:  # the snapshot that has just been written is there all the same
+        except OSError as error:  # the new snapshot is written all the same
             self._complain(f"cannot remove old snapshots: {error.strerror or error}")
             return
         self._stored = {path: stored for path, stored in self._stored.items() if path.parent not in abandoned}
 
     def _complain(self, text: str) -> None:
-        """Once a minute: a full disk stays full."""
+        """Log at most once a minute: a full disk stays full."""
         if self._clock.now_s() >= self._complained_s + _COMPLAIN_S:
             self._complained_s = self._clock.now_s()
             logger.error("%s", text)
 
 
 def _name(keys: Iterable[str]) -> str:
-    """One folder for each group of layers that is held together, whoever trains it."""
+    """Return the folder of a group of layers that one stage holds, whichever peer trains it."""
     ordered = list(keys)
     return f"{ordered[0]}-{ordered[-1]}"

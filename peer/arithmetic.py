@@ -1,7 +1,7 @@
-"""What a peer computes with: the one thing that differs between a peer that trains and one that only pretends to.
+"""The arithmetic of a peer: the only part in which a training peer and a simulated one differ.
 
-Drivers decide who does what when, and ask for it here. `TorchArithmetic` does it; the modelled twin in
-`deploy/simulate` returns things of the same size, so that the same drivers run a thousand peers in one process.
+Drivers decide which job runs when, and run it by this interface. `TorchArithmetic` computes; the modelled twin in
+`deploy/simulate` returns values of the same size, so that the same drivers run a thousand peers in one process.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,8 +82,8 @@ class Runtime(Held, Protocol):
     expert_loads: ExpertLoads
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """From now on activations leave for the next stage in the format `leaving`, and gradients for the stage before
-        in what goes with `coming`, in which that stage's activations come."""
+        """Send activations to the next stage in the format `leaving`, and take them from the stage before in `coming`;
+        gradients to that stage travel in the format that goes with `coming`."""
         ...
 
 
@@ -102,8 +102,7 @@ class DenseRuntime(Runtime, Protocol):
 
 
 class TrunkRuntime(Runtime, Protocol):
-    """A stage's layers where their experts are elsewhere; `shoal.peer.pipeline.trunk.StageTrunk` documents it. `flop`
-    is that of the first part of a job."""
+    """A stage's layers without placed experts (`shoal.peer.pipeline.trunk.StageTrunk`). `flop`: of a first part."""
 
     def forward(
         self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True
@@ -143,45 +142,45 @@ class HeldExpert(Held, Protocol):
 
 
 class Arithmetic(Protocol):
-    """Of one peer, for as long as it lives."""
+    """The computations of one peer, and what its device can hold."""
 
     vectors: Vectors
     tokens: TokenWire
     device_name: str
     has_text: bool
-    """Whether it can read the run's data, and so hold stage 0."""
+    """True if it can read the run's data, and so hold stage 0."""
 
     def free_bytes(self) -> int:
-        """Of the device's memory, now."""
+        """Free memory of the device."""
         ...
 
     def free_host_bytes(self) -> int:
-        """Of the memory that the host has beside the device's, or for both, now."""
+        """Free memory of the host, beside the device's or shared with it."""
         ...
 
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        """One step of one layer from `version`, on the device: the bits that a replica's step makes. State and gradient
-        lie in the host's memory, before and after."""
+        """Make a layer's step from `version` on the device, with a replica's bits; state and gradient are on the
+        host."""
         ...
 
     def seed_base(self, key: str) -> Tensor:
-        """A layer of the base that the run's seed makes, as `stored_base` has it."""
+        """Return a layer of the base that the run's seed makes, in the form of `stored_base`."""
         ...
 
     def probe_job(self) -> Callable[[], None]:
-        """The forward of one decoder layer, to be timed."""
+        """Return the forward of one decoder layer, to be timed."""
         ...
 
     def runtime(self, first_layer: int, last_layer: int) -> DenseRuntime:
-        """For a replica of decoder layers [first_layer, last_layer)."""
+        """Make the runtime of a replica of decoder layers [first_layer, last_layer)."""
         ...
 
     def trunk(self, first_layer: int, last_layer: int) -> TrunkRuntime:
-        """For a replica of these layers without their experts, which are placed."""
+        """Make the runtime of a replica of these layers without their experts, which are placed."""
         ...
 
     def expert(self, first_layer: int, last_layer: int, expert: int) -> HeldExpert:
-        """For a holder of one expert of those layers."""
+        """Make the runtime of a holder of one expert of those layers."""
         ...
 
 
@@ -190,7 +189,6 @@ class TorchArithmetic:
 
     Args:
         corpus: the run's text, if this peer has it.
-        dtype: what jobs multiply in (`precision.py`).
         steps_on: the device that makes the optimizer's steps (`known_answers.py`); None: `device`.
     """
 

@@ -1,8 +1,7 @@
-"""What this peer signs of its state for the run's certificates, until a plan certifies it.
+"""Signs this peer's state for the run's certificates, until a plan certifies it.
 
-A member signs what its group's layers are at every version of which snapshots are written, when it has stepped to it.
-Whoever comes back after a restart signs what its own disk has of the layers of its place: all others may have forgotten
-what they signed.
+A member signs its group's layers at every version of which snapshots are written, once it has stepped to it. After a
+restart a peer signs the layers of its place that its own disk has: all others may have forgotten their signatures.
 """
 
 import logging
@@ -26,9 +25,7 @@ _Word = tuple[tuple[int, int], tuple[str, ...]]
 
 
 class Attesting:
-    """Args:
-    on_news: there is something that the coordinator should hear soon.
-    """
+    """The signatures of one peer. Args: on_news: called when the coordinator should hear something soon."""
 
     def __init__(
         self,
@@ -45,20 +42,20 @@ class Attesting:
         self._model = model
         self._on_news = on_news
         self._signed: dict[_Word, Attested | None] = {}
-        """None: it is being signed."""
+        """(age, layers) -> signature; None: it is being made."""
         self._certified: frozenset[_Word] = frozenset()
 
     @property
     def told(self) -> tuple[Attested, ...]:
-        """As heartbeats tell it."""
+        """Signatures for heartbeats."""
         return tuple(word for at, word in self._signed.items() if word is not None and at not in self._certified)
 
     def follow(self, plan: Plan) -> None:
-        """What the plan certifies need not be told any more."""
+        """Stop reporting what the plan certifies."""
         self._certified = frozenset((entry.age, entry.keys) for entry in plan.certified)
 
     async def sign(self, state: StageState, *, era: int) -> None:
-        """We have stepped to `state`, or have it on our disk."""
+        """Sign a state that we have stepped to or have on our disk."""
         age, keys = (era, state.version), tuple(state.layers)
         if (age, keys) in self._signed or (age, keys) in self._certified:
             return
@@ -74,7 +71,7 @@ class Attesting:
         self._on_news()
 
     async def sign_stored(self, plan: Plan) -> None:
-        """Sign what an earlier life of this peer has saved of the layers of its places, and nobody has certified."""
+        """Sign the layers of our places that an earlier process of this peer has saved, if no plan certifies them."""
         for group in plan.groups_of(self._endpoint.peer_id):
             keys = group_keys(self._model, plan, group)
             newest = max((age for age, of in self._certified if of == keys), default=(-1, 0))

@@ -1,13 +1,12 @@
-"""The base that adapters stand beside: its layers as this peer has them, and how it comes by those that it lacks.
+"""The frozen base of adapters: its layers on this peer, and how the peer gets missing ones.
 
-The run's spec has a digest of each layer (`initial.digests`), so whoever gives a layer needs not be believed. It is
+The run's spec has a digest of each layer (`initial.digests`), so the giver of a layer need not be trusted. A layer is
 looked for on this peer's disk, in a folder that has the model (its host's, or a volunteer's own copy of it), and then
-with the members of the plan, which give each other what has come. What has come is kept on the disk as long as the run
-is, so that it travels to a peer once, and every peer that has held a layer can give it. Whoever keeps a copy of a
-stage's state gets its base too (`copies.py`): a stage that dies comes back whole.
+with the members of the plan, which pass on what they have. Layers stay on the disk as long as the run does, so each
+travels to a peer once, and every peer that has held a layer can give it. A keeper of a copy of a stage's state gets the
+stage's base too (`copies.py`): a stage that dies comes back whole.
 
-Where the model's head is its embedding (`model.tied`) both layers begin with the same bytes, which come only once to
-a peer that needs both.
+If the head is the embedding (`model.tied`), both layers begin with the same bytes, which come only once to a peer.
 
 Without digests the run's seed makes the base, and nothing travels.
 """
@@ -41,17 +40,15 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 FOLDER: Final = "base"
-"""In the run's folder: a file of bytes for each layer."""
+"""Folder inside the run's: a file of bytes for each layer."""
 _MADE: Final = ("int8", "nf4")
-"""Formats that take long to make of a folder's weights: what was made is kept as if it had been fetched."""
+"""Formats that take long to make from a folder's weights: the result is kept as if it had been fetched."""
 
 
 class BaseLayers:
-    """Of one peer. Implements `InitialWeights`: others may have what is here.
+    """The base layers of one peer. Implements `InitialWeights`: it gives them to others.
 
-    Args:
-        disk: layers are kept in the run's folder on it; None: in memory.
-        pass_on: as `StateServer.pass_on`.
+    Args: disk: keeps layers in the run's folder; None: they stay in memory. pass_on: see `StateServer.pass_on`.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class BaseLayers:
         pass_on: Callable[[Relay], None],
     ) -> None:
         self.model_folder: InitialWeights | None = None
-        """This machine's own copy of the model, whose layers it gives as `stored_base` has them."""
+        """This machine's own copy of the model, which gives layers in the form of `stored_base`."""
         self._spec = spec
         self._endpoint = endpoint
         self._compute = compute
@@ -78,25 +75,22 @@ class BaseLayers:
         self._pass_on = pass_on
         self._folder = PurePosixPath(endpoint.run) / FOLDER
         self._in_memory: dict[str, Tensor] = {}
-        """Where nothing is kept on a disk."""
         self._not_in_folder: set[str] = set()
-        """Layers that the model's folder has otherwise, or no more."""
+        """Layers that the model's folder lacks or has with other bytes."""
         self._fetching = asyncio.Lock()
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """Those of the layers that are here, as `stored_base` has them."""
+        """Return those of the layers that are here, in the form of `stored_base`."""
         known = [key for key in keys if key in all_layer_keys(self._spec.model)]
         return {key: stored for key in known if (stored := await self._here(key)) is not None}
 
     async def get(
         self, keys: Sequence[str], holders: Sequence[PeerID], *, mates: Collection[PeerID] = ()
     ) -> Mapping[str, Tensor]:
-        """All of the layers. They come one after the other, so that what is here stays here if the rest fails.
+        """Return all of the layers. Fetch missing ones one by one, so that what has come stays if the rest fails.
 
-        Args:
-            holders: who is asked for those that are not here.
-            mates: others who need the same layers now; each gets a part, and passes it on.
-        Raises: Unreachable, Refused, RemoteError: nobody has given some of them.
+        Args: holders: peers to ask. mates: others that need the same layers now; each gets a part, and passes it on.
+        Raises: Unreachable, Refused, RemoteError: no peer has given some of them.
         """
         found = dict(await self.read(keys))
         if len(found) < len(keys):
@@ -108,7 +102,7 @@ class BaseLayers:
         return {key: found[key] for key in keys}
 
     async def get_ready(self, keys: Sequence[str], holders: Sequence[PeerID]) -> None:
-        """Get layers that will be needed, one after the other, while others train. What nobody gives is left out."""
+        """Get layers that will be needed, one by one, during training. Skip those that no peer gives."""
         for key in keys:
             try:
                 await self.get([key], holders)
@@ -146,12 +140,12 @@ class BaseLayers:
             return None
         stored = torch.frombuffer(bytearray(found[0]), dtype=torch.float32)
         if await self._is_foreign(key, stored):
-            logger.warning("the base of %s on this disk is damaged: getting it again", key)
+            logger.warning("the base of %s on this disk is damaged: fetching it again", key)
             return None
         return stored
 
     async def _from_head(self, key: str) -> Tensor | None:
-        """The embedding, which a tied model's head begins with."""
+        """Return the embedding, which a tied model's head begins with."""
         if key != EMBED or not self._spec.model.tied:
             return None
         head = self._in_memory[HEAD] if HEAD in self._in_memory else await self._from_disk(HEAD)
@@ -173,7 +167,9 @@ class BaseLayers:
                 if adapter_of(self._spec).base in _MADE:
                     await self._keep(key, read[key])
                 return read[key]
-            logger.warning("%s of this machine's copy of the model is not the run's: asking others for it", key)
+            logger.warning(
+                "%s differs between this machine's copy of the model and the run's: asking others for it", key
+            )
         self._not_in_folder.add(key)
         return None
 
@@ -182,7 +178,7 @@ class BaseLayers:
     async def _fetch(
         self, keys: tuple[str, ...], holders: Sequence[PeerID], mates: Collection[PeerID]
     ) -> Mapping[str, Tensor]:
-        """Fetch, compare and keep. If somebody offers something else, each holder is asked alone."""
+        """Fetch, compare and keep. If the layers differ from the spec, ask each holder alone."""
         others = [peer for peer in holders if peer != self._endpoint.peer_id]
         foreign: tuple[str, ...] = ()
         for asked in (others, *([peer] for peer in others)):
@@ -199,7 +195,7 @@ class BaseLayers:
                     await self._keep(key, values)
                 return stored
             logger.warning("these are not the layers of the run's base: %s", ", ".join(foreign))
-        raise Unreachable(self._endpoint.peer_id, f"nobody has the run's own base of {', '.join(foreign)}")
+        raise Unreachable(self._endpoint.peer_id, f"no peer has the run's own base of {', '.join(foreign)}")
 
     async def _fetch_from(
         self, keys: tuple[str, ...], holders: Sequence[PeerID], mates: Collection[PeerID]
@@ -245,13 +241,12 @@ class BaseLayers:
             logger.error("cannot keep the base of %s: %s", key, error.strerror or error)
             self._in_memory[key] = stored
 
-    # --- whether it is the run's ---
+    # --- comparison with the spec ---
 
     async def _is_foreign(self, key: str, stored: Tensor) -> bool:
         layer = bare_layer(stored, self._arithmetic.vectors)
         return bool(await self._compute.run_on_host(lambda: self._foreign({key: layer})))
 
     def _foreign(self, layers: Mapping[str, LayerState]) -> tuple[str, ...]:
-        """Which of them are not what the run's spec names."""
         digests = dict(zip(all_layer_keys(self._spec.model), self._spec.initial.digests, strict=True))
         return tuple(key for key, layer in layers.items() if layer.proof() != digests[key])

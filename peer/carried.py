@@ -1,4 +1,4 @@
-"""What this peer held when a layout ended, for whoever holds the layers in the next one.
+"""The layers that this peer held when a layout ended, kept for their holders in the next layout.
 
 A layout ends at a version that its plan names (`Plan.ends_at`), and commits nothing after it. The next one begins
 from just that version, as an era begins from a snapshot, but from the memory of those that held the layers.
@@ -21,23 +21,23 @@ class CarriedState:
 
     @property
     def holding(self) -> Holding | None:
-        """As heartbeats tell it."""
+        """The kept layers, for heartbeats."""
         if not self._layers:
             return None
         return Holding(era=self._at[0], version=self._at[1], layers=tuple(self._layers))
 
     def take(self, plan: Plan, version: int, layers: Mapping[str, LayerState]) -> None:
-        """A group of ours is at `version`: keep its layers if the layout of `plan` ends there."""
+        """Keep the layers of our group, which is at `version`, if the layout of `plan` ends there."""
         if plan.ends_at and plan.ends_at == version:
             self._begin((plan.era, version))
             self._layers.update(layers)
 
     def read(self, era: int, version: int) -> Mapping[str, LayerState]:
-        """The layers of that version of that era; none if another was kept."""
+        """Return the layers of that version of that era; none if another was kept."""
         return self._layers if self._at == (era, version) else {}
 
     def follow(self, plan: Plan) -> None:
-        """Forget what neither ends with `plan` nor is what it begins with: everybody has it who wants it."""
+        """Forget layers that are neither the end of `plan` nor its beginning: all that need them have them."""
         ends, begins = (plan.era, plan.ends_at), (plan.restore_era, plan.restore_version)
         if not (plan.ends_at and self._at == ends) and not (plan.fresh and self._at == begins):
             self._begin((-1, 0))

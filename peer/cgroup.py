@@ -1,9 +1,9 @@
-"""Says how much of this machine's memory and processors our process may use.
+"""Measures how much of this machine's memory and processors our process may use.
 
-A container, a systemd unit and a pod are control groups of Linux. Their limits hold beside the machine's own, and the
-limits of a group hold for all groups in it, so the smallest one along the path counts. `/proc/self/cgroup` names our
-group in each hierarchy, `/proc/self/mountinfo` says where a hierarchy is mounted and with which of its groups as the
-root. Groups above that root, such as those outside a container, cannot be seen. Elsewhere than on Linux nothing limits.
+A container, a systemd unit and a pod are control groups of Linux. Their limits apply besides the machine's own, and a
+group's limits apply to all groups inside it, so the smallest one along the path counts. `/proc/self/cgroup` names our
+group in each hierarchy, `/proc/self/mountinfo` says where a hierarchy is mounted and which of its groups is the root
+there. Groups above that root, such as those outside a container, are invisible. Other systems have no such limits.
 """
 
 import os
@@ -18,18 +18,17 @@ _ROOT = Path("/")
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
-    """Memory that our process can still take, now. Args: root: where /proc and /sys are."""
+    """Memory that our process can still take. Args: root: folder of /proc and /sys."""
     return int(min([psutil.virtual_memory().available, *(group.free_bytes for group in _memory_groups(root))]))
 
 
 def total_memory_bytes(root: Path = _ROOT) -> int:
-    """Memory that our process could have, if no other needed any. Args: root: where /proc and /sys are."""
+    """Memory that our process could have, if no other needed any. Args: root: folder of /proc and /sys."""
     return int(min([psutil.virtual_memory().total, *(group.limit_bytes for group in _memory_groups(root))]))
 
 
 def processors(root: Path = _ROOT) -> float:
-    """Processors that our process may keep busy, above 0: a quota may be a fraction. Args: root: where /proc and /sys
-    are."""
+    """Processors that our process may keep busy, above 0, maybe a fraction. Args: root: folder of /proc and /sys."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([float(affinity), *(quota for folder in _groups(root) if (quota := _quota(folder)) is not None)])
 
@@ -41,7 +40,6 @@ class _MemoryGroup:
 
 
 def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
-    """The groups that limit our memory."""
     for folder in _groups(root):
         for limits, usage, inactive in (
             (("memory.max", "memory.high"), "memory.current", "inactive_file"),  # version 2
@@ -49,14 +47,14 @@ def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
         ):
             found = [int(text) for name in limits if (text := _read(folder / name)).isdecimal()]  # else "max", or none
             if found:
-                # The kernel gives up these pages when asked, and counts them as used until then.
+                # The kernel counts these pages as used, but frees them on demand.
                 cached = re.search(rf"^{inactive} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
                 used_bytes = int(_read(folder / usage) or 0) - (int(cached[1]) if cached else 0)
                 yield _MemoryGroup(min(found), max(0, min(found) - used_bytes))
 
 
 def _quota(folder: Path) -> float | None:
-    """Processors that the group may keep busy; None: as many as there are."""
+    """Processors that the group may keep busy; None: no limit."""
     quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
@@ -64,7 +62,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Folders of the groups that our process is in, in every hierarchy, each with the groups around it."""
+    """Yield the folders of our process's groups in every hierarchy, each followed by the groups around it."""
     mounts = list(_mounts(root))
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -83,7 +81,7 @@ class _Mount:
     root: str
     """The group that is mounted there."""
     controllers: frozenset[str]
-    """Of the hierarchy; of version 2, which has one hierarchy, the empty name."""
+    """Controllers of the hierarchy. Version 2 has one hierarchy, with an empty name."""
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:
@@ -97,12 +95,11 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Of mountinfo, where `\\040` is a space. systemd's names have backslashes of their own."""
+    """Decode mountinfo, where `\\040` is a space. systemd's names have backslashes of their own."""
     return re.sub(r"\\(\d{3})", lambda byte: chr(int(byte[1], 8)), text)
 
 
 def _read(file: Path) -> str:
-    """Empty: there is no such file, or it is not ours to read."""
     try:
         return file.read_text().strip()
     except OSError:

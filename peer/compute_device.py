@@ -1,4 +1,4 @@
-"""What a peer computes on, and how."""
+"""The device that a peer computes on, and how it is used."""
 
 from dataclasses import dataclass
 
@@ -13,21 +13,21 @@ _CPU = torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a device's memory, now."""
+    """Free memory of a device."""
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
-    return free_memory_bytes()  # an Apple GPU has the processor's
+    return free_memory_bytes()  # an Apple GPU shares the processor's
 
 
 def total_bytes(device: torch.device) -> int:
-    """Of a device's memory, whatever is in use."""
+    """Total memory of a device."""
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     return total_memory_bytes()
 
 
 def name_of(device: torch.device) -> str:
-    """As its maker calls it, where torch knows that."""
+    """Return the maker's name of a device, if torch knows it."""
     if device.type in ("cuda", "xpu"):
         return str(torch.get_device_module(device).get_device_name(device))
     return device.type
@@ -39,11 +39,9 @@ class ComputeDevice:
 
     device: torch.device = _CPU
     dtype: torch.dtype = torch.float32
-    """What jobs multiply in."""
     steps_on: torch.device = _CPU
-    """What makes the optimizer's steps."""
 
     @classmethod
     def of(cls, spec: RunSpec, device: torch.device) -> "ComputeDevice":
-        """Try out the device for a run, for a moment. Raises: ShoalError: this machine cannot take part."""
+        """Test the device briefly for a run. Raises: ShoalError: this machine cannot take part."""
         return cls(device, precision_of(spec, device), steps_on(spec.optimizer.name, device))

@@ -1,4 +1,4 @@
-"""Copies of state on peers outside the group: who is asked to keep one, and keeping one when asked."""
+"""Copies of state on peers outside the group: choosing the keepers, and keeping copies for others."""
 
 import asyncio
 import logging
@@ -28,15 +28,16 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _LOOK_S = 0.25
 WRITERS = 2
-"""Members of a group that write a snapshot each, and see to a copy outside each: one of them may die over it."""
+"""Members of a group that each write a snapshot and have a copy made outside: one of them may die over it."""
 
 
 class Copies:
-    """Args:
-    attesting: signs what is saved; its archive is where copies go.
-    plan: the plan in force.
-    is_leaving: this peer takes no copy any more.
-    base: of a run with adapters: who keeps these keeps what they stand beside.
+    """Has copies made of our groups' state, and keeps copies for others.
+
+    Args:
+        attesting: signs what is saved; its archive stores copies.
+        is_leaving: True once this peer takes no more copies.
+        base: only with adapters: a keeper of adapters also keeps their base.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class Copies:
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         self._fetched_until_s: dict[PeerID, float] = {}
-        """Member -> the time at which what we have fetched of it is its share of all time."""
+        """Member -> when the time spent fetching its copies falls to its share again."""
         self._is_closed = False
         self._saving: dict[int, asyncio.Lock] = {}
-        """By group: who leaves may want written what is being written."""
+        """Group -> lock: a leaving peer may want to write the version that is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}
-        """By group: who was to keep which version when we last asked."""
+        """Group -> (keeper, version) of the copies that we last asked for."""
         endpoint.on(Keep, self._on_keep)
 
     def preserve(self, group: int, state: StageState, *, rank: int, num_ready: int) -> None:
-        """We have stepped to `state` as member `rank` of our group: it may be our turn to write it down."""
+        """Save `state`, to which we have stepped as member `rank` of our group, if it is our turn."""
         if self._archive.is_due(state.version) and rank < WRITERS:
             # A group of one sees to both copies outside itself.
             copies = [rank] if num_ready > 1 else list(range(WRITERS))
@@ -89,10 +90,10 @@ class Copies:
         plan = self._plan()
         await self.save(group, state)
         if plan is not None and state.version == plan.ends_at and moves_on(plan, group):
-            return  # who comes next fetches it, waits for it, and has copies made of it too
+            return  # the next holders fetch it, wait for it, and have copies made of it too
         if not await self._after_first_step(state.version):
             return
-        # Each copy that is under way holds a state in memory, and the next would hold up the one before.
+        # Each copy under way holds a state in memory, and a further one would slow it down.
         under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
         self._given[group] = under_way
         if not under_way:
@@ -100,10 +101,10 @@ class Copies:
             self._given[group] += await self._offer(group, state, copies)
 
     async def _after_first_step(self, version: int) -> bool:
-        """Wait for the first step of a layout, if it begins with `version`: everybody waits for that step, and a copy
-        would share its lines with it. What the layout begins with is on the disks of those who held it before.
+        """Wait for the first step of a layout, if it begins with `version`: the whole run waits for that step, and a
+        copy would share its lines with it. The disks of the previous holders have that version.
 
-        Returns: whether to have copies made then; not if this peer leaves or ends meanwhile.
+        Returns: True if copies are to be made then; False if this peer leaves or ends meanwhile.
         """
         for _ in range(math.ceil(FIRST_STEP_S / _LOOK_S)):
             if not self.give_way(version):
@@ -112,8 +113,8 @@ class Copies:
         return not (self._begins_with(version) and self._goes)
 
     def give_way(self, version: int) -> bool:
-        """Whether everybody waits for the first step of a layout that begins with `version` or a later one. Not once
-        this peer leaves or ends, which would wait for its copies."""
+        """True if copies must wait for the first step of a layout that begins with `version` or later. False once this
+        peer leaves or ends, which would wait for its copies."""
         return self._begins_with(version) and not self._goes
 
     def _begins_with(self, version: int) -> bool:
@@ -125,11 +126,11 @@ class Copies:
         return self._is_closed or self._is_leaving()
 
     def close(self) -> None:
-        """Copies that wait for a step are not made any more; those that are under way end by themselves."""
+        """Start no copy that still waits for a step; copies under way end by themselves."""
         self._is_closed = True
 
     async def save(self, group: int, state: StageState) -> bool:
-        """Sign `state`, and write it to our disk, if it is not there. Returns: whether it is."""
+        """Sign `state` and write it to our disk, if it is not there. Returns: True if it is there now."""
         await self._attesting.sign(state, era=self._endpoint.era)
         async with self._saving.setdefault(group, asyncio.Lock()):
             era = self._endpoint.era
@@ -138,7 +139,7 @@ class Copies:
             return await self._archive.write(state, era=era)
 
     async def give(self, group: int, state: StageState, *, until_s: float) -> list[PeerID]:
-        """Have others keep `state`, before we go. Returns: those that have got it by `until_s`."""
+        """Have others keep `state` before we go. Returns: the peers that have got it by `until_s`."""
         await self._server.pin(state)
         asked = [peer for peer, _ in await self._offer(group, state, list(range(WRITERS)), is_awaited=True)]
         given: list[PeerID] = []
@@ -152,7 +153,7 @@ class Copies:
     async def _offer(
         self, group: int, state: StageState, copies: list[int], *, is_awaited: bool = False
     ) -> list[tuple[PeerID, int]]:
-        """Ask for these copies. Returns: who is to keep one, of which version."""
+        """Ask for these copies. Returns: (keeper, version) of each."""
         plan = self._plan()
         if plan is None:
             return []
@@ -160,7 +161,7 @@ class Copies:
         taken: list[tuple[PeerID, int]] = []
         message = Keep(version=state.version, layers=tuple(state.layers))
         for copy in copies:
-            # Each writer begins elsewhere, so that both copies are on one peer only where there is no other.
+            # Each writer begins elsewhere, so that one peer gets both copies only if there is no other.
             for peer in outside[copy % max(1, len(outside)) :] + outside[: copy % max(1, len(outside))]:
                 try:
                     await self._endpoint.ask(peer, message, Done)
@@ -178,19 +179,19 @@ class Copies:
         plan = self._plan()
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
-        is_last = message.version >= self._spec.training.steps  # of which all keep copies before they end
+        is_last = message.version >= self._spec.training.steps  # all peers keep copies of it before they end
         if self._is_leaving() and not is_last:
-            raise Refused(me, "leaves itself")
+            raise Refused(me, "is leaving, too")
         if plan is None or not plan.groups_of(source):
             raise Refused(me, "does not know the sender as a holder")
         if not any(message.layers == group_keys(self._spec.model, plan, group) for group in plan.groups_of(source)):
-            raise RemoteError(source, "asks to keep other layers than those that it holds")
+            raise RemoteError(source, "asks to keep layers that it does not hold")
         if (source, message.layers) in self._fetching:
-            raise Refused(me, "still fetches the one before")
+            raise Refused(me, "still fetches the previous copy")
         now_s = self._clock.now_s()
         self._fetched_until_s = {p: at_s for p, at_s in self._fetched_until_s.items() if at_s > now_s}
         if self._fetched_until_s.get(source, now_s) > now_s + KEEPING_AT_ONCE_S:
-            raise Refused(me, "has fetched so much of the sender's of late that it keeps no more for now")
+            raise Refused(me, "has spent its time for copies of the sender's state, and keeps no more for now")
         self._fetching.add((source, message.layers))
         self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of {message.layers[0]}")
         return Done()
@@ -221,7 +222,7 @@ class Copies:
 
 
 def moves_on(plan: Plan, group: int) -> bool:
-    """Whether the layout after this one gives every layer of a stage's `group` to somebody who does not hold it now."""
+    """True if the following layout gives every layer of a stage's `group` to a peer that does not hold it now."""
     if group >= len(plan.stages):
         return False
     stage, members = plan.stages[group], {member.peer for member in plan.group_members(group)}
@@ -237,12 +238,11 @@ def moves_on(plan: Plan, group: int) -> bool:
 
 
 def keepers(plan: Plan, group: int) -> list[PeerID]:
-    """Who keeps copies of what `group` holds, in the order in which to ask: spares, then the stages after it, once
-    around, but its neighbours last, whose activations and gradients would wait behind copies for the same peer; of an
-    expert its own stage's members too, if they do not hold it.
+    """Return the keepers of copies of `group`, in the order in which to ask: spares, then the stages after it, once
+    around. Its neighbours come last, since their activations and gradients would wait behind copies for the same peer.
+    An expert's copies may also go to its own stage's members, if they do not hold it.
 
-    The same peers every time, as long as the plan stays: then old copies give way to new ones.
-    """
+    The order changes only with the plan, so that new copies replace old ones."""
     num_stages = len(plan.stages)
     members = {member.peer for member in plan.group_members(group)}
     stage = group if group < num_stages else plan.experts[group - num_stages].stage

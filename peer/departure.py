@@ -1,14 +1,14 @@
-"""How a peer leaves, so that nothing that was learnt goes with it.
+"""How a peer leaves without taking learnt state with it.
 
-Where a mate stays that holds the same layers, we drain: what is here ends and is committed (`Tenure.drain`). Where
-none does, we are the last holder, and our layers would be lost to everybody until we come back. Then:
+If another member with the same layers stays, we drain: our work ends and is committed (`Tenure.drain`). If none does,
+we are the last holder, and our layers would be lost to the run until we come back. Then:
 
-    halt   stage 0's lead begins no further step (`Halt`) and names the version that every stage comes to
+    halt   stage 0's leader begins no further step (`Halt`) and names the version at which every stage stops
     save   at that version every member writes its layers to its disk (`Save`), and we ask others to keep copies of ours
-    stay   if a new plan gives our place to somebody, until it holds our layers
+    stay   if a new plan gives our place to another peer, until it holds our layers
 
 So the disks have a whole snapshot of one version, from which the swarm goes on, whether all of it stops or only we do.
-Work on a step that is not committed by then is done again. Each part is bounded in time, all of them together too.
+Uncommitted work is done again. Each part has a time limit, and so has the whole.
 """
 
 import asyncio
@@ -33,27 +33,27 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 _HALT_SHARE: Final = 0.6
-"""Of the time that we have, what waiting for the halt may take; its second half gives a step up that has begun."""
+"""The part of our time that waiting for the halt may take; its second half gives up a step that has begun."""
 _ASK_AGAIN_S: Final = 1.0
-"""A halt is asked for again so often: stage 0 may have another lead, which knows of none."""
+"""Interval at which we ask again for a halt: stage 0 may have a new leader, which knows of none."""
 _SAVE_S: Final = 60.0
-"""How long the write to our own disk may take, whatever the time that we were given: it is what we stay for."""
+"""Seconds that the write to our own disk may take, whatever our time limit: it is what we stay for."""
 _ANSWER_S: Final = 4.0
-"""How long an answer to `Save` waits for the version; less than a call may take."""
+"""Seconds that an answer to `Save` waits for the version; less than the timeout of a call."""
 _PLAN_HEARTBEATS: Final = 2.0
-"""How long it takes until a plan could name a successor: our heartbeat on the way there, and the votes."""
+"""Heartbeats until a plan could name a successor: ours on its way to the coordinator, and the votes."""
 _POLL_S: Final = 0.02
 _STEPS_AHEAD_MAX: Final = 64
-"""A version to be saved that is farther ahead than this is a mistake of its sender."""
+"""A version to save that is further ahead than this is an error of its sender."""
 
 
 class Departure:
-    """Args:
-    tenures: ours.
-    plan: the newest that we have.
-    drains: whether a peer has said that it leaves, as a member of the tenure's group.
-    stays: whether a peer has said that it does not leave.
-    say: tells the person at this machine a sentence.
+    """The departure of one peer.
+
+    Args:
+        drains: True if a peer has said that it leaves the tenure's group.
+        stays: True if a peer has said that it does not leave.
+        say: tells the person at this machine a sentence.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Departure:
         self._tenures, self._plan, self._drains, self._say = tenures, plan, drains, say
         self._stays = stays
         self._saves: dict[PeerID, tuple[Plan, set[int]]] = {}
-        """Peer -> (the plan by which it first asked, the versions that it has had us save since)."""
+        """Peer -> (the plan at its first `Save`, the versions that we have saved for it since)."""
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""
-        """The steps that go with us, and why, in a sentence; empty: our disk or another machine has them."""
+        """A sentence that names the steps lost with us, and why; empty: our disk or another machine has them."""
         endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
-        """Leave all groups. Returns: whether everything here is committed, or saved."""
+        """Leave all groups. Returns: True if all our work is committed or saved."""
         until_s = self._clock.now_s() + timeout_s
         left = await asyncio.gather(*(self._leave(tenure, until_s) for tenure in self._tenures()))
         return all(left)
@@ -101,10 +101,10 @@ class Departure:
                     return True
                 if not self._is_last(tenure) or (plan := self._plan()) is None:
                     return saved
-                tenure.stay(plan)  # as the last one we take traffic until the halt
+                tenure.stay(plan)  # we are the last holder now: take traffic until the halt
             elif not tried:
                 await self._halt(tenure, until_s)
-                if self._is_last(tenure):  # else somebody who stays has come meanwhile
+                if self._is_last(tenure):  # else another member that stays has come meanwhile
                     tried, saved = True, await self._save(tenure, until_s)
             elif not self._may_have_successor(tenure, began_s):
                 return saved
@@ -113,17 +113,17 @@ class Departure:
         return saved
 
     def _is_last(self, tenure: Tenure) -> bool:
-        """Whether our layers would go with us. Of several last ones that leave at once the first by rank is it."""
+        """True if our layers would be lost with us. Of several last holders that leave, only the first by rank is."""
         group = tenure.core.group
         if not tenure.is_ready or group.is_light or tenure.version >= self._spec.training.steps:
             return False
         if any(not self._drains(mate, tenure) for mate in group.whole_mates):
-            return False  # whoever is here and in no plan drains too
+            return False  # this one stays; members that are in no plan drain, and are not asked
         rank, _ = group.standing
         return rank == 0
 
     def _may_have_successor(self, tenure: Tenure, began_s: float) -> bool:
-        """A plan names somebody who has yet to fetch our layers; or the plan that could do so may be on its way."""
+        """True if a plan names a member that has yet to fetch our layers, or such a plan may be on its way."""
         plan = self._plan()
         if plan is None:
             return False
@@ -132,8 +132,8 @@ class Departure:
         return bool(mates) or (is_early and len(plan.members) > len(plan.stages))
 
     async def _until_counted_out(self, until_s: float) -> None:
-        """A successor holds our layers. Stay until the coordinator has heard so too, and has made a plan without us:
-        to a coordinator that has not, our good-bye would mean that the layers are lost."""
+        """Wait until the coordinator has made a plan without us. Until it knows that a successor holds our layers, our
+        good-bye would mean to it that they are lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
         while self._clock.now_s() < until_s:
             plan = self._plan()
@@ -144,7 +144,7 @@ class Departure:
     # --- halt ---
 
     async def _halt(self, tenure: Tenure, until_s: float) -> None:
-        """Until `tenure` is at the version at which everybody stops; or as far as it gets in its time."""
+        """Ask for a halt, and wait until the group reaches the halt version or the deadline."""
         began_s = self._clock.now_s()
         half_s = (until_s - began_s) * _HALT_SHARE / 2
         heartbeat_s = self._spec.swarm.heartbeat_s
@@ -154,16 +154,16 @@ class Departure:
             if halts_at is not None:
                 self._halts_at, answered_s = halts_at, now_s
             elif now_s >= answered_s + _PLAN_HEARTBEATS * heartbeat_s:
-                return  # nobody leads stage 0 any more, so no step begins
+                return  # stage 0 has no leader, so no step begins
             again_s = self._clock.now_s() + _ASK_AGAIN_S
             while self._clock.now_s() < again_s and self._is_last(tenure):
                 if self._halts_at is not None and tenure.version >= self._halts_at:
                     return
                 await asyncio.sleep(_POLL_S)
-        logger.warning("left without the end of a step: version %d", tenure.version)
+        logger.warning("leaving before the end of the step: version %d", tenure.version)
 
     async def _ask_for_halt(self, *, at_once: bool) -> int | None:
-        """The version at which everybody stops; None: nobody leads stage 0 now."""
+        """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader now."""
         plan = self._plan()
         for peer in plan.stages[0].peers if plan is not None else ():
             try:
@@ -177,13 +177,13 @@ class Departure:
     # --- save ---
 
     async def _save(self, tenure: Tenure, until_s: float) -> bool:
-        """Ours first, since it is what nobody else has. Returns: whether our disk has it."""
+        """Save our layers, which no other peer has, then copies. Returns: True if our disk has them."""
         state = await self._made(tenure, until_s)
         if state is None:
             self.unsaved = f"step {tenure.version} is not saved: the step after it did not end in time"
             return False
         if state.version == 0:
-            return True  # anybody can make that
+            return True  # every peer can make version 0
         keepers: list[PeerID] = []
         others = asyncio.create_task(self._ask_others_to_save(state.version, until_s), name="ask others to save")
         saved = False
@@ -208,7 +208,7 @@ class Departure:
         return saved
 
     async def _made(self, tenure: Tenure, until_s: float) -> StageState | None:
-        """The state of a tenure that is ready, after the step that is being made; None: that does not end in time."""
+        """Wait for the state after the step that is being made; None: that does not end in time."""
         until_s = max(self._clock.now_s() + _SAVE_S, until_s)
         while True:
             state = tenure.state
@@ -227,7 +227,7 @@ class Departure:
                 timeout_s = min(left_s, _ANSWER_S + 1.0)
                 reply = await self._endpoint.ask(peer, Save(version=version), Saved, timeout_s=timeout_s)
             except (Unreachable, Refused, RemoteError) as error:
-                logger.info("%s saves nothing: %s", peer[-8:], error)  # it may have saved and gone
+                logger.info("%s does not save: %s", peer[-8:], error)  # it may have saved and gone
                 return
             if reply.version >= version:
                 return
@@ -254,7 +254,7 @@ class Departure:
         """Raises: Refused: the sender does not leave, or has asked for too much."""
         me = self._endpoint.peer_id
         if self._stays(source):
-            raise Refused(me, "saves a version for those alone that leave")
+            raise Refused(me, "saves versions only for peers that leave")
         self._saves = {
             peer: (since, versions)
             for peer, (since, versions) in self._saves.items()
@@ -263,11 +263,13 @@ class Departure:
         self._answering = +self._answering
         _, versions = self._saves.setdefault(source, (plan, set()))
         if len(versions | {version}) > SAVES_OF_ONE_MAX or self._answering[source] >= SAVES_OF_ONE_MAX:
-            raise Refused(me, f"has saved {len(versions)} versions for the sender, and no more until it has been away")
+            raise Refused(
+                me,
+                f"has saved {len(versions)} versions for the sender, and saves no more until the sender has been away",
+            )
         versions.add(version)
 
     async def _saved_version(self, message: Save, tenures: Sequence[Tenure]) -> Saved:
-        """Write the version that is asked for once our tenures come to it."""
         until_s = self._clock.now_s() + _ANSWER_S
         for tenure in tenures:
             while tenure.is_ready and (tenure.version < message.version or tenure.is_stepping):

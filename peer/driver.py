@@ -1,7 +1,7 @@
-"""A peer: obeys plans, holds a replica of a stage when it is given one, reports to whoever coordinates.
+"""The driver of one peer: follows plans, holds a replica of a stage when a plan says so, reports to the coordinator.
 
-Open this file first: `obey` is where work begins, `heartbeat` what the coordinator hears. The replica (`replica/`)
-does the training. This file is long because what a peer is made of is wired together in one place.
+Open this file first: `obey` is where work begins, `heartbeat` is what the coordinator hears. The replica (`replica/`)
+trains. This file is long because all parts of a peer are wired together here.
 """
 
 import asyncio
@@ -59,15 +59,13 @@ _SILENCE_HEARTBEATS = 3.0
 _TO_PROBE_MAX = 16
 """Over oceans a probe takes a second, and the coordinator asks for some with each heartbeat."""
 _SHORT_S = 20.0
-"""A replica that has run out of memory tries again after so long, if it still has its place: by then the next plan has
-taken it away wherever there is somebody else for it."""
+"""Delay until a replica out of memory tries again. By then the next plan has replaced it, if another peer can."""
 _QUIET_LOOKS = 20
 _QUIET_LOOK_S = 0.05
-"""Before a probe we look so often for a moment in which nothing is being sent."""
+"""A probe waits for a moment without traffic: it looks `_QUIET_LOOKS` times, `_QUIET_LOOK_S` apart."""
 _DOUBT_S = 30.0
 _AGAIN_S = 0.5
-"""A probe that shows far less than those before is repeated so much later, if the run has been slower than it should be
-until so long ago."""
+"""Delay until a probe far below earlier ones is repeated, if the coordinator found the run too slow in `_DOUBT_S`."""
 
 
 RunBlocking = Callable[[Callable[[], object]], Awaitable[object]]
@@ -79,31 +77,27 @@ async def _inline(work: Callable[[], object]) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watcher:
-    """Whoever wants to see what becomes of a peer's work."""
+    """Callbacks for an observer of a peer's work."""
 
     on_commit: Callable[[CommitReport], None] | None = None
-    """Sees every commit of a group that the peer is in, whoever reports it to the coordinator."""
+    """Receives every commit of the peer's groups, even if another member reports it to the coordinator."""
     on_validation: Callable[[ValidationReport], None] | None = None
-    """Sees every validation that the peer leads."""
     on_state: Callable[[int, StageState], None] | None = None
-    """Is called with (stage, state) whenever the replica has stepped or loaded one."""
+    """Receives (stage, state) after each step or load of the replica."""
     on_end: Callable[[], None] | None = None
-    """Is called when a group of ours is at the version at which the layout ends: the run stands still until the
-    coordinator knows."""
+    """Called when a group of ours reaches the end of the layout: the run stands still until the coordinator knows."""
     say: Callable[[str], None] = logger.info
-    """Tells the person at this machine a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What a peer says of itself that nobody measures."""
+    """Facts about a peer that it claims and that are not measured."""
 
     name: str = ""
     machine: str = ""
-    """The same for peers that share a network card (`Advert.machine`)."""
+    """Equal for peers that share a network card (`Advert.machine`)."""
     memory_bytes: int | None = None
-    """How much of the device's memory to claim; None: what is free. Virtual worlds must say, since what is free on the
-    machine that simulates them differs from run to run."""
+    """Memory to claim; None: what is free. Virtual worlds set it: free memory of their machine differs between runs."""
 
 
 class PeerDriver:
@@ -111,12 +105,10 @@ class PeerDriver:
 
     Args:
         arithmetic: what it computes with; without the run's text it is never at stage 0.
-        traffic: how it feeds the next stage; None: as measurements say.
-        disk: snapshots go to the run's folder on it; None keeps none.
-        meter: what the endpoint's calls and frames have shown of its links; None: they are not measured.
-        claims: what it says of itself besides what is measured.
+        traffic: how it feeds the next stage; None: by measurements.
+        disk: holds snapshots in the run's folder; None keeps none.
+        meter: measures the links by the endpoint's calls and frames; None: no calls and frames are seen.
         run_blocking: runs a function that blocks on the disk; `asyncio.to_thread` in life, inline in virtual time.
-        watcher: sees what becomes of this peer's work.
     """
 
     def __init__(
@@ -150,30 +142,27 @@ class PeerDriver:
         self._followed: SignedPlan | None = None
         self._transition: asyncio.Task[None] | None = None
         self._base_for: tuple[Stage, ...] = ()
-        """The layout for which we have got our base ready."""
         self._num_begun = 0
         self._renewing = False
         self._links: dict[PeerID, LinkReport] = {}
         self._probing: asyncio.Task[None] | None = None
         self._to_probe: list[PeerID] = []
         self._far: set[PeerID] = set()
-        """Peers of other machines to which we have probed our link since we probed some of them together."""
+        """Peers on other machines that we have probed since the last joint probe of several links."""
         self._beside: tuple[PeerID, ...] = ()
         self._card_bytes_per_s = 0.0
-        """The most that has gone out over several links at once."""
+        """Highest rate sent over several links at once."""
         self._is_card_known = False
-        """Whether it has been measured since it was last in doubt."""
+        """Measured since it was last in doubt."""
         self._doubted_s = -math.inf
-        """When we last heard that the run is slower than what is known explains."""
+        """When the coordinator last said that the run is slower than its figures explain."""
         self._draining = False
         self._unsound: set[PeerID] = set()
-        """The peers that have sent us gradients that are none, since this process began."""
+        """Peers that sent non-finite or absurd gradients since this process began."""
         self._shortages = 0
-        """How often there was no memory for what we were given."""
         self._claim_bytes: int | None = None
-        """The memory that we claim since then."""
         self._short: dict[Part, asyncio.TimerHandle] = {}
-        """What has paused itself for want of memory, until it tries again."""
+        """A part that paused for lack of memory -> the timer of its next try."""
         self.pausing = Pausing(clock, tenures=lambda: self._tenures, on_change=self._say_hello)
         self._clock = clock
         self._saved_s = clock.now_s()
@@ -307,16 +296,16 @@ class PeerDriver:
 
     @property
     def unsaved(self) -> str:
-        """The steps that end with this peer, and why, in a sentence; empty: none does."""
+        """A sentence that names the steps lost when this peer ends, and why; empty: none."""
         is_over = self.replica is not None and self.replica.version >= self._spec.training.steps
         return self._departure.unsaved or (self._archive.unsaved if is_over else "")
 
     def has_lost_all(self) -> bool:
-        """As `Archive.has_lost_all`."""
+        """See `Archive.has_lost_all`."""
         return self._archive.has_lost_all
 
     def begin_with(self, weights: InitialWeights | None) -> None:
-        """This machine has what the run begins with, or what its adapters stand beside; None: it has not."""
+        """Set this machine's copy of the initial weights (of the base model, with adapters); None: it has none."""
         if self._base is not None:
             self._base.model_folder = weights
         else:
@@ -337,24 +326,22 @@ class PeerDriver:
     # --- life ---
 
     async def start(self) -> None:
-        """Measure the device, look what is on the disk. Raises: whatever the device raises: it is not fit."""
+        """Measure the device and read what is on the disk. Raises: whatever the device raises when it is unfit."""
         await self._archive.open()
         self._probe = await probe_device(
             self._spec, self._compute, self._arithmetic, memory_bytes=self._claims.memory_bytes
         )
 
     async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
-        """Finish what is here and see it committed; what nobody else holds is saved first (`departure.py`).
-
-        Returns: whether that came about. Takes a little longer than `timeout_s` where a disk is slow.
-        """
+        """Finish our work and see it committed; first save what no other peer holds (`departure.py`). Returns: True if
+        all of that was done. Takes a little longer than `timeout_s` where a disk is slow."""
         self._draining = True
         if self._transition:
             await asyncio.gather(self._transition, return_exceptions=True)
-        self.pausing.resume()  # what is in flight is finished; who pauses while it leaves would wait for itself
+        self.pausing.resume()  # a drain finishes what is in flight, which a pause would hold up
         self._say_hello()
         drained = await self._departure.run(timeout_s)
-        await self._neighbours.flush(_FAREWELL_S)  # mates wait for the word of one who leaves
+        await self._neighbours.flush(_FAREWELL_S)  # group members wait for the last word of a peer that leaves
         return drained
 
     async def close(self) -> None:
@@ -382,10 +369,8 @@ class PeerDriver:
     # --- with the coordinator ---
 
     def obey(self, signed: SignedPlan, *, predecessor: SignedPlan | None = None) -> None:
-        """A live plan, newer than all before.
-
-        Args: predecessor: the plan before it, where the caller has it: a newcomer learns from it who may still drain.
-        """
+        """Follow a live plan, newer than all before. Args: predecessor: the plan before it, if the caller has it: it
+        tells a newcomer which peers may still drain."""
         before, self._plan = self._plan, signed
         if before is None or before.plan.term != signed.plan.term:
             self._meter.tell_all()
@@ -399,7 +384,7 @@ class PeerDriver:
         if before is not None and before.plan.era == signed.plan.era:
             self._count_out(before.plan, signed.plan)
             if self.replica and self.replica.is_draining:
-                # It may wait for just those of whom the plan speaks, and what follows the plan waits for it.
+                # The drain may wait for members that only this plan names, and `_follow` waits for the drain.
                 self.replica.depart(signed.plan)
                 self._recall(before.plan, signed.plan)
                 self._neighbours.say_news(self.replica.audience)
@@ -407,8 +392,7 @@ class PeerDriver:
         self._follow_soon()
 
     def _carry(self, plan: Plan) -> None:
-        """Keep what the next layout begins with, if the layout of `plan` ends at the version that we are at; get what
-        we lack for it, and keep what others need for that."""
+        """Prepare the next layout: keep our state if the layout ends here, fetch missing layers, keep gradients."""
         self._carried.follow(plan)
         self._ahead.follow(plan)
         self.server.trail.follow(plan)
@@ -426,7 +410,6 @@ class PeerDriver:
                     self._sign(tenure, state)
 
     def _get_base_ready(self, plan: Plan) -> None:
-        """The base of what the following layout gives us comes while we train in the live one."""
         place = next((stage for stage in plan.following if self._endpoint.peer_id in stage.peers), None)
         if self._base is not None and place is not None and plan.following != self._base_for:
             self._base_for = plan.following
@@ -434,7 +417,7 @@ class PeerDriver:
             self._base_tasks.spawn(self._base.get_ready(keys, plan.members), "get the base ready")
 
     def lose_excluded(self) -> None:
-        """Whoever has been put out of the run is lost now: nobody hears it any more, and it may say that it drains."""
+        """Treat members that the run has excluded as dead, even if they said that they drain: nobody hears them now."""
         plan = self._plan
         for peer in plan.plan.members if plan is not None else ():
             if self._endpoint.members.is_excluded(peer):
@@ -452,7 +435,7 @@ class PeerDriver:
         )
 
     def heartbeat(self) -> Heartbeat:
-        """Hands over the reports since the last one: the caller must see to it that they arrive."""
+        """Return a heartbeat with all reports since the last one. The caller must make sure that it arrives."""
         replica = self.replica
         window = replica.core.pipeline.window if replica else None
         return Heartbeat(
@@ -485,12 +468,12 @@ class PeerDriver:
         )
 
     def save_at(self, version: int) -> None:
-        """The coordinator wants a snapshot of every stage at `version`."""
+        """Write a snapshot at `version`: the coordinator wants one of every stage."""
         if self.replica is not None and version > self.replica.version:
             self._archive.want(version)
 
     def thin(self, safe: tuple[int, int]) -> None:
-        """Snapshots before `safe` (era, version) are needed no more, says the coordinator."""
+        """Remove snapshots older than `safe` (era, version), which the coordinator no longer needs."""
         if self._archive.may_thin(safe):
             self._tasks.spawn(self._archive.thin(safe), f"remove snapshots before {safe}")
 
@@ -508,7 +491,6 @@ class PeerDriver:
             self._transition.add_done_callback(self._transition_done)
 
     async def _follow(self) -> None:
-        """Become what the newest plan says; plans that come meanwhile are followed in turn."""
         while self._plan is not None and (self._plan is not self._followed or self._renewing):
             before, self._followed = self._followed, self._plan
             plan = self._followed.plan
@@ -525,7 +507,8 @@ class PeerDriver:
                 self._neighbours.say_news(self.replica.audience)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Hellos may have come before the plan did. Args: before: what our replica has lived under; None: it is new."""
+        """Replay Hellos that came before the plan. Args: before: the plan that our replica followed; None: it is
+        new."""
         audience = frozenset(self.replica.audience) if self.replica else frozenset()
         for peer, hello in self._neighbours.words():
             is_known = before is not None and before.groups_of(peer) == plan.groups_of(peer)
@@ -533,9 +516,9 @@ class PeerDriver:
                 self.replica.peer_state(peer, hello)
 
     def _count_out(self, before: Plan, plan: Plan) -> None:
-        """Whoever a plan between the two has dropped (maybe one that we never saw) has nothing of ours any more."""
+        """Forget the members that were dropped since `before`, be it by a plan that we never saw."""
         for peer in (peer for peer in plan.dropped_since(before) if peer != self._endpoint.peer_id):
-            # Who was to go elsewhere in the plan did not leave of its own accord: it died on the way.
+            # A member that was to move elsewhere did not leave on its own: it died on the way.
             drains = self._neighbours.drains(peer, before.stage_of(peer)) and not plan.has(peer)
             self._neighbours.forget(peer)
             if not drains:
@@ -553,10 +536,10 @@ class PeerDriver:
             if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
                 await replica.drain(_DRAIN_S, unless=lambda: self._drains_in_vain(plan, replica.stage))
-            # Else our mates have gone on without us; or we have missed a plan, and cannot know whether they have.
+            # Else the group has gone on without us, or we missed a plan and cannot know whether it has.
             await self._drop_replica()
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
-            logger.warning("stage %d: our state may not be our mates' any more: fetching it", replica.stage)
+            logger.warning("stage %d: our state may differ from the group's: fetching it", replica.stage)
             await self._drop_replica()
         if stage is None or (self.replica is None and self._is_leaving):
             return
@@ -572,22 +555,21 @@ class PeerDriver:
             self.replica.follow(plan)
 
     def _drains_in_vain(self, plan: Plan, stage: int) -> bool:
-        """Whether nobody waits for what we still have of `stage`, or we can never bring it to an end: one of those who
-        stay is out of our reach, and they reduce together with us for as long as we are there."""
+        """True if draining is pointless: our stage is gone, or we cannot reach a member that would reduce with us."""
         if self._plan is None or self._plan.plan.era != self._endpoint.era or stage >= len(plan.stages):
             return True
         return any(self._meter.cannot_reach(peer) for peer in plan.stages[stage].peers)
 
     async def _drop_replica(self) -> None:
-        """With all it holds: what others need of it is made again."""
+        """Close the replica and drop all it holds; others recompute what they need of it."""
         replica, self.replica = self.replica, None
         if replica is not None:
-            self._neighbours.say(replica.audience)  # that there is nothing to wait for any more
+            self._neighbours.say(replica.audience)  # nobody needs to wait for us any more
             await replica.close()
             self.server.forget(replica.runtime.keys)
 
     def _renew(self, tenure: Part) -> None:
-        """Its state is not its mates': begin anew, as a newcomer would."""
+        """Begin anew as a newcomer does: the state differs from the group's."""
         if tenure is not self.replica:
             self.experts.renew(tenure)
             return
@@ -613,7 +595,7 @@ class PeerDriver:
 
     @property
     def _incarnation(self) -> int:
-        """Each tenure of this process begins without state, as each process does."""
+        """Number of our tenure. Each tenure begins without state, as each process does."""
         return self._endpoint.incarnation + self._num_begun
 
     def _hello(self) -> Hello:
@@ -635,13 +617,11 @@ class PeerDriver:
         return [self.replica, *self.experts.tenures] if self.replica else [*self.experts.tenures]
 
     def _drains(self, peer: PeerID, tenure: Tenure) -> bool:
-        """Whether `peer` has said that it leaves the group of `tenure`."""
         if tenure is self.replica:
             return self._neighbours.drains(peer, self.replica.stage)
         return self._neighbours.drains_from(peer, tenure.group_id)
 
     def _stays(self, peer: PeerID) -> bool:
-        """Whether a neighbour of ours has said that it does not leave."""
         return peer in self._audience and self._neighbours.stays(peer)
 
     def _heard(self, source: PeerID, hello: Hello) -> None:
@@ -658,7 +638,7 @@ class PeerDriver:
 
     def _on_silence(self, peer: PeerID) -> None:
         if self._plan is not None and not self._plan.plan.has(peer):
-            self._died(peer)  # while it drained, or right after
+            self._died(peer)  # it fell silent while it drained, or right after
             return
         for tenure in self._tenures:
             tenure.peer_silent(peer)
@@ -673,14 +653,12 @@ class PeerDriver:
         return any(tenure.is_stepping and set(keys) <= set(tenure.keys) for tenure in self._tenures)
 
     async def _stored(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
-        """Those of the layers at that version that we carry, or have on our disk."""
         carried = self._carried.read(era, version)
         found = {key: carried[key] for key in keys if key in carried}
         missing = tuple(key for key in keys if key not in found)
         return found | (await self._archive.read(era, version, missing) if missing else {})
 
     async def _witnessed(self, source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
-        """As `Witnesses.offer`, of the group that holds these layers."""
         for tenure in self._tenures:
             state = tenure.state
             if tenure.is_ready and state is not None and set(keys) <= state.layers.keys():
@@ -688,17 +666,18 @@ class PeerDriver:
         return None
 
     def measure_links(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
-        """The coordinator wants to know our links towards `peers`. Those `beside` us share our network card."""
+        """Measure our links to `peers`, as the coordinator asks. The peers `beside` us share our network card."""
         self._beside = beside
         self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:_TO_PROBE_MAX]
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe_links(), name="measure links")
 
     def look_at_links(self) -> None:
-        """The run is far slower than what is known explains: maybe one of our links is, which is too busy to probe."""
+        """Check our links by their traffic: the run is too slow, and a slow link may be too busy to probe."""
         seen_bytes_per_s = self._meter.look(self._beside)
         if seen_bytes_per_s is not None:
-            self._card_bytes_per_s, self._is_card_known = seen_bytes_per_s, False  # measured once our lines are quiet
+            # To be measured again once the lines are quiet.
+            self._card_bytes_per_s, self._is_card_known = seen_bytes_per_s, False
         self._doubted_s = self._clock.now_s()
 
     async def _probe_links(self) -> None:
@@ -708,7 +687,7 @@ class PeerDriver:
                 return
             if not await self._is_quiet():
                 self._to_probe = []
-                return  # our lines are busy: what a probe showed would say nothing of the link
+                return  # a probe of a busy line says nothing of the link
             mark = self._meter.mark
             report = await self._link_probe.measure_if_possible(self._to_probe.pop(0))
             if report is not None:
@@ -726,8 +705,8 @@ class PeerDriver:
                 await self._probe_card()
 
     async def _drop_unreachable(self) -> None:
-        """Try those at once that we have never reached, or could not reach of late, and leave out those that do not
-        answer: one after the other they would take as long as a first plan waits."""
+        """Skip doubtful peers that do not answer. All are tried at once: one by one would outlast the first plan's
+        wait."""
         doubtful = [p for p in self._to_probe if self._meter.cannot_reach(p) or not self._meter.has_met(p)]
         answers = await asyncio.gather(*(self._link_probe.answers(peer) for peer in doubtful))
         silent = {peer for peer, answer in zip(doubtful, answers, strict=True) if not answer}
@@ -782,9 +761,10 @@ class PeerDriver:
             self._tasks.spawn(self._attesting.sign(state, era=self._endpoint.era), f"sign version {state.version}")
 
     def _run_short(self, tenure: Part) -> None:
-        """There was no memory for a job, not even with all freed that can be made again. The next plan is to give us
-        less: we claim too little for this stage, a quarter less than before, and no more than 5/4 of its states, where
-        plans count 16 bytes a parameter or more of which 12 are the state, and the base of adapters."""
+        """Claim less memory after a job found none, even with all caches freed, so that the next plan gives us less.
+
+        The new claim is 3/4 of the old one, and at most 5/4 of this stage's state and base. That is too little for this
+        stage: plans count at least 16 bytes a parameter, of which the state is 12, and the base."""
         state_bytes = tenure.state_bytes
         if self._base is not None and tenure is self.replica:
             state_bytes += sum(4 * begun_numel(self._spec, key) for key in self.replica.runtime.keys) // 2
@@ -794,14 +774,14 @@ class PeerDriver:
         if tenure in self._short:
             return
         self._say(
-            f"out of memory: what is here goes to others, and this peer claims {self._claim_bytes / 1e9:.2g} GB "
+            f"out of memory: this peer's work goes to others, and it claims {self._claim_bytes / 1e9:.2g} GB "
             f"instead of {before / 1e9:.2g} GB"
         )
         self._short[tenure] = asyncio.get_running_loop().call_later(_SHORT_S, self._try_again, tenure)
         self._say_hello()
 
     def _try_again(self, tenure: Part) -> None:
-        """No plan has taken the stage from us: there may be nobody else for it."""
+        """Resume: no plan has taken the stage from us, so there may be no other peer for it."""
         del self._short[tenure]
         if tenure in self._tenures and not self.pausing.is_paused:
             tenure.resume()

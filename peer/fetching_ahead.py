@@ -1,14 +1,14 @@
-"""Gets what this peer lacks for the following layout while it trains in the live one.
+"""Fetches what this peer lacks for the following layout while it trains in the live one.
 
-A plan that names what follows it, but no end yet (`Plan.following`), begins this. Each layer is fetched from a peer
-that trains it, at whatever version that is, and then steps as that peer's group does: its part of the reduced gradient
-is a third of its state, or a sixth where gradients travel as bf16. So when the layout ends, the gradient of one step is
-all that has yet to travel. Where gradients come faster than they travel, fewer layers are replayed, and the others are
-fetched whole at the end. What has been replayed is compared with what the holders have then (`Joining`), and a layer
-that is not the same is fetched whole, too. If the plan is called off, what is here is dropped.
+It begins with a plan that names the following layout, but no end yet (`Plan.following`). Each layer is fetched from a
+peer that trains it, at whatever version that is, and then steps with that peer's group: per step its part of the
+reduced gradient travels, a third of its state, or a sixth as bf16. So when the layout ends, only one step's gradient is
+still missing. Where gradients come faster than the line carries them, fewer layers are replayed, and the others are
+fetched whole at the end. Replayed layers are then compared with the holders' (`Joining`); a layer that differs is
+fetched whole, too. If the plan is called off, all fetched layers are dropped.
 
-The layers lie in the host's memory. A peer with less than twice the room for them fetches nothing ahead. Nor does
-anybody where experts are placed.
+The layers lie in the host's memory. A peer with less than twice the room for them fetches nothing ahead, and neither
+does any peer where experts are placed.
 """
 
 import asyncio
@@ -39,54 +39,48 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _REFUSALS_MAX = 2
-"""A holder that has stepped on and refuses a gradient so often has not kept it."""
+"""A holder that has stepped on and refuses a gradient this often has not kept it."""
 _IN_VAIN_MAX = 1
-"""If more layers in a row come too late to be followed, others would only take the lines from the steps."""
+"""If more layers in a row come too late to be replayed, further ones would only take bandwidth from the steps."""
 _FINISH_TRIES = 4
 _STEP_FLOP = 20.0
-"""For one parameter, as `Shard` reckons."""
+"""FLOP of a step per parameter, as `Shard` counts."""
 _ROOM_TIMES = 2.0
 _PART_OF_STEP = 0.8
-"""The gradients of the layers that we follow come in so much of a step at most: what is more falls behind."""
+"""Gradients of the replayed layers may take at most this part of a step's time: with more we fall behind."""
 _SAMPLE_BYTES = 4 << 20
 _SAMPLES_MIN = 3
-"""Others may fetch whole layers from the same holder while the first gradients come."""
+"""At first others may fetch whole layers from the same holder beside our gradients."""
 _LAG_STEPS = 2
-"""Layers that are so far behind, and whose gradients do not come in time, are too many."""
+"""If layers are this far behind, and their gradients come too slowly, there are too many."""
 _SLOW_PART = 0.25
-"""A holder from which a layer comes at less than this part of what our line carries has a slow line itself, or is busy
-beyond what many that fetch at once explain."""
+"""A holder that sends a layer at less than this part of our line's rate is too slow or too busy: try another one."""
 _RANGES_AT_ONCE = 2
-"""The next range is on its way while the answer to the one before is."""
+"""Number of ranges asked for at once, so that the line does not idle between two."""
 
 
 @dataclass(slots=True)
 class _Source:
-    """A stage of the live layout, and what we fetch of it."""
+    """A stage of the live layout, and what we fetch from it."""
 
     keys: tuple[str, ...]
     peers: tuple[PeerID, ...]
     turn: int = 0
-    """Which of the peers we ask now."""
     in_vain: int = 0
-    """How many layers in a row came so late that their steps since were no longer kept."""
+    """Layers in a row that came so late that the steps since were no longer kept."""
     refusals: int = 0
-    """How often in a row a gradient was refused."""
     reached: int = -1
     """The version of its holders, as far as we know."""
     began: tuple[float, int] = (0.0, -1)
-    """When we first knew of a version of theirs, and which it was."""
+    """When we first knew a version of theirs, and that version."""
     step_s: float = math.inf
-    """How long their steps have taken since, at most."""
+    """Seconds of a step since then, at most."""
     byte_s: float = 0.0
-    """How long a byte of a gradient has taken to come of late; 0: that is not known yet."""
+    """Seconds in which a byte of a gradient comes, a recent average; 0: not known yet."""
     num_samples: int = 0
     rates: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Bytes a second of the last layer that each of the peers gave us."""
     came_bytes: int = field(init=False, default=0)
-    """Of the layer that is being fetched so many are here."""
     is_full: bool = False
-    """We can follow no more of its layers."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -94,24 +88,24 @@ class _Source:
         return self.peers[self.turn % len(self.peers)]
 
     def here(self, has: Mapping[str, "_Replayed"]) -> list[str]:
-        """The layers of it that are here, the one that is furthest behind first."""
+        """Return its layers that are here, the one furthest behind first."""
         return sorted((key for key in self.keys if key in has), key=lambda key: has[key].version)
 
     def coming(self, has: Mapping[str, "_Replayed"]) -> tuple[str, ...]:
-        """The layers of it that are to be fetched while the layout lasts."""
+        """Return its layers that are to be fetched while the layout lasts."""
         return () if self.is_full else tuple(key for key in self.keys if key not in has)
 
     def heard(self, version: int, now_s: float) -> None:
-        """Its holder is at `version`."""
+        """Note that its holder is at `version`."""
         if self.began[1] < 0:
             self.began = now_s, version
         self.reached = max(self.reached, version)
-        num_whole = self.reached - self.began[1] - 1  # the first may have been over in a moment
+        num_whole = self.reached - self.began[1] - 1  # the first step may have been almost over
         if num_whole > 0:
             self.step_s = (now_s - self.began[0]) / num_whole
 
     def came(self, num_bytes: int, took_s: float) -> None:
-        """A gradient that was there already took so long to come. That of a small layer says nothing of the rate."""
+        """Note the transfer time of a gradient that was ready. A small layer's time says nothing about the rate."""
         if num_bytes < _SAMPLE_BYTES:
             return
         byte_s = took_s / num_bytes
@@ -119,8 +113,8 @@ class _Source:
         self.num_samples += 1
 
     def gave(self, num_bytes: int, took_s: float, *, line_bytes_per_s: float) -> None:
-        """Note that the peer asked now took `took_s` for a layer of `num_bytes`. If that is far slower than our line,
-        the next layer comes from another peer: from one that has given nothing yet, or from the quickest."""
+        """Note the time of a layer from the peer asked now. If it is far slower than our line, take the next layer from
+        a peer that has given nothing yet, or else from the quickest."""
         if num_bytes < _SAMPLE_BYTES or took_s <= 0.0:
             return
         self.rates[self.peer] = num_bytes / took_s
@@ -129,22 +123,18 @@ class _Source:
             self.turn = max(turns, key=lambda turn: self.rates.get(self.peers[turn % len(self.peers)], math.inf))
 
     def can_follow(self, num_bytes: int) -> bool:
-        """Whether gradients of so many bytes come in a step, as far as we know."""
+        """True if gradients of that size come within a step, as far as we know."""
         return self.num_samples < _SAMPLES_MIN or self.byte_s * num_bytes <= _PART_OF_STEP * self.step_s
 
 
 @dataclass(slots=True)
 class _Replayed:
-    """A layer that we have."""
-
     version: int
     layer: LayerState
 
 
 @dataclass(slots=True)
 class _Preparing:
-    """What we get ready for."""
-
     era: int
     following: tuple[Stage, ...]
     sources: dict[int, _Source] = field(default_factory=dict)
@@ -152,11 +142,9 @@ class _Preparing:
 
 
 class FetchingAhead:
-    """Of one peer.
+    """Fetches ahead for one peer.
 
-    Args:
-        on_failure: gets what only a bug raises.
-        line_bytes_per_s: says what this peer's line carries; 0: that is not known.
+    Args: on_failure: gets exceptions that only a bug raises. line_bytes_per_s: rate of this peer's line; 0: not known.
     """
 
     def __init__(
@@ -183,36 +171,36 @@ class FetchingAhead:
 
     @property
     def unfetched_bytes(self) -> int:
-        """As heartbeats tell it."""
+        """Bytes still to come, for heartbeats."""
         ready = self._preparing
         if ready is None:
             return 0
         left_bytes = 0
         for source in ready.sources.values():
             left_bytes += sum(map(self._state_bytes, source.coming(ready.has))) - source.came_bytes
-            for key in source.here(ready.has):  # the last step is always on its way
+            for key in source.here(ready.has):  # the last step is always under way
                 left_bytes += self._gradients_bytes([key]) * max(0, source.reached - ready.has[key].version - 1)
         return left_bytes
 
     # --- plans ---
 
     def follow(self, plan: Plan) -> None:
-        """A newer plan: begin, go on, or drop what is here."""
+        """Follow a newer plan: begin, go on, or drop what is here."""
         ready = self._preparing
         if ready is not None and plan.fresh and (plan.era, plan.restore_era) == (ready.era + 1, ready.era):
-            self._stop(ready)  # what is here is about to be asked for (`ended`)
+            self._stop(ready)  # `ended` will ask for what is here
             return
         if ready is not None and (plan.era, plan.following) != (ready.era, ready.following):
             self.drop()
         if not plan.following or plan.experts:
             return
         if self._preparing is None and plan.ends_at:
-            return  # it ends as soon as it can: what we fetched now would only keep its last steps waiting
+            return  # it ends as soon as it can: a fetch now would only delay its last steps
         if self._preparing is None:
             self._preparing = self._begun(plan)
         for stage, source in self._preparing.sources.items():
             if source.task is not None and not plan.has(source.peer):
-                source.task.cancel()  # it may wait for an answer of that peer for long
+                source.task.cancel()  # it may wait for that peer's answer for long
                 source.task = None
             source.peers = plan.stages[stage].peers
             if source.task is None:
@@ -235,7 +223,7 @@ class FetchingAhead:
         for index, stage in enumerate(plan.stages):
             held = set(stage_layer_keys(model, *stage.layers))
             keys = tuple(key for key in wanted if key in held)
-            # Who is to hold the same layers begins with different holders of them.
+            # Peers that are to hold the same layers begin with different holders of them.
             turn = place.peers.index(me)
             if keys:
                 ready.sources[index] = _Source(keys, stage.peers, turn)
@@ -246,7 +234,7 @@ class FetchingAhead:
             self._on_failure(error)
 
     def drop(self) -> None:
-        """What was fetched is of no use any more."""
+        """Drop all that was fetched."""
         if self._preparing is not None:
             self._stop(self._preparing)
             self._preparing = None
@@ -265,7 +253,7 @@ class FetchingAhead:
     # --- while the layout lasts ---
 
     async def _get(self, ready: _Preparing, source: _Source) -> None:
-        """Fetch one layer after the other, and replay the steps of those that are here before the next one."""
+        """Fetch layer after layer; before each, replay the steps of those that are here."""
         while True:
             try:
                 here = source.here(ready.has)
@@ -289,7 +277,7 @@ class FetchingAhead:
                     source.gave(self._state_bytes(coming[0]), now_s - began_s, line_bytes_per_s=line_bytes_per_s)
                 elif here:
                     source.is_full = bool(coming)
-                    await self._replay(ready, source, here[0])  # as soon as its holder has stepped
+                    await self._replay(ready, source, here[0])  # waits until its holder has stepped
                 else:
                     return
                 source.refusals = 0
@@ -302,8 +290,8 @@ class FetchingAhead:
                 await asyncio.sleep(_RETRY_S)
 
     async def _refused(self, ready: _Preparing, source: _Source) -> None:
-        """The step has not come yet, or the gradient is no longer kept: then the layers that lack it are fetched anew,
-        from another holder, unless that has been in vain."""
+        """Handle a refused gradient: the step is not made yet, or its gradient is no longer kept. Then fetch the layers
+        that lack it anew from another holder, unless that was in vain before."""
         source.refusals += 1
         oldest = min((ready.has[key].version for key in source.keys if key in ready.has), default=-1)
         try:
@@ -326,7 +314,7 @@ class FetchingAhead:
         return await self._endpoint.ask(source.peer, StateRequest(layers=(key,), ahead=True), StateOffer)
 
     async def _fetch(self, ready: _Preparing, source: _Source, key: str) -> int:
-        """Returns: the version."""
+        """Fetch a layer. Returns: its version."""
         version = (await self._offer(source, key)).version
         numel = state_layout(self._spec, key).numel
         vectors = self._arithmetic.vectors
@@ -345,11 +333,8 @@ class FetchingAhead:
         return version
 
     async def _replay(self, ready: _Preparing, source: _Source, key: str) -> float:
-        """One step of one layer.
-
-        Returns: how long its gradient took to come.
-        Raises: Refused: the step has not been made there, or is no longer kept.
-        """
+        """Make one step of one layer. Returns: seconds in which its gradient came.
+        Raises: Refused: the holder has not made the step, or no longer keeps its gradient."""
         began_s = self._clock.now_s()
         at, vectors = ready.has[key], self._arithmetic.vectors
         gradient_N = vectors.empty(state_layout(self._spec, key).numel)
@@ -374,8 +359,7 @@ class FetchingAhead:
         into_N: Tensor,
         came: Callable[[int], None] = lambda num_elements: None,
     ) -> None:
-        """Fill `into_N` with the tensor of which `request` asks for a range; ranges are asked for in order, and `came`
-        hears of each."""
+        """Fill `into_N` with the tensor that `request` names, range by range in order; call `came` after each."""
         vectors = self._arithmetic.vectors
         todo = deque(ranges(into_N.numel(), vectors))
 
@@ -396,11 +380,8 @@ class FetchingAhead:
     # --- when it has ended ---
 
     async def ended(self, era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
-        """Get the layers that are here at the version at which the layout of `era` ended; the last steps are replayed
-        now. Nobody has compared them with what their holders have.
-
-        Args: members: of the newest plan; nobody else is asked.
-        """
+        """Replay the last steps, and return the layers that are then at the version at which the layout of `era` ended.
+        The caller must compare them with the holders'. Args: members: of the newest plan; no other peer is asked."""
         ready = self._preparing
         if ready is None or ready.era != era:
             return {}
@@ -417,12 +398,12 @@ class FetchingAhead:
             if not here or ready.has[here[0]].version >= version:
                 return
             if (version - ready.has[here[0]].version) * self._gradients_bytes(here[:1]) > self._state_bytes(here[0]):
-                del ready.has[here[0]]  # the whole layer is less than all that it lacks
+                del ready.has[here[0]]  # the whole layer is smaller than all that it lacks
                 continue
             try:
                 await self._replay(ready, source, here[0])
             except (Unreachable, Refused, RemoteError) as error:
-                logger.info("the last steps of what was fetched ahead: %s", error)
+                logger.info("the last steps of layers fetched ahead: %s", error)
                 source.turn += 1
                 tries += 1
                 await asyncio.sleep(_RETRY_S)
@@ -431,6 +412,5 @@ class FetchingAhead:
         return 4 * (2 * state_layout(self._spec, key).numel + moment2_numel(self._spec, key))
 
     def _gradients_bytes(self, keys: Iterable[str]) -> int:
-        """Of one step of these layers."""
         numel = sum(state_layout(self._spec, key).numel for key in keys)
         return self._arithmetic.vectors.mean_bytes * numel

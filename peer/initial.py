@@ -1,8 +1,8 @@
-"""Weights that a run begins with, where they are not made from its seed.
+"""Initial weights of a run that are not made from its seed.
 
-The run's spec has a digest of every layer; the host has the weights and serves them as one would a snapshot, and
-whoever begins the run's first version fetches its own layers and checks them. Moments are made, not fetched: at version
-0 they follow from the parameters.
+The run's spec has a digest of every layer. The host serves the weights like a snapshot, and the holders of the run's
+first version fetch their own layers and check them. Moments are made, not fetched: at version 0 they follow from the
+parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,53 +23,50 @@ from shoal.protocol.spec import RunSpec
 
 
 class InitialWeights(Protocol):
-    """Who has them."""
+    """A source of initial weights."""
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """The parameters of those of these layers that there are, float32 [numel] each in the layer's layout; in a run
-        with adapters as `stored_base` has them.
-
-        Raises: LocalError: they cannot be read any more.
-        """
+        """Return those of the layers that it has: float32 [numel] each in the layer's layout; with adapters in the form
+        of `stored_base`. Raises: LocalError: they cannot be read any more."""
         ...
 
 
 def weights_digest(param_N: Tensor) -> str:
-    """32 hex digits: BLAKE3 of the float32 values, little-endian, as `InitialWeights` gives them."""
+    """BLAKE3 of the float32 values, little-endian, as `InitialWeights` gives them: 32 hex digits."""
     values = param_N.detach().cpu().contiguous().numpy().astype("<f4", copy=False)
     return blake3(values.view(np.uint8).data).hexdigest(length=16)
 
 
 def begins_with_weights(spec: RunSpec) -> bool:
-    """Whether version 0 is not made from the seed. Adapters are, whatever the base is that they stand beside."""
+    """True if version 0 is not made from the seed. Adapters always are, even beside a base with digests."""
     return bool(spec.initial.digests) and spec.adapter is None
 
 
 def begun_numel(spec: RunSpec, key: str) -> int:
-    """The numbers that a layer of what the run begins with has on its way to a peer."""
+    """Numbers that a layer of the initial weights (of the base, with adapters) has on its way to a peer."""
     return layer_layout(spec.model, key).numel if spec.adapter is None else base_numel(spec, key)
 
 
 def bare_layer(param_N: Tensor, vectors: Vectors = VECTORS) -> LayerState:
-    """A layer on its way to who begins with it: without moments."""
+    """Return a layer without moments, as initial weights travel."""
     return vectors.layer_state(param_N, vectors.empty(0), vectors.empty(0))
 
 
 def foreign_layers(spec: RunSpec, layers: Mapping[str, LayerState]) -> tuple[str, ...]:
-    """Which of them are not the ones that the run begins with."""
+    """Return the layers that differ from those that the run begins with."""
     digests = dict(zip(all_layer_keys(spec.model), spec.initial.digests, strict=True))
     return tuple(key for key, layer in layers.items() if weights_digest(layer.param_N) != digests[key])
 
 
 def layers_of(keys: Sequence[str]) -> tuple[str, ...]:
-    """The layers that have these units, or are these; digests are of whole layers, so those are fetched."""
+    """Return the layers of these units or layers. Digests are of whole layers, so whole layers are fetched."""
     return tuple(dict.fromkeys(".".join(key.split(".")[:2]) for key in keys))
 
 
 def first_state(
     spec: RunSpec, keys: Sequence[str], layers: Mapping[str, LayerState], device: torch.device
 ) -> StageState:
-    """Version 0 of whoever holds `keys`, layers or units of them, and begins with the parameters of `layers`."""
+    """Return version 0 of `keys`, layers or units of layers, from the parameters in `layers`."""
     begun = {}
     for key in keys:
         (layer,) = layers_of([key])

@@ -1,5 +1,6 @@
-"""How a replica comes by its stage's state: from the run's seed or the weights that it begins with, from snapshots, or
-from its mates, as a light member (`light.py`) where their state comes slowly.
+"""How a replica gets its stage's state: from the run's seed or initial weights, from snapshots, or from its group.
+
+While the group's state comes slowly, the replica may be a light member (`light.py`).
 """
 
 import asyncio
@@ -34,21 +35,19 @@ async def _nothing(era: int, version: int, members: Collection[PeerID]) -> Mappi
 
 _RETRY_S = 1.0
 _RETRY_FIRST_S = 0.1
-"""Whoever hears of a layout before those who hold its layers, as the coordinator does, is told by them that they offer
-nothing yet."""
+"""A member may hear of a layout before the holders of its layers do; these then answer that they offer nothing yet."""
 _RETRY_MATES_S = 0.25
-"""They may be signing what they hold, which takes a round trip."""
+"""Holders may still be signing their state, which takes a round trip."""
 
 
 class Joining:
-    """Args:
-    fetch_mean: as `CatchingUp.fetch`.
-    take_over: make a state ours; the pipeline and the group know it when this returns.
-    begin_era: whether we may begin an era from its beginning.
-    newest: the newest plan; None: the one that `run` was given.
-    carried: (era, version) -> the layers that this peer has kept since the layout before ended there.
-    ahead: as `FetchingAhead.ended`.
-    pass_on: as `StateServer.pass_on`.
+    """Gets the state of one replica, of a stage or an expert.
+
+    Args:
+        take_over: make a state ours; the pipeline and the group know it when this returns.
+        begin_era: True if we may begin an era from its beginning.
+        newest: the newest plan; None: the one that `run` was given.
+        carried: (era, version) -> layers that this peer has kept since the previous layout ended there.
     """
 
     def __init__(
@@ -85,19 +84,17 @@ class Joining:
 
     @property
     def progress(self) -> FetchProgress | None:
-        """Of the fetch that is under way."""
+        """Progress of the fetch that is under way."""
         of_light = self._light.progress if self._light is not None else None
         return self._progress if of_light is None else of_light
 
     def stepped(self) -> None:
-        """The pipeline has stepped."""
+        """Note that the pipeline has stepped."""
         self._stepped.set()
 
     async def run(self, plan: Plan, light: LightMember | None = None) -> None:
-        """Until we hold what our mates hold, or what the era of `plan` begins with. Tries for as long as it takes.
-
-        Args: light: what we may be meanwhile, if what our mates hold comes slowly.
-        """
+        """Return once we hold the group's state, or what the era of `plan` begins with. Retry until then.
+        Args: light: a light phase that we may pass through if the state comes slowly."""
         self._light = light
         try:
             await self._come_by(plan)
@@ -132,17 +129,15 @@ class Joining:
             return
 
     async def _initial_layers(self, plan: Plan) -> Mapping[str, LayerState] | None:
-        """What the run's spec names, from the host, which alone has it; who that is, the answers show.
-
-        If somebody offers something else, each is asked alone. Returns: None: nobody has it now.
-        """
+        """Fetch the weights that the run's spec names. Only the host has them; the answers show which peer that is. If
+        an answer has other weights, ask each peer alone. Returns: None: no peer has them now."""
         peers = self._to_ask(plan)
         wanted = layers_of(self._runtime.keys)
         for holders in (peers, *([peer] for peer in peers)):
             try:
                 layers = (await self._fetcher(wanted).fetch(holders, version=0, stored_era=INITIAL)).layers
             except (Unreachable, Refused, RemoteError) as error:
-                logger.info("no weights to begin with: %s", error)
+                logger.info("no initial weights: %s", error)
                 if holders is peers:
                     return None
                 continue
@@ -154,9 +149,9 @@ class Joining:
         return None
 
     async def _from_snapshots(self, plan: Plan) -> None:
-        """The version at which the era begins: what we carry of it, what we have fetched ahead and is the same as
-        others say, the rest from whoever carries it or has it on disk, ourselves first. Once the era is under way
-        nobody need carry it any more, and our mates have what has become of it."""
+        """Begin the era at its version: use layers that we carry and layers fetched ahead with the right digests; fetch
+        the rest from peers that carry them or have them on disk, ourselves first. Once the era is under way peers may
+        drop what they carry, so then join the group instead."""
         keys, version = self._runtime.keys, plan.restore_version
         carried = self._carried(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
@@ -164,7 +159,7 @@ class Joining:
         ahead = await self._ahead(plan.restore_era, version, self._to_ask(plan)) if missing else {}
         known = {key: ahead[key] for key in missing if key in ahead}
         if missing:
-            logger.info("of %d layers that come to us %d are here already", len(missing), len(known))
+            logger.info("%d layers to get, %d of them fetched ahead", len(missing), len(known))
         wait_s = _RETRY_FIRST_S
         while True:
             holders = self._to_ask(plan)
@@ -186,18 +181,18 @@ class Joining:
             return
 
     async def _follow_who_began(self) -> None:
-        """Replay what mates have committed who began the era before us: a step that one of them alone has is lost with
-        it. What they have and we do not get now comes by our group's rounds."""
+        """Replay commits of members that began the era before us: a step that only one of them has is lost with it.
+        Whatever we do not get now comes by our group's rounds."""
         try:
             while self._group.holders and not await self._is_current():
                 pass
         except (Unreachable, Refused, RemoteError) as error:
-            logger.info("cannot follow yet who began before us: %s", error)
+            logger.info("cannot replay yet the steps of members that began before us: %s", error)
 
     async def _with_mates(
         self, missing: tuple[str, ...], holders: Sequence[PeerID], plan: Plan, known: Mapping[str, LayerState]
     ) -> Mapping[str, LayerState]:
-        """Fetch what an era begins with, together with the mates that lack it too. Raises: as `StateFetcher.fetch`."""
+        """Fetch what an era begins with, together with other members that lack it. Raises: see `StateFetcher.fetch`."""
         version, era = plan.restore_version, plan.restore_era
         relay = Relay(era, version, self._group.mates, vectors=self._runtime.vectors)
         self._pass_on(relay)
@@ -218,15 +213,14 @@ class Joining:
         return state.layers
 
     def _to_ask(self, plan: Plan) -> list[PeerID]:
-        """For what lies on a disk: ourselves first, then all members. Who was away when `plan` was made, a host or
-        one who keeps a copy, is in a later one."""
+        """Return the peers to ask for layers on disks: ourselves, then all members of the newest plan, which may have a
+        host or a keeper that was away when `plan` was made."""
         me = self._endpoint.peer_id
         newest = self._newest() if self._newest is not None else plan
         return [me, *(peer for peer in newest.members if peer != me)]
 
     async def _from_mates(self) -> None:
-        """Fetch the newest state that most of those who held it before us have signed, replay what was committed
-        meanwhile."""
+        """Fetch the newest state that most of its earlier holders have signed, then replay later commits."""
         group, keys = self._group, self._runtime.keys
         while True:
             try:
@@ -249,7 +243,7 @@ class Joining:
             return
 
     async def _is_current(self) -> bool:
-        """Replay one commit of the mates; True if there is none left."""
+        """Replay one commit of the group; True if there is none left."""
         self._stepped.clear()
         if not await self._replay_next():
             return True
@@ -257,15 +251,13 @@ class Joining:
         return False
 
     async def _replay_next(self) -> bool:
-        """Get the gradient of the next commit from a holder. Who joins together asks different holders: one alone could
-        not give to many what a step brings before the next step is over.
-
-        Returns: False: the holder has not committed it. Raises: Unreachable: every holder is; Refused.
-        """
+        """Get the gradient of the next commit from a holder. Members that join together ask different holders: one
+        alone could not send a step's gradient to many before the next step ends. Returns: False: the holder has not
+        committed it. Raises: Unreachable: every holder is; Refused."""
         holders = self._group.holders
         joining = sorted({self._group.me, *self._group.mates}.difference(holders))
         first = joining.index(self._group.me) % len(holders) if holders else 0
-        error = Unreachable(self._endpoint.peer_id, "all mates have gone")
+        error = Unreachable(self._endpoint.peer_id, "all other members have gone")
         for holder in (*holders[first:], *holders[:first]):
             try:
                 return await self._fetch_mean(holder, self._group.version) == "taken"
@@ -274,7 +266,6 @@ class Joining:
         raise error
 
     def _fetcher(self, keys: tuple[str, ...] | None = None) -> StateFetcher:
-        """`keys`: None: ours."""
         runtime = self._runtime
         fetcher = StateFetcher(
             runtime.spec,

@@ -1,7 +1,7 @@
-"""Layers of the state that a light member (`light.py`) has when it ends, on its disk, for its next life.
+"""Layers of the state that a light member (`light.py`) has when it ends, on its disk, for its next process.
 
-They are of use for as long as somebody has the reduced gradients of the steps since. Nobody is offered them: they lie
-beside the snapshots, in their format, under a BLAKE3 of each file, and are read once.
+They are of use as long as some peer has the reduced gradients of the steps since. They are not offered to others: they
+lie beside the snapshots, in their format, under a BLAKE3 of each file, and are read once.
 """
 
 import logging
@@ -20,19 +20,11 @@ logger = logging.getLogger(__name__)
 
 FOLDER: Final = "light"
 _ALL: Final = 2**31
-"""Versions that are kept when another is written: layers may be a step apart."""
+"""Versions that stay when another is written: layers may be a step apart."""
 
 
 class KeptLayers:
-    """Keeps on disk those layers of the state that a light member has fetched, from one process of the peer to the
-    next, so that they need not be fetched again.
-
-    Args:
-        disk: None: nothing is kept.
-        run: the run's identifier, which names its folder.
-        spec: the run's, by which layers are laid out.
-        run_blocking: runs what blocks on the disk.
-    """
+    """Keeps a light member's layers on disk for the peer's next process. Args: disk: None keeps nothing."""
 
     def __init__(
         self,
@@ -49,31 +41,25 @@ class KeptLayers:
         self._run_blocking = run_blocking
 
     async def write(self, era: int, layers: Mapping[str, tuple[int, LayerState]]) -> None:
-        """Keep these layers in place of those that are there; what cannot be written is logged, and comes again.
-
-        Args:
-            era: the era that they belong to.
-            layers: by key, (version, parameters and moments in float32 [N] on the host).
-        """
+        """Replace the kept layers by these; log a write that fails, after which they are fetched again.
+        Args: layers: key -> (version, parameters and moments in float32 [N] on the host)."""
         if self._disk is None:
             return
         try:
             await self._run_blocking(partial(self._write, self._disk, era, layers))
         except (LocalError, OSError) as error:
-            logger.warning("the layers that are here come again: %s", error)
+            logger.warning("cannot keep layers, which will be fetched again: %s", error)
 
     async def take(self, era: int, keys: Collection[str]) -> dict[str, tuple[int, LayerState]]:
-        """Read what an earlier life has left, and remove it.
-
-        Returns: of `keys` the layers of this era that are undamaged, by key: (version, layer on the host).
-        """
+        """Read and remove the layers that an earlier process has left.
+        Returns: key -> (version, layer on the host), for the undamaged ones of this era in `keys`."""
         taken: dict[str, tuple[int, LayerState]] = {}
         if self._disk is None:
             return taken
         try:
             await self._run_blocking(partial(self._take, self._disk, era, keys, taken))
         except (LocalError, OSError) as error:
-            logger.warning("cannot read the layers that an earlier life has left: %s", error)
+            logger.warning("cannot read the layers that an earlier process has left: %s", error)
         return taken
 
     def _write(self, disk: Disk, era: int, layers: Mapping[str, tuple[int, LayerState]]) -> None:
@@ -101,7 +87,7 @@ class KeptLayers:
                 try:
                     layer = snapshot.read_layers(disk, stored.path, [key])[key]
                 except snapshot.DamagedSnapshot as damage:
-                    logger.warning("%s: layer %s comes again", damage, key)
+                    logger.warning("%s: layer %s will be fetched again", damage, key)
                 else:
                     taken[key] = stored.version, layer
         self._remove(disk)

@@ -1,10 +1,10 @@
-"""Proves at a peer's start that it steps as all others do.
+"""Checks at a peer's start that its optimizer steps have the same bits as all others'.
 
-Members of a group hold equal bits because each makes the same step with the same reduced gradient. Every operation of
-a step is one that IEEE 754 defines to the last bit; a device or a build that fuses two of them, flushes small numbers
-to zero or takes another square root would dissent at each commit. So three steps of a small layer are made on the
-device and compared with what is written here. Their numbers are whole ones times powers of two, the same on every
-machine, from 1 to 10^-21: the squares of the smallest are denormal.
+Members of a group hold equal bits because each makes the same step with the same reduced gradient. IEEE 754 defines
+every operation of a step to the last bit; a device or a build that fuses two of them, flushes denormals to zero or
+takes another square root would dissent at each commit. So the device makes three steps of a small layer, and the result
+is compared with the digests below. The inputs are integers times powers of two, the same on every machine, from 1 to
+10^-21: the squares of the smallest are denormal.
 """
 
 import logging
@@ -35,22 +35,19 @@ _CPU: Final = torch.device("cpu")
 
 
 def steps_on(optimizer: str, device: torch.device) -> torch.device:
-    """Where a peer makes its steps: on its device if that makes everybody's, else on its CPU.
-
-    Raises: ShoalError: neither does.
-    """
+    """Return the device for a peer's steps: its own if that makes the right bits, else its CPU. Raises: ShoalError."""
     for where in dict.fromkeys((device, _CPU)):
         if answer(optimizer, where) == KNOWN[optimizer]:
             return where
-        logger.warning("%s steps (%s) otherwise than all others do", where, optimizer)
+        logger.warning("optimizer steps on %s (%s) differ from those of all others", where, optimizer)
     raise ShoalError(
-        f"this machine's steps ({optimizer}) are not those of all others, so it cannot hold what they hold:"
+        f"this machine's optimizer steps ({optimizer}) differ from those of all others, so it cannot train with them:"
         " its torch is another build than the one that `make setup` installs, or its processor is at fault"
     )
 
 
 def answer(optimizer: str, device: torch.device) -> str:
-    """What a device makes of the steps: the digest."""
+    """Make the steps on a device. Returns: the digest."""
     spec = RunSpec(model=_MODEL, optimizer=OptimizerSpec(name=optimizer, warmup_steps=0))  # type: ignore[arg-type]
     layer = initial_state(spec, (_KEY,), _CPU).layers[_KEY]
     numel = layer_layout(_MODEL, _KEY).numel
@@ -66,7 +63,7 @@ def answer(optimizer: str, device: torch.device) -> str:
 
 
 def _numbers(numel: int, seed: int, *, smallest: int) -> Tensor:
-    """float32 [numel], from 1 down to 2^-smallest in size."""
+    """float32 [numel], with magnitudes from 1 down to 2^-smallest."""
     index_N = torch.arange(numel, dtype=torch.int64)
     whole_N = (index_N * 2654435761 + seed * 40503 * 65537) % 2**24 - 2**23
     return torch.ldexp(whole_N.to(torch.float32), -23 - index_N % smallest)

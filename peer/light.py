@@ -1,18 +1,18 @@
-"""Makes a newcomer whose line is slow a *light* member of its group, until its state is whole.
+"""Makes a newcomer with a slow line a *light* member (a learner) of its group, until its state is whole.
 
 A newcomer's first microbatch needs weights and no moments, and bf16 is enough to compute with: a sixth of the state. A
-light member fetches those, takes traffic, and contributes its gradients to rounds, in which it owns no part of the sum.
-It makes no step of the group's: after each commit it fetches the next version's weights from those who have stepped.
+light member fetches those, takes traffic, and contributes its gradients to rounds, in which it reduces no part of the
+sum. It does not make the group's steps: after each commit it fetches the next weights from members that have stepped.
 
-Meanwhile the state comes, layer by layer, behind everything else on its holders' lines and held up while weights come.
-A layer that is here steps with the others': its part of the reduced gradient has come by the round that the member took
-part in anyway. So a layer is fetched once, whatever the group commits meanwhile; its weights follow from its state and
-are fetched no more; and nobody keeps a version of the whole state for a fetch that may take an hour. Once all layers
-are here, and are what most holders have signed, the member holds the state, and is one like all others from the next
-commit on. Where its line has no time left beside weights and rounds it stays light; its log says how much is here.
+Meanwhile the state comes, layer by layer. It has the lowest priority on its holders' lines and pauses while weights
+come. A layer that is here steps with the group: its part of the reduced gradient comes by the round that the member
+takes part in anyway. So a layer is fetched once, whatever the group commits meanwhile; its weights then follow from its
+state and are no longer fetched; and no holder keeps a version of the whole state for a fetch that may take an hour.
+Once all layers are here and match what most holders have signed, the member is a full member from the next commit on.
+If weights and rounds fill its line it stays light; its log says how much is here.
 
-What a light member computes with is the group's only as far as most holders name the same digest of the rounded
-weights. A liar among the others can make it learn nothing wrong, and what it holds in the end has their signatures.
+A light member computes only with weights on whose digest most holders agree. A liar among the others can make it learn
+nothing wrong, and the state that it ends with has their signatures.
 """
 
 import asyncio
@@ -44,45 +44,40 @@ from shoal.protocol.ports import Compute
 logger = logging.getLogger(__name__)
 
 _SEEN_S = 2.0
-"""So long is looked at least how quickly weights come."""
+"""Minimum time for measuring how quickly weights come."""
 _SMALL_BYTES = 16 << 20
-"""A state of less than this is fetched at once: on most lines that takes no longer than a look at its weights."""
+"""A smaller state is fetched at once: on most lines that takes no longer than measuring its weights' rate."""
 _RETRY_S = 1.0
 _RETRY_MATES_S = 0.25
-"""They may be making the step, or signing what they hold, which takes a round trip."""
+"""Holders may still be stepping, or signing their state, which takes a round trip."""
 _STILL_S = 60.0
-"""A round of which no piece has come for so long will not end here. On slow lines pieces wait for minutes behind
-activations, but these come from several members."""
+"""A round without a new piece for this long will not end here. On slow lines pieces wait for minutes behind
+activations, but they come from several members."""
 _PATIENCE_S = 300.0
-"""A range may take so long. On its holder's line it stands behind our part of a reduction, which may take minutes."""
+"""Seconds that a range may take. On its holder's line it waits behind our part of a reduction, for minutes."""
 _LOOK_S = 0.1
 
 _NEVER = 2**62
 
 StepLayer = Callable[[str, LayerState, Tensor, int], LayerState]
-"""As `Arithmetic.step_layer`."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """A layer of the state that is here."""
-
     version: int
     layer: LayerState
-    """On the host."""
+    """Held on the host."""
 
 
 class LightMember:
-    """The part of one tenure in which it is light.
+    """The light phase of one tenure.
 
     Args:
-        fetch_mean: as `CatchingUp.fetch`.
         means: step -> reduced gradient, of those that are kept.
-        num_pieces: (step) -> pieces that have come of our round of it; None: there is no such round.
-        step_layer: makes one step of one layer.
+        num_pieces: (step) -> pieces that have come of our round of that step; None: there is no such round.
         take: compute with these weights from now on; the pipeline and the group know it when this returns.
         join: take part in the group, and take traffic.
-        kept: layers of the state from an earlier life, and for the next.
+        kept: stores layers of the state between two processes of this peer.
     """
 
     def __init__(
@@ -116,33 +111,30 @@ class LightMember:
         self._kept = kept
         self._era = -1
         self._weights: RoundedWeights | None = None
-        """What we compute with, on the host."""
         self._gathered: dict[str, _Gathered] = {}
         self._fetching: StateFetcher | None = None
-        """Of the layer of the state that is coming."""
         self._unfinished: dict[str, Unfinished] = {}
-        """What has come of that layer by a fetch that failed."""
+        """The part of that layer that a failed fetch has brought."""
         self._progress: FetchProgress | None = None
         self._is_following = False
-        """Weights are coming, which the state gives way to."""
+        """Weights are downloading; the state download is paused."""
         self._is_behind = False
-        """A mate is past our version."""
         self._news = asyncio.Event()
         self._takes_part = asyncio.Event()
-        """A round that we are in has ended, as all that follow will."""
+        """Set once a round that we are in has ended: all later rounds will include us."""
         self._from = _NEVER
-        """The layer of the state that is coming is of this version or a later one."""
+        """Lowest version that the coming layer of the state may have."""
 
     # --- what others see ---
 
     @property
     def num_layers(self) -> tuple[int, int]:
-        """(Layers whose state is here, layers)."""
+        """(Layers with their state here, all layers)."""
         return len(self._gathered), len(self._sizes)
 
     @property
     def progress(self) -> FetchProgress | None:
-        """Of the first weights, or once we compute with them of the state. None: neither is being fetched."""
+        """Progress of the first weights, then of the state. None: neither is being fetched."""
         if self._progress is not None and self._weights is not None:
             coming = self._fetching.progress.done if self._fetching is not None else 0
             here_bytes = sum(map(self._state_bytes, self._gathered))
@@ -152,30 +144,27 @@ class LightMember:
     # --- what the tenure hears ---
 
     def behind(self) -> None:
-        """A mate has said that it is past our version."""
+        """Note that a group member is past our version."""
         self._is_behind = True
         self._news.set()
 
     def reduced(self) -> None:
-        """The reduced gradient of a step has come."""
+        """Note that the reduced gradient of a step has come."""
         self._news.set()
 
     def took_part(self) -> None:
-        """A round that we were in has ended."""
+        """Note that a round that we were in has ended."""
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """The first step whose reduced gradient a layer may still lack that is here or on its way."""
+        """Return the first step of which some layer, here or coming, may still lack the reduced gradient."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a light member ---
 
     async def begin(self) -> bool:
-        """Fetch the first weights, and become a light member.
-
-        Returns: False: the state comes about as soon, so that being one is not worth it.
-        Raises: Unreachable, Refused, RemoteError: they do not come.
-        """
+        """Fetch the first weights, and become a light member. Returns: False: the state comes about as soon.
+        Raises: Unreachable, Refused, RemoteError: the weights do not come."""
         group, keys = self._group, self._runtime.keys
         if sum(map(self._state_bytes, keys)) < _SMALL_BYTES:
             return False
@@ -198,7 +187,7 @@ class LightMember:
         return True
 
     async def _is_quick(self, fetching: "asyncio.Task[StageState]", progress: FetchProgress) -> bool:
-        """Whether the state would come soon at the rate at which weights are seen to."""
+        """True if the state would come soon at the rate at which the weights come."""
         loop, since_s = asyncio.get_running_loop(), None
         while not fetching.done():
             await asyncio.wait([fetching], timeout=_LOOK_S)
@@ -209,13 +198,13 @@ class LightMember:
                 state_s = weights_s * sum(map(self._state_bytes, self._runtime.keys)) / (2.0 * progress.total)
                 logger.info("group %d: weights take %.0f s, the state %.0f", self._group.stage, weights_s, state_s)
                 return state_s < LIGHT_STATE_S
-        return False  # it has failed, and says why
+        return False  # awaiting the failed fetch raises its error
 
     async def run(self) -> StageState:
-        """Be one until the state is here. Returns: the state, at the group's version, for the caller to take over."""
+        """Stay light until the state is whole. Returns: the state at the group's version, to be taken over."""
         self._era = self._endpoint.era
         for key, (version, layer) in (await self._kept.take(self._era, self._runtime.keys)).items():
-            logger.info("layer %s of version %d is here from before", key, version)
+            logger.info("layer %s of version %d is here from an earlier process", key, version)
             self._gathered[key] = _Gathered(version, layer)
             self._news.set()  # it lacks the steps since
         gathering = asyncio.create_task(self._gather(), name=f"gather the state of group {self._group.stage}")
@@ -228,18 +217,17 @@ class LightMember:
             await asyncio.gather(gathering, return_exceptions=True)
 
     async def keep(self) -> None:
-        """It ends before the state is whole: what is here of it is for the next life of this peer."""
+        """Store the incomplete state for this peer's next process."""
         if self._gathered and self._endpoint.era == self._era:
-            timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # none steps meanwhile
-            logger.info("keeping %d layers for the next life", len(timed.value))
+            timed = await self._compute.run("step", lambda: dict(self._gathered), flop=0.0)  # no step runs meanwhile
+            logger.info("keeping %d layers for the next process", len(timed.value))
             await self._kept.write(self._era, {key: (at.version, at.layer) for key, at in timed.value.items()})
 
     async def _next(self) -> None:
-        """Wait until something can be done, and do it."""
         await self._news.wait()
         self._news.clear()
         version = self._group.version
-        await self._step_to(version, self._runtime.keys)  # what has come since
+        await self._step_to(version, self._runtime.keys)  # layers that have come since
         if all(self._has(key, version) for key in self._runtime.keys):
             if version in self._means() or self._is_behind:
                 await self._step()
@@ -249,8 +237,7 @@ class LightMember:
     # --- from one version to the next ---
 
     async def _follow(self) -> None:
-        """Come to the newest version that most holders have: by fetching the weights of the layers that are not here,
-        and stepping those that are. Tries for as long as it takes."""
+        """Get to the newest version that most holders have: fetch weights of missing layers, step the others. Retry."""
         self._is_following = True
         if self._fetching is not None:
             self._fetching.hold_up()
@@ -280,26 +267,25 @@ class LightMember:
             logger.info("no weights yet: %s", error)
             return False
         for step in range(group.version, fetched.version):
-            await self._mean_by_round(step)  # a layer that is on its way may want it, and we would leave the round
+            await self._mean_by_round(step)  # a coming layer may need it, and afterwards we would have left the round
         params = {key: layer.param_N for key, layer in fetched.layers.items()}
         stepped = [key for key in runtime.keys if key not in params]
         await self._step_to(fetched.version, stepped)
         if not all(self._has(key, fetched.version) for key in stepped):
-            return False  # one that was here has been given up
+            return False  # a layer that was here has been dropped
         await self._go_to(fetched.version, params)
         return True
 
     async def _step(self) -> None:
-        """All layers are here: come to the next version as those do who hold the state."""
         version = self._group.version + 1
         await self._step_to(version, self._runtime.keys)
         if all(self._has(key, version) for key in self._runtime.keys):
             await self._go_to(version, {})
         else:
-            self._news.set()  # what has been given up is fetched
+            self._news.set()  # dropped layers are fetched again
 
     async def _go_to(self, version: int, params: Mapping[str, Tensor]) -> None:
-        """Compute with the weights of `version`. Args: params: of the layers whose state is not here."""
+        """Compute with the weights of `version`. Args: params: of layers without their state here."""
         gathered, vectors, keys = self._gathered, self._runtime.vectors, self._runtime.keys
 
         def make() -> dict[str, Tensor]:
@@ -313,7 +299,7 @@ class LightMember:
         logger.info("group %d computes with weights of version %d: %s", self._group.stage, version, come)
 
     async def _step_to(self, version: int, keys: tuple[str, ...] | list[str]) -> None:
-        """Step these layers until they are at `version`. One whose reduced gradient cannot be had is given up."""
+        """Step these layers to `version`. Drop a layer if its reduced gradient is not available."""
         oldest = min((self._gathered[key].version for key in keys if key in self._gathered), default=version)
         for step in range(oldest, version):
             due = [key for key in keys if key in self._gathered and self._gathered[key].version == step]
@@ -324,17 +310,17 @@ class LightMember:
                 await self._step_due(due, mean_N)
                 continue
             for key in due:
-                logger.info("step %d has passed layer %s by: it comes again", step, key)
+                logger.info("layer %s lacks the gradient of step %d: fetching it again", key, step)
                 del self._gathered[key]
 
     async def _step_due(self, due: list[str], mean_N: Tensor) -> None:
-        """Make one step of the layers `due`, all in one job: each would wait for the job of a microbatch."""
+        """Step the layers `due` in one job: with a job each, every layer would wait for a microbatch's job."""
         ends = list(itertools.accumulate(self._sizes.values()))
         parts = {key: slice(end - self._sizes[key], end) for key, end in zip(self._sizes, ends, strict=True)}
         left = list(due)
 
         def step() -> None:
-            while left:  # one after the other, so that the old state of a layer goes as its new one comes
+            while left:  # one by one, so that each old state is freed as the new one comes
                 at = self._gathered[left[0]]
                 after = self._step_layer(left[0], at.layer, mean_N[parts[left[0]]], at.version)
                 self._gathered[left[0]] = _Gathered(at.version + 1, after)
@@ -351,8 +337,7 @@ class LightMember:
                 await asyncio.sleep(_RETRY_S)
 
     async def _mean(self, step: int, due: list[str]) -> Tensor | None:
-        """The reduced gradient of a step that others have made, for the layers `due`. None: it is not to be had, or is
-        more than these layers are."""
+        """Return a step's reduced gradient for the layers `due`; None: not available, or larger than their states."""
         mean_N = await self._mean_by_round(step)
         whole_bytes = self._runtime.vectors.mean_bytes * self._runtime.num_parameters
         if mean_N is not None or whole_bytes > sum(map(self._state_bytes, due)):
@@ -367,7 +352,7 @@ class LightMember:
         return None
 
     async def _mean_by_round(self, step: int) -> Tensor | None:
-        """What our round of a step ends in, once it has. None: there is none, or nothing more comes of it."""
+        """Wait for the result of our round of a step. None: there is no such round, or it stands still."""
         loop = asyncio.get_running_loop()
         before, since_s = -1, loop.time()
         while step not in self._means():
@@ -382,14 +367,14 @@ class LightMember:
     # --- the state ---
 
     async def _gather(self) -> None:
-        """Fetch the state of one layer after the other, as it is by then. Not before we have taken part in a round: the
-        first step after a newcomer's may be made without it, and a layer from before would lack that."""
+        """Fetch the state layer by layer. Begin only after we took part in a round: the first step after we joined may
+        be made without us, and an earlier layer would lack it."""
         keys = self._runtime.keys
         await self._takes_part.wait()
         while True:
             missing = next((key for key in keys if key not in self._gathered), None)
             if missing is None:
-                await asyncio.sleep(_RETRY_S)  # one that is here may be given up yet
+                await asyncio.sleep(_RETRY_S)  # a layer may still be dropped
                 continue
             try:
                 await self._come_by(missing)
@@ -399,7 +384,7 @@ class LightMember:
                 await asyncio.sleep(_RETRY_S)
 
     async def _come_by(self, key: str) -> None:
-        """Fetch the state of a layer; if a fetch has failed, the rest of it from whoever still has that version."""
+        """Fetch the state of a layer; first try to complete a failed fetch, if a peer still has its version."""
         begun = self._unfinished.get(key)
         if begun is not None:
             try:
@@ -411,9 +396,9 @@ class LightMember:
         await self._fetch_layer(key, None)
 
     async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
-        """Args: begun: what has come of it. Raises: as `StateFetcher.fetch`."""
+        """Args: begun: the part that has come before. Raises: see `StateFetcher.fetch`."""
         group, fetcher = self._group, self._fetcher((key,))
-        is_over = self._is_behind or self._is_following  # our version's step is: its holders are past it
+        is_over = self._is_behind or self._is_following  # then the holders are past our version
         self._fetching, self._from = fetcher, group.version + is_over if begun is None else begun.version
         if self._is_following:
             fetcher.hold_up()
@@ -433,8 +418,7 @@ class LightMember:
             self._from = min((at.version for at in self._unfinished.values()), default=_NEVER)
 
     async def _whole(self) -> StageState | None:
-        """The state, if all of it is here at the group's version and is what most holders have signed. A layer that is
-        not is given up."""
+        """Return the state if all of it is here at the group's version with signed digests. Drop layers that differ."""
         version, gathered, keys = self._group.version, self._gathered, self._runtime.keys
         if not all(self._has(key, version) for key in keys):
             return None
@@ -447,7 +431,7 @@ class LightMember:
         proofs = await self._compute.run_on_host(lambda: {key: layer.proof() for key, layer in layers.items()})
         differing = [key for key in keys if proofs[key] != digests[key]]
         for key in differing:
-            logger.warning("layer %s is not what its holders have signed: it comes again", key)
+            logger.warning("layer %s differs from what its holders have signed: fetching it again", key)
             del gathered[key]
         if differing:
             self._news.set()
@@ -456,7 +440,7 @@ class LightMember:
         return StageState(version=version, layers={key: layer.to(device) for key, layer in layers.items()})
 
     async def _signed(self, version: int) -> Mapping[str, str] | None:
-        """The digest of each layer at `version` by the word of most holders. None: they are not there, or elsewhere."""
+        """Return each layer's digest at `version` that most holders have signed. None: they are at another version."""
         group, keys = self._group, self._runtime.keys
         for holder in group.holders:
             try:
@@ -475,7 +459,7 @@ class LightMember:
         return 4 * (2 * self._sizes[key] + moment2_numel(self._runtime.spec, key))
 
     def _fetcher(self, keys: tuple[str, ...]) -> StateFetcher:
-        """What it fetches stays on the host: layers step there, and weights go to the device as they are taken."""
+        """Make a fetcher to the host: layers step there, and weights go to the device as they are taken."""
         runtime = self._runtime
         return StateFetcher(
             runtime.spec,

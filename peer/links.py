@@ -1,24 +1,25 @@
-"""What a peer measures of the ways to others, from the calls and frames that it sends anyway.
+"""Measures a peer's links to others from the calls and frames that it sends anyway.
 
-| figure       | from                                                              | errs                              |
+| figure       | source                                                            | error                             |
 |--------------|-------------------------------------------------------------------|-----------------------------------|
-| round trip   | the quickest of the last calls; some are answered without work    | up, while every answer takes long |
-| rate towards | the best of the last three probes, or of the last two if these   | down, if a line is busy; of       |
-|              |                                                                   | frames up, if buffers take a burst|
-| rate from    | two full chunks of bulk, one right after the other; the best seen | down; bounds what others claim    |
-| failed tries | calls and frames that did not get through, since the last answer  | up, while a link is jammed; a     |
-|              |                                                                   | probe's answer ends it            |
+| round trip   | the quickest of the last calls; some are answered without work    | too high while all answers are    |
+|              |                                                                   | slow                              |
+| rate towards | the best of the last three probes, or of the last two if these   | too low if a line is busy; too    |
+|              | have fallen; without probes, the best of recent frames            | high if buffers take in a burst   |
+| rate from    | two full chunks of bulk, one right after the other; the best seen | too low; bounds what others claim |
+| failed tries | calls and frames since the last answer that did not get through   | too high while a link is jammed;  |
+|              |                                                                   | a probe's answer ends it          |
 
-A link that has become slow is always busy, and nobody can probe it. So while the run is slower than what is known
-explains (`HeartbeatReply.in_doubt`), the frames of a link that is busy for long count as a probe (`look`), unless our
-own card is what they wait for.
+A link that has become slow is always busy, so it cannot be probed. Therefore, while the run is slower than its figures
+explain (`HeartbeatReply.in_doubt`), the frames of a link that stays busy count as a probe (`look`), unless they wait
+for our own card.
 
 A plan needs what a link **can** carry. While this peer sends to several others, each of them gets a part of its uplink,
-which says little of the links. So only those probes and frames count beside which no other link was sending. Frames
-count for nothing beside probes: they look slower where another peer shares the card or the far end is busy, and faster
-where a buffer or a quick card takes them in before the far end has them.
+which says little about the links. So probes and frames count only if no other link was sending beside them. Once there
+are probes, frames no longer count: they look slower where another peer shares the card or the far end is busy, and
+faster where a buffer or a quick card takes them in before the far end has them.
 
-`MeteredTransport` goes between an endpoint and its transport and is the only thing that an endpoint sees of it.
+`MeteredTransport` sits between an endpoint and its transport.
 """
 
 import heapq
@@ -34,30 +35,29 @@ from shoal.protocol.messages import LinkReport
 from shoal.protocol.ports import CallHandler, Clock, FrameHandler, Payload, Priority, Transport
 
 REPORTED_MAX: Final = 64
-"""Links that a peer tells of, those with the most traffic: its mates and neighbours. With 64 a thousand peers say all
-that a coordinator needs."""
+"""Links that a peer reports, those with the most traffic. 64 are enough for a swarm of a thousand peers."""
 REPORTS_PER_BEAT: Final = 4
-"""In turn. A report is about 80 bytes, so a thousand peers tell a coordinator 320 kB a heartbeat."""
+"""Links in a heartbeat, in turn. A report is about 80 bytes, so a thousand peers send 320 kB a heartbeat."""
 _KEPT_MAX = 256
 _CALLS = 16
 _SAMPLES = 8
 _SAMPLE_BYTES = 256 * 1024
-"""Frames are added up until there are so many, for the time that a small one takes says little."""
+"""Frames are added up to this size: the time of a small one says little."""
 _LITTLE_BYTES = 1024
 _CHUNKS = 32
 _GAP_S = 2.0
-"""Chunks that are further apart were not sent one right after the other."""
+"""Chunks further apart than this were not sent one right after the other."""
 _PROBES = 3
 SLOWED = 0.5
 STEADY = 1.5
 _LOOK_S, _LOOK_S_MAX = 4.0, 20.0
-"""Two looks at busy links are so far apart at least, and at most if the second is to say something. A link was busy for
-long if it was for half of the first."""
+"""Minimum time between two looks at busy links, and maximum if the second is to be compared with the first. A link that
+was busy for half of the minimum counts as busy for long."""
 FAILED_TOLD_MAX: Final = 8
-"""Of so many failed tries a heartbeat tells. A peer that has lost its network has failed towards everybody."""
+"""Failed links in a heartbeat. A peer that has lost its network has failed towards all others."""
 FAILED_MAX: Final = 99
 LOST_TRIES: Final = 2
-"""One failure may be a connection that broke, and is there again at the next try."""
+"""A single failure may be a broken connection that the next try replaces."""
 _RATE_MAX = 1e12
 """Bytes/s; a link of a simulated world may take no time at all."""
 
@@ -87,14 +87,14 @@ class _Link:
         self.samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
         self.chunks: deque[float] = deque(maxlen=_CHUNKS)
         self.pending = 0.0, 0.0  # (bytes, seconds) since the last sample
-        self.is_shared = False  # whether another link was sending at the same time since the last sample
-        self.mark = 0  # `LinkMeter._num_mixed` when this link was looked at last
+        self.is_shared = False  # another link was sending at the same time since the last sample
+        self.mark = 0  # `LinkMeter._num_mixed` when this link was last looked at
         self.probes: deque[float] = deque(maxlen=_PROBES)
         self.chunk_at_s: float | None = None
         self.num_sending = 0
-        self.num_failed = 0  # tries in a row that have not got through
-        self.busy_s, self.busy_since_s = 0.0, 0.0  # how long something was on its way out before, and since when it is
-        self.looked = 0.0, 0.0  # (seconds so far, bytes so far) when `LinkMeter.look` was called last
+        self.num_failed = 0  # failed tries in a row
+        self.busy_s, self.busy_since_s = 0.0, 0.0  # seconds of sending so far; start of the present sending
+        self.looked = 0.0, 0.0  # (busy seconds, bytes sent) at the last `LinkMeter.look`
         self.since_s = 0.0
         self.sent_bytes = 0.0
         self.received_bytes = 0.0
@@ -112,7 +112,7 @@ class _Link:
 
     @property
     def has_fallen(self) -> bool:
-        """Whether the last two probes say the same, and far less than one before them: the link has become slow."""
+        """True if the last two probes agree and are far below one before them: the link has become slow."""
         late = list(self.probes)[-2:]
         return len(late) == 2 and max(late) < min(SLOWED * max(self.probes), STEADY * min(late))
 
@@ -133,39 +133,38 @@ class _Link:
 
 
 class LinkMeter:
-    """Figures of all peers that we exchange something with. Holds no socket; the caller says when."""
+    """Figures of all peers that we exchange data with. Holds no socket; its caller reports events as they happen."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._links: dict[PeerID, _Link] = {}
         self._turn: list[PeerID] = []
         self._news: dict[PeerID, None] = {}
-        """The links that have been probed since they were told of, in order."""
+        """Links probed since they were last reported, in order."""
         self._failures: dict[PeerID, None] = {}
-        """The links on which a try has failed, or got through again, since they were told of, in order."""
+        """Links on which a try has failed, or succeeded again, since they were last reported, in order."""
         self._reports_max = LINKS_PER_HEARTBEAT_MAX
-        """How many links the next heartbeat tells of: all that fit until the coordinator has heard of each."""
+        """Links in the next heartbeat: all that fit until the coordinator has heard of each."""
         self._num_busy = 0
-        """The links on which something is being sent."""
         self._num_mixed = 0
-        """How often a second link began to send beside a first."""
+        """Times that a second link began to send beside a first."""
         self._num_sending = 0
         self._since_s = 0.0
         self._sending_s = 0.0
         self._looked = -math.inf, 0.0
-        """When `look` was called last, and `sending_s` then."""
+        """Time of the last `look`, and `sending_s` then."""
 
     @property
     def sending_s(self) -> float:
-        """Seconds so far in which something was on its way out, to whomever."""
+        """Seconds so far in which this peer was sending to any other."""
         return self._sending_s + (self._clock.now_s() - self._since_s if self._num_sending else 0.0)
 
     def traffic(self) -> dict[PeerID, tuple[float, float]]:
-        """Bytes of frames (sent, received) so far, by peer. Who was idle for long begins at 0 again."""
+        """Return bytes of frames (sent, received) so far, by peer. A peer that was idle for long begins at 0 again."""
         return {peer: (link.sent_bytes, link.received_bytes) for peer, link in self._links.items()}
 
     def called(self, peer: PeerID, took_s: float) -> None:
-        """`peer` answered a call after `took_s`."""
+        """Note that `peer` answered a call after `took_s`."""
         link = self._link(peer)
         link.round_trips.append(took_s)
         if link.num_failed:
@@ -173,39 +172,37 @@ class LinkMeter:
             self._failures[peer] = None
 
     def cannot_reach(self, peer: PeerID) -> bool:
-        """Whether the last tries towards `peer` have all failed."""
+        """True if the last tries towards `peer` have all failed."""
         link = self._links.get(peer)
         return link is not None and link.num_failed >= LOST_TRIES
 
     def has_met(self, peer: PeerID) -> bool:
-        """Whether `peer` has ever answered us, as far as we remember."""
+        """True if `peer` has ever answered us, as far as we remember."""
         link = self._links.get(peer)
         return link is not None and bool(link.round_trips)
 
     def failed(self, peer: PeerID) -> None:
-        """A call or a frame to `peer` did not get through."""
+        """Note that a call or a frame to `peer` did not get through."""
         link = self._link(peer)
         link.num_failed = min(link.num_failed + 1, FAILED_MAX)
         self._failures[peer] = None
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is being sent."""
+        """True if nothing is being sent."""
         return self._num_busy == 0
 
     @property
     def mark(self) -> tuple[int, int]:
-        """A mark for `probed`, from before the probe."""
+        """Take a mark before a probe, for `probed`."""
         return self._num_mixed, self._num_busy
 
     def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:
-        """An echo has shown what really arrives.
+        """Note a probe: its echo shows what really arrives. If another link was sending beside it, it counts only if it
+        was faster than earlier ones. Args: since: `mark` from before.
 
-        Args: since: `mark` from before. A probe beside which another link was sending counts only if it was faster than
-            those before.
-        Returns: whether it counts and shows far less than those before, so that another one will tell whether the link
-            has become slow or was busy.
-        """
+        Returns: True if it counts and is far below earlier ones. Another probe then tells whether the link has become
+            slow or was busy."""
         link = self._link(report.peer)
         best = max(link.probes, default=0.0)
         if since != (self._num_mixed, 0) and report.bytes_per_s <= (best or math.inf):
@@ -215,13 +212,11 @@ class LinkMeter:
         return report.bytes_per_s < SLOWED * best and not link.has_fallen
 
     def look(self, beside: Collection[PeerID] = ()) -> float | None:
-        """Count what links have carried since the last look as probes, of those that were busy for long, if our card
-        could have carried twice as much.
+        """Count the traffic since the last look as a probe of each link that was busy for long, if our card could have
+        carried twice as much.
 
-        Args: beside: the peers on our machine. They may send as much as we do over our network card, and what goes to
-            them does not pass it, so their links are left out.
-        Returns: bytes/s that have gone out over all links together, if all in use have become slow, so that it is our
-            line; else None.
+        Args: beside: peers on our machine, which may send as much over our card. Traffic to them does not pass it.
+        Returns: bytes/s over all links if all in use have become slow, so that our line is the cause; else None.
         """
         now_s = self._clock.now_s()
         apart_s = now_s - self._looked[0]
@@ -230,7 +225,7 @@ class LinkMeter:
         sending_s, before_s = self.sending_s, self._looked[1]
         self._looked = now_s, sending_s
         found: dict[PeerID, tuple[float, float]] = {}
-        """(bytes/s, seconds) of each link over which enough has gone out."""
+        """Link with enough traffic -> (bytes/s, seconds)."""
         total_bytes, best = 0.0, 0.0
         for peer, link in self._links.items():
             busy_s = link.busy_s + (now_s - link.busy_since_s if link.num_sending else 0.0)
@@ -259,7 +254,7 @@ class LinkMeter:
         return total_bytes / (sending_s - before_s) if is_our_line else None
 
     def tell_all(self) -> None:
-        """There is another coordinator, which has heard of none of our links."""
+        """Report all links again: a new coordinator knows none of them."""
         self._turn = []
         self._reports_max = LINKS_PER_HEARTBEAT_MAX
         self._failures |= {peer: None for peer, link in self._links.items() if link.num_failed}
@@ -279,7 +274,7 @@ class LinkMeter:
         self._num_sending += 1
 
     def send_ends(self, peer: PeerID, nbytes: int, *, left: bool) -> None:
-        """Args: left: whether it went out; if not, how long that took says nothing of the link."""
+        """Args: left: True if the frame went out; if not, its time says nothing about the link."""
         link = self._links[peer]
         now_s = self._clock.now_s()
         link.num_sending -= 1
@@ -303,14 +298,14 @@ class LinkMeter:
             link.is_shared = self._num_busy > 1 and link.num_sending > 0
 
     def sent_little(self, peer: PeerID, nbytes: int) -> None:
-        """A frame went out that is too small to be in another's way: the answer to a probe, say."""
+        """Note a frame that is too small to delay others, such as the answer to a probe."""
         self._link(peer).sent_bytes += nbytes
 
     def received(self, peer: PeerID, nbytes: int) -> None:
-        """A frame with `nbytes` of payload is here."""
+        """Note that a frame with `nbytes` of payload has arrived."""
         link = self._link(peer)
         link.received_bytes += nbytes
-        if nbytes != BULK_CHUNK_BYTES:  # a full chunk has another behind it: the sender had more to send
+        if nbytes != BULK_CHUNK_BYTES:  # only after a full chunk did the sender have more to send
             link.chunk_at_s = None
             return
         now_s = self._clock.now_s()
@@ -319,7 +314,7 @@ class LinkMeter:
         link.chunk_at_s = now_s
 
     def report(self) -> tuple[LinkReport, ...]:
-        """What to tell in this heartbeat: failed tries and probes first, and the busiest links take turns."""
+        """Return the links for this heartbeat: failed tries and probes first, then the busiest links in turn."""
         if not self._turn:
             self._turn = heapq.nlargest(REPORTED_MAX, self._links, key=lambda peer: (self._links[peer].bytes, peer))
             self._turn.reverse()
@@ -350,7 +345,7 @@ class LinkMeter:
 
 
 class MeteredTransport:
-    """Implements `Transport`: `transport`, with what passes noted in `meter`."""
+    """Implements `Transport` around `transport`, and notes all traffic in `meter`."""
 
     def __init__(self, transport: Transport, meter: LinkMeter, clock: Clock) -> None:
         self._transport, self._meter, self._clock = transport, meter, clock

@@ -1,8 +1,8 @@
-"""What peers say of themselves to each other (`Hello`), in which order they said it, and who cannot be reached.
+"""The presence of peers (`Hello`): what they say of themselves, in which order, and which of them are unreachable.
 
-Plans say who should be where; Hellos say who is. They cross on the way (a call and the answer to another call), so each
-has a number and an older one changes nothing. A new incarnation is a newborn under an old name: whatever the one before
-held is gone.
+Plans say where each peer should be; Hellos say where it is. They may overtake each other (a call and the answer to
+another call), so each has a number, and an older one changes nothing. A new incarnation has nothing of what the earlier
+one held.
 """
 
 import logging
@@ -25,13 +25,14 @@ _Where = tuple[int, int, bool, bool, bool, bool, tuple[ExpertPlace, ...]]
 
 
 class Neighbours:
-    """Args:
-    own: what we say of ourselves now; its `count` is filled in here.
-    on_state: a peer has said something new.
-    on_reborn: a peer has begun anew as that incarnation, and the one before is gone (told before its `on_state`).
-    on_silence: a peer cannot be reached; the network or it may be to blame.
-    silence_s: how long a failure to reach somebody counts.
-    knows: whether a plan of late has a place for a peer. Nobody else is listened to, so that strangers fill no table.
+    """The presence updates of one peer, to and from its neighbours.
+
+    Args:
+        own: returns our present Hello; its `count` is filled in here.
+        on_reborn: a peer has begun anew as that incarnation (called before its `on_state`).
+        on_silence: a peer cannot be reached; the network or it may be to blame.
+        silence_s: seconds for which a failure to reach a peer counts.
+        knows: True if a recent plan has a place for a peer. Other peers are ignored, so that strangers fill no table.
     """
 
     def __init__(
@@ -58,45 +59,45 @@ class Neighbours:
         self._hellos: dict[PeerID, Hello] = {}
         self._silent: dict[PeerID, float] = {}
         self._posted: dict[PeerID, _Where] = {}
-        self._told: dict[PeerID, _Where] = {}  # what each has answered to
+        self._told: dict[PeerID, _Where] = {}  # peer -> the last word that it answered
         self._outbox = Outbox(endpoint, expect=Hello, on_reply=self._on_reply, on_trouble=self.unreachable)
         endpoint.on(Hello, self._on_hello)
 
     def say(self, audience: Iterable[PeerID]) -> None:
-        """Our state has changed, or theirs may not know it."""
+        """Send our presence: it has changed, or these peers may not know it."""
         for peer in audience:
             word = self._next()
             self._posted[peer] = _where(word)
             self._outbox.post(peer, _KEY, word)
 
     def say_news(self, audience: Iterable[PeerID]) -> None:
-        """To those who have not answered to what we would say now. In a swarm of a thousand everybody else's place
-        changes every few seconds, and a hundred neighbours need not hear each time that ours has not."""
+        """Send our presence to peers that have not answered to the present one. In a swarm of a thousand places change
+        every few seconds, and a hundred neighbours need not hear each time that ours has not."""
         now = _where(self._own())
         self.say(peer for peer in audience if self._told.get(peer) != now)
 
     def drains(self, peer: PeerID, stage: int | None) -> bool:
-        """By its last word, and there."""
+        """True if `peer` is at `stage` and drains, by its last word."""
         hello = self._hellos.get(peer)
         return hello is not None and hello.draining and hello.stage == (-1 if stage is None else stage)
 
     def stays(self, peer: PeerID) -> bool:
-        """By its last word. It tells its neighbours when that changes."""
+        """True if `peer` does not leave, by its last word. It tells its neighbours when that changes."""
         hello = self._hellos.get(peer)
         return hello is not None and not hello.draining
 
     def drains_from(self, peer: PeerID, group: int) -> bool:
-        """By its last word, as a member of a group of experts' holders; who leaves the run leaves all of them."""
+        """True if `peer` leaves an expert's group, by its last word; a peer that leaves the run leaves all groups."""
         hello = self._hellos.get(peer)
         places = hello.experts if hello is not None else ()
         return hello is not None and any(p.group == group and (p.draining or hello.draining) for p in places)
 
     def words(self) -> list[tuple[PeerID, Hello]]:
-        """The last of each, in the order of names."""
+        """Return the last word of each peer, in the order of names."""
         return sorted(self._hellos.items())
 
     def forget(self, peer: PeerID) -> None:
-        """No plan names it any more, or what it said was of an era that is over."""
+        """Forget a peer: no plan names it any more, or its words are of an earlier era."""
         self._hellos.pop(peer, None)
         self._silent.pop(peer, None)
         self._told.pop(peer, None)
@@ -108,7 +109,7 @@ class Neighbours:
             self.forget(peer)
 
     def forget_strangers(self) -> None:
-        """Plans go by, and whom none of late names is not spoken of any more."""
+        """Forget the peers that no recent plan names."""
         for peer in self._everybody:
             if not self._knows(peer):
                 self.forget(peer)
@@ -119,13 +120,13 @@ class Neighbours:
 
     @property
     def silent(self) -> tuple[PeerID, ...]:
-        """Whom we have tried to reach of late and could not."""
+        """Peers that we lately tried to reach in vain."""
         since_s = self._clock.now_s() - self._silence_s
         self._silent = {peer: at_s for peer, at_s in self._silent.items() if at_s >= since_s}
         return tuple(sorted(self._silent))
 
     def unreachable(self, peer: PeerID) -> None:
-        """A call or a frame to it has failed."""
+        """Note that a call or a frame to `peer` has failed."""
         self._silent[peer] = self._clock.now_s()
         self._on_silence(peer)
 
@@ -141,7 +142,7 @@ class Neighbours:
 
     async def _on_hello(self, source: PeerID, message: Hello) -> Hello:
         if not self._knows(source):
-            # A member of a plan that has not come yet hears from us once it has: everybody greets its new neighbours.
+            # A member of a plan that we do not have yet will hear from us then: every peer greets its new neighbours.
             raise Refused(self._endpoint.peer_id, "does not know the sender from a plan")
         self._heard(source, message)
         return self._next()
@@ -161,13 +162,13 @@ class Neighbours:
         if before is not None and hello.incarnation > before.incarnation:
             logger.info("%s begins anew", source[-8:])
             self._told.pop(source, None)
-            self._outbox.forget(source)  # a call to the one before may be under way
-            self.say([source])  # and with it went a word that the new one may not have heard
+            self._outbox.forget(source)  # a call to the earlier incarnation may be under way
+            self.say([source])  # the new one may have missed the word that was lost with it
             self._on_reborn(source, hello.incarnation)
         self._on_state(source, hello)
 
 
 def _where(hello: Hello) -> _Where:
-    """What others act on."""
+    """Return the part of a Hello that others act on."""
     experts = tuple(msgspec.structs.replace(place, version=0) for place in hello.experts)
     return hello.incarnation, hello.stage, hello.ready, hello.is_open, hello.light, hello.draining, experts

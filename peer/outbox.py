@@ -1,4 +1,4 @@
-"""Messages that must reach a peer in the end, in order, the latest word only."""
+"""Messages that must reach a peer in the end, in order; only the latest word under each key."""
 
 import asyncio
 import logging
@@ -17,11 +17,8 @@ _RETRY_S = 0.5
 
 
 class Outbox:
-    """One queue and one sender task a peer. A message posted under a key replaces an unsent one under the same key, and
-    takes its own place at the end: it may speak of what was posted in between.
-
-    A peer that cannot be reached is tried again until `forget`; `on_reply` sees each answer, `on_trouble` each failure.
-    """
+    """One queue and one sender task per peer. A message replaces an unsent one under the same key, at the end of the
+    queue: it may refer to messages posted in between. An unreachable peer is retried until `forget`."""
 
     def __init__(
         self,
@@ -49,13 +46,11 @@ class Outbox:
             self._senders[peer] = task
 
     def is_empty(self, peer: PeerID) -> bool:
-        """Nothing waits to be sent to it; the last word may be under way."""
+        """True if no message waits for `peer`; the last may be under way."""
         return not self._queues.get(peer)
 
     def forget(self, peer: PeerID) -> None:
-        """Stop trying, also what is under way: it is gone, and a call to the dead may take its whole timeout, during
-        which nothing would be said to who comes back under that name.
-        """
+        """Drop all messages to a peer that is gone, and end the call under way, which could delay its successor's."""
         self._queues.pop(peer, None)
         sender = self._senders.get(peer)
         if sender is not None and sender is not asyncio.current_task():
@@ -65,7 +60,7 @@ class Outbox:
             sender.add_done_callback(self._ending.discard)
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until everything has gone out, `timeout_s` at most."""
+        """Wait until all messages are sent, `timeout_s` at most."""
         if self._senders:
             await asyncio.wait(list(self._senders.values()), timeout=timeout_s)
 
@@ -86,12 +81,12 @@ class Outbox:
                 except Unreachable:
                     if self._on_trouble:
                         self._on_trouble(peer)
-                    if self._queues.get(peer) is queue:  # else the peer was forgotten meanwhile, and the word with it
-                        if key not in queue:  # else a later word under the same key has come meanwhile
+                    if self._queues.get(peer) is queue:  # else the peer was forgotten meanwhile, with its messages
+                        if key not in queue:  # else a later message under the same key has come
                             self._queues[peer] = {key: message} | queue
                         await asyncio.sleep(_RETRY_S)
                 except (Refused, RemoteError) as error:
-                    logger.debug("%s did not go down: %s", type(message).__name__, error)
+                    logger.debug("%s was declined: %s", type(message).__name__, error)
                 else:
                     if self._on_reply:
                         self._on_reply(peer, reply)
@@ -104,5 +99,5 @@ class Outbox:
 
 def _raise_bugs(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        # Nobody awaits a sender, so what its callbacks raise must not be lost with it.
+        # No task awaits a sender, so errors of its callbacks would be lost with it.
         asyncio.get_running_loop().call_exception_handler({"message": "an outbox failed", "exception": error})

@@ -1,8 +1,8 @@
-"""Which eras before the current one this peer still keeps snapshots of, so that their end can be undone.
+"""Chooses the past eras of which this peer still keeps snapshots, so that the run can return to them.
 
-A run that goes back may have been led astray. So the last snapshots of an older era stay until the new one has its own
-on the disks that it needs, and a week beyond that era's end, for `shoal recover --era`. They cost room: of many older
-eras the ones go first that had come least far.
+A roll-back may have been a mistake. So the last snapshots of an older era stay until the new era has its own on enough
+disks, and for a week after the older era's end, for `shoal recover --era`. They cost room: if there are too many older
+eras, those that had come least far are removed first.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,25 +13,22 @@ from shoal.protocol.durable import replace_file
 from shoal.protocol.ports import Disk
 
 KEPT_S: Final = 7 * 24 * 3600.0
-"""How long an owner has to notice."""
+"""Time for an owner to notice."""
 ERAS_KEPT: Final = 2
 """Older eras with snapshots here at the same time: with the current one three times the room of one."""
 _NOTED_MAX: Final = 64
-"""Ends of eras that are remembered, of the latest eras."""
 
 
 class PastEras:
-    """Args:
-    path: the file that remembers when eras ended.
-    """
+    """The past eras of one run on one peer. Args: path: the file that remembers when eras ended."""
 
     def __init__(self, disk: Disk, path: PurePosixPath) -> None:
         self._disk, self._path = disk, path
         self._ended_s: dict[int, float] = {}
-        """By era, when a snapshot of a later one was first written here, by the wall clock."""
+        """Era -> wall-clock time when a snapshot of a later era was first written here."""
 
     def recall(self) -> None:
-        """Raises: OSError."""
+        """Read the ends of eras from the file. Raises: OSError."""
         try:
             lines = self._disk.read(self._path).decode(errors="replace").splitlines()
         except FileNotFoundError:
@@ -44,7 +41,7 @@ class PastEras:
                 continue  # torn: that era's week begins when it is seen again
 
     def note(self, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
-        """There are snapshots of these (era, version): all eras but the last have ended. Raises: OSError."""
+        """Note that all but the last of the eras in `ages` have ended; ages: (era, version). Raises: OSError."""
         eras = {era for era, _ in ages}
         ended = {era: wall_s for era in eras if era < max(eras) and era not in self._ended_s}
         if not ended:
@@ -54,7 +51,7 @@ class PastEras:
         replace_file(self._disk, self._path, text.encode())
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
-        """Of which older eras the snapshots stay, of those that there are."""
+        """Return the older eras in `ages` that keep their snapshots."""
         versions = _last_versions(ages)
         current = max(versions, default=0)
         young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]

@@ -1,12 +1,12 @@
-"""A peer whose owner wants the device for something else: it computes no more, and owes nobody anything.
+"""Pauses a peer while its owner uses the device: it stops computing, and others do not wait for its work.
 
-    pause     at once         closed: neighbours and mates send nothing new; what has not begun goes back
-    + 0.5 s   no backward     what has no gradient yet goes back too; what has been contributed is still reduced
+    pause     at once         closed: neighbours and group send nothing new; what has not begun goes back
+    + 0.5 s   no backward     what has no gradient yet goes back too; contributions are still reduced
     + 10 s    leaving         heartbeats and Hellos say so: the next plan is made without us, and the replica drains
-    resume    as before, or as a newcomer does if a plan has been made without us: the swarm may be many steps on
+    resume    as before, or as a newcomer if a plan has been made without us: the swarm may be many steps on
 
-It stays a member of the swarm throughout: it votes, answers, hands its state on and keeps its snapshots. Who alone
-holds its stage's state stays in the plan until somebody else has it.
+It stays a member of the swarm throughout: it votes, answers, hands its state on and keeps its snapshots. The last
+holder of a stage's state stays in the plan until another peer has it.
 """
 
 import asyncio
@@ -18,21 +18,16 @@ from shoal.peer.tenures import Tenure
 from shoal.protocol.ports import Clock
 
 BACKWARDS_S: Final = 0.5
-"""How long gradients that come back are still worth a backward. With the job that runs then: within a second,
-where none takes longer than half of one."""
+"""Seconds for which returning gradients still get their backward: a peer with jobs below 0.5 s is idle within 1 s."""
 HOLDS_PLACE_S: Final = 10.0
-"""A pause that is shorter costs no plan and no transfer of state."""
+"""A shorter pause costs no plan and no transfer of state."""
 
 
 class Pausing:
-    """Args:
-    tenures: ours.
-    on_change: what we say of ourselves has changed.
-    """
+    """The pauses of one peer. Args: on_change: called when our presence has changed."""
 
     def __init__(self, clock: Clock, *, tenures: Callable[[], Sequence[Tenure]], on_change: Callable[[], None]) -> None:
         self.is_leaving = False
-        """The next plan should do without us."""
         self._tenures = tenures
         self._on_change = on_change
         self._clock = clock
@@ -45,17 +40,17 @@ class Pausing:
 
     @property
     def paused_s(self) -> float | None:
-        """For how long it has paused; None: it does not."""
+        """Seconds since the pause began; None: not paused."""
         return self._clock.now_s() - self._since_s if self.is_paused else None
 
     def pause(self) -> None:
-        """Again does nothing."""
+        """Pause. Safe to call twice."""
         if self._task is None:
             self._since_s = self._clock.now_s()
             self._task = asyncio.create_task(self._pause(), name="pause")
 
     def resume(self) -> None:
-        """Again does nothing."""
+        """End the pause. Safe to call twice."""
         if self._task is None:
             return
         self._task.cancel()
@@ -72,7 +67,7 @@ class Pausing:
                 await self._task
 
     def begun(self, tenure: Tenure) -> None:
-        """A plan has given us a place while we pause."""
+        """Pause a place that a plan has given us during the pause."""
         if self.is_paused:
             tenure.pause(at_once=True)
 

@@ -1,6 +1,6 @@
 """Chooses the dtype of a peer's matrix products: bfloat16 where its device is quicker in it, else float32.
 
-Members of a group may choose differently: what must be equal bit for bit is made from reduced gradients, in float32.
+Members of a group may choose differently: only what follows from reduced gradients, in float32, must be bit-identical.
 """
 
 import logging
@@ -19,15 +19,14 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 QUICKER: Final = 1.3
-"""By so much bfloat16 must be quicker: it rounds, and what was timed for a moment may not last."""
+"""How much quicker bfloat16 must be: it rounds, and a brief timing may not hold."""
 _RUNS: Final = 3
 _TOKENS: Final = 256
 _WIDTH: Final = 768
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:
-    """What jobs of this run multiply in on this device. It takes a moment: where the run leaves it open a layer's
-    forward and backward are timed in both."""
+    """Return the dtype of this run's matrix products on this device; if the run leaves it open, time both."""
     if spec.training.compute != "auto":
         return torch.bfloat16 if spec.training.compute == "bf16" else torch.float32
     if device.type == "cuda":
@@ -41,7 +40,7 @@ def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], flo
 
 
 def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT: tuple[int, int]) -> Callable[[], None]:
-    """The forward of one decoder layer, to be timed."""
+    """Return the forward of one decoder layer, to be timed."""
     flat_N = init_layer(spec.model, "layers.0", 0).to(device, dtype)
     params = layer_layout(spec.model, "layers.0").views(flat_N)
     params |= constants_of(spec, "layers.0", device=device, dtype=dtype)
@@ -57,7 +56,7 @@ def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT:
 
 
 def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
-    """The shortest times in float32 and in bfloat16, taken in turns: what else the machine does hits both."""
+    """Return the shortest times in float32 and in bfloat16. They take turns, so that other load hits both."""
     jobs = [_there_and_back(model, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     best_s = [math.inf, math.inf]
     for _ in range(_RUNS):
@@ -69,7 +68,7 @@ def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) 
 
 
 def _sample(model: ModelSpec) -> ModelSpec:
-    """A dense layer like the model's, of a width at which a device shows what it can do within a second."""
+    """Return a dense layer like the model's, wide enough to load the device and narrow enough for a second's test."""
     heads = max(1, min(model.dim, _WIDTH) // model.head_dim)
     ffn_dim = min(model.ffn_dim, 3 * heads * model.head_dim)
     return ModelSpec(
@@ -83,7 +82,6 @@ def _sample(model: ModelSpec) -> ModelSpec:
 
 
 def _there_and_back(model: ModelSpec, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """The forward and backward of one decoder layer, as training does them."""
     layout = layer_layout(model, "layers.0")
     flat_N = init_layer(model, "layers.0", 0).to(device, dtype)
     gradient_N, rotary = torch.zeros_like(flat_N), llama.rotary_tables(model, device)

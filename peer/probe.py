@@ -1,4 +1,4 @@
-"""Measures what this peer can give: arithmetic on the run's own layer shape, memory, and the way to other peers."""
+"""Measures what this peer can give: arithmetic on the run's own layer shape, memory, and links to other peers."""
 
 import asyncio
 import contextlib
@@ -24,40 +24,38 @@ _REPEATS = 5
 _PINGS = 3
 _ECHO_TIMEOUT_S = 20.0
 _REACH_S = 4.0
-"""A peer that does not answer a ping for so long is out of reach: with half of a first plan's patience that is known
-before the plan."""
+"""Timeout of a ping. It is half the time that a first plan waits, so unreachable peers are known before that plan."""
 _QUICK_S = 0.05
-"""A frame that takes less says little of a rate: clocks, wake-ups and the way back are as long."""
+"""Shorter times say little about a rate: clocks, wake-ups and the way back take as long."""
 _ROUND_TRIPS_MIN = 1.5
-"""What takes longer is held up by the line. What takes less may be held up by TCP's slow start, in which the second
-half of all that was sent arrives within one round trip."""
+"""Round trips below which a time may be TCP's slow start, in which half of the data arrives in the last one."""
 FAR_S = 0.002
-"""A peer with a shorter round trip may be on this machine: what goes there does not cross the network card."""
+"""A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
 _TOGETHER_S = 0.1
 _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
-"""How much goes over one link while several are measured together: the fastest carries so much in less time."""
+"""Limit for one link while several are measured together: the fastest carries it in less time."""
 _TOGETHER_APART_S = 0.5
-"""A peer probes beside another one at most so often: it is up to 128 MB that it sends."""
+"""Minimum time between two probes beside another peer: each sends up to 128 MB."""
 _NOTHING = Probed(arrived=())
 _TRAIN = 4
-"""Frames of the last part, which fast links carry in milliseconds."""
+"""Frames in the last part, which fast links carry in milliseconds."""
 _TRAIN_TOGETHER = 8
-"""Frames to each of several peers, at least: a card takes turns between links, frame by frame."""
+"""Minimum number of frames to each of several peers: a card takes turns between links, frame by frame."""
 _MARK, _UNANSWERED = -1, -2
-"""Of frames that nobody answers. With a number of ours, one would pass for the answer to the other end's own probe."""
+"""Nonces of frames that get no answer. A number of ours could pass for the answer to the other end's own probe."""
 _MARKS_KEPT_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProbe:
-    """`flop_per_s`: forward of one decoder layer in fp32 at the run's shape, median of a few."""
+    """A measured device. `flop_per_s`: forward of one decoder layer in fp32 at the run's shape, median of a few."""
 
     device: str
     flop_per_s: float
     memory_bytes: int
 
     def advert(self, name: str, bytes_per_s: float, addresses: tuple[str, ...], *, has_data: bool) -> Advert:
-        """What a peer with this device claims. Args: bytes_per_s: of its best link, 0 if none is known."""
+        """Return the advert of a peer with this device. Args: bytes_per_s: of its best link, 0 if none is known."""
         return Advert(
             name=name,
             device=self.device,
@@ -73,11 +71,7 @@ class DeviceProbe:
 async def probe_device(
     spec: RunSpec, compute: Compute, arithmetic: Arithmetic, *, memory_bytes: int | None = None
 ) -> DeviceProbe:
-    """Time one decoder layer on `compute`. Takes a few forwards, after one that is not counted.
-
-    Args:
-        memory_bytes: how much memory to claim; None: what is free on the device now.
-    """
+    """Time a few forwards of one decoder layer on `compute`. Args: memory_bytes: to claim; None: what is free now."""
     forward = arithmetic.probe_job()
     flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
     seconds = []
@@ -92,13 +86,13 @@ async def probe_device(
 
 
 class LinkProbe:
-    """Measures round trip and rate towards one peer at a time; answers others who do.
+    """Measures round trip and rate towards one peer at a time; answers the probes of others.
 
-    The receiver takes the time, from a small frame ahead of the others, the mark, to the last of them. Its answer may
-    wait on its own busy line without that counting. What the sender takes to get rid of the frames is the least.
+    The receiver takes the time, from a small first frame, the mark, to the last frame. So its answer may wait on its
+    own busy line without counting. The sender's transmit time is a lower bound.
 
-    Some frames go ahead of the mark. On a link that was idle TCP doubles what is on the way with each round trip, and
-    without them 128 KiB over a home's 20 Mbit/s and 60 ms looked like 5 Mbit/s.
+    Some frames precede the mark. On an idle link TCP doubles the data in flight with each round trip: without those
+    frames, 128 KiB over a home's 20 Mbit/s and 60 ms looked like 5 Mbit/s.
     """
 
     def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:
@@ -108,19 +102,15 @@ class LinkProbe:
         self._nonces = itertools.count()
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
-        """When the small frame arrived that somebody sent ahead of others."""
         self._rested_s = -math.inf
-        """When we may be asked again to probe beside somebody."""
+        """No request for a probe beside another peer is served before this."""
         endpoint.on(Ping, self._on_ping)
         endpoint.on(ProbeTogether, self._on_together)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
 
     async def measure(self, peer: PeerID, *, payload_bytes: int = BULK_CHUNK_BYTES) -> LinkReport:
-        """A few pings, then frames and their echo: an eighth of `payload_bytes`; if that is quick all of them, and if
-        that is quick as well several such frames, one behind the other.
-
-        Raises: Unreachable, Refused, RemoteError.
-        """
+        """Send a few pings, then frames with an echo: an eighth of `payload_bytes`; if that was quick, all of them; if
+        that was quick too, several such frames in a row. Raises: Unreachable, Refused, RemoteError."""
         round_trips = []
         for _ in range(_PINGS):
             sent_s = self._clock.now_s()
@@ -140,14 +130,12 @@ class LinkProbe:
         await self._endpoint.send(peer, ProbeChunk(nonce=_MARK, echo=False), b"\0", priority=Priority.BULK)
 
     async def _send(self, peer: PeerID, nbytes: int) -> None:
-        """A frame that is not timed."""
         payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
         meta = ProbeChunk(nonce=_UNANSWERED, echo=False)
         await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
 
     async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send so many frames of `nbytes`, one behind the other, after `_mark`. Returns: the seconds from the mark's
-        arrival to that of the last frame."""
+        """Send `times` frames of `nbytes` in a row, after `_mark`. Returns: seconds from the mark to the last frame."""
         payload = self._vectors.payload_of(self._vectors.zeros(nbytes // 4))
         nonce = next(self._nonces)
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
@@ -163,17 +151,15 @@ class LinkProbe:
             raise Unreachable(peer, "a probe was not echoed") from error
         finally:
             del self._echoes[peer, nonce]
-        # It is the other peer's word, which has to be possible. Where its line is busy the mark may have waited.
+        # The other peer's figure must be possible. On a busy line of its own the mark may have waited.
         whole_s = self._clock.now_s() - begun_s
         return max(left_s, took_s) if 0.0 <= took_s <= whole_s else whole_s
 
     async def measure_together(self, links: Sequence[LinkReport], beside: Sequence[PeerID] = ()) -> float:
         """Send to several peers at once, to each what its link carries in the same time, `_TOGETHER_S` at most.
 
-        Args:
-            links: as `measure` found them one by one.
-            beside: the peers that share our network card, which send as much to the same peers meanwhile.
-        Returns: bytes/s that went out in all; the card carries at least so much. 0: somebody did not answer.
+        Args: links: as `measure` found them one by one. beside: peers that share our network card; they send as much.
+        Returns: bytes/s sent in all, a lower bound for the card. 0: some peer did not answer.
         """
         ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
         if not ours.arrived:
@@ -188,7 +174,7 @@ class LinkProbe:
     async def _asked(self, mate: PeerID, links: Sequence[LinkReport]) -> Probed:
         begun_s = self._clock.now_s()
         try:
-            # The meter takes the quickest call for the round trip, and the next one takes long.
+            # A short call first: the meter takes the quickest for the round trip, and the next one takes long.
             await self._endpoint.ask(mate, Ping(), Ping)
             if self._clock.now_s() - begun_s >= FAR_S:
                 return _NOTHING
@@ -214,7 +200,7 @@ class LinkProbe:
         return Probed(arrived=tuple(zip(sent, ended_s, strict=True)))
 
     async def answers(self, peer: PeerID) -> bool:
-        """Whether `peer` can be reached at all, which shows however busy the lines are."""
+        """True if `peer` can be reached at all, which shows even on busy lines."""
         try:
             await self._endpoint.ask(peer, Ping(), Ping, timeout_s=_REACH_S)
         except (Unreachable, Refused, RemoteError):
@@ -251,15 +237,14 @@ class LinkProbe:
         elif meta.echo:
             now_s = self._clock.now_s()
             answer = ProbeChunk(nonce=meta.nonce, echo=False, took_s=now_s - self._marks_s.get(source, now_s))
-            with contextlib.suppress(Unreachable):  # who asked has gone: nobody misses the answer
+            with contextlib.suppress(Unreachable):  # the asker has gone and needs no answer
                 await self._endpoint.send(source, answer, b"\0", priority=Priority.GRADIENT)
         elif (echo := self._echoes.get((source, meta.nonce))) is not None and not echo.done():
             echo.set_result(meta.took_s)
 
 
 def _carried(arrived: Sequence[tuple[int, float]]) -> float:
-    """Bytes/s of what had arrived after some time, whenever that is most: slow lines may take long after the card that
-    is to be measured has nothing to do any more."""
+    """Return the highest rate of all arrivals up to some time, in bytes/s: slow lines may end long after the card."""
     best, nbytes = 0.0, 0
     for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
         nbytes += more

@@ -1,7 +1,7 @@
-"""The plans that this peer has obeyed of late. Who has a place in one of them is listened to, and nobody else is.
+"""The plans that this peer has followed lately. It listens only to peers with a place in one of them.
 
-The newest alone would not do: who has lost its place drains for up to half a minute, and sends and owes meanwhile what
-it did before. Pure; the caller says when it is.
+The newest alone would not do: a peer that has lost its place drains for up to half a minute, and meanwhile sends and
+owes as before. Pure; the caller passes the time.
 """
 
 import math
@@ -21,7 +21,7 @@ class _Obeyed:
 
 @dataclass(slots=True)
 class RecentPlans:
-    """One peer's: the plan that it obeys, and those before it for as long as somebody may drain from them."""
+    """The plan that a peer follows, and earlier ones for as long as a peer may drain from them."""
 
     _obeyed: deque[_Obeyed] = field(default_factory=lambda: deque(maxlen=RECENT_PLANS_MAX))
 
@@ -30,7 +30,7 @@ class RecentPlans:
         return self._obeyed[-1].plan if self._obeyed else None
 
     def obey(self, plan: Plan, *, now_s: float, before: Plan | None = None) -> None:
-        """Args: before: the plan before it, for a peer that has obeyed none: who drains may have its place there."""
+        """Add a plan. Args: before: the plan before it: a newcomer finds draining peers in it."""
         for old in (before, plan):
             if old is None or (self._obeyed and old.order <= self._obeyed[-1].plan.order):
                 continue
@@ -41,11 +41,11 @@ class RecentPlans:
             self._obeyed.popleft()
 
     def has(self, peer: PeerID, *, now_s: float) -> bool:
-        """Whether a plan of late has a place for `peer`, be it a spare's."""
+        """True if a recent plan has a place for `peer`, even as a spare."""
         return any(entry.plan.has(peer) for entry in self._obeyed if entry.until_s >= now_s)
 
     def former(self, group: int) -> frozenset[PeerID]:
-        """Who was a member of `group` while it held what the newest plan says that it holds, and is none now."""
+        """Return the peers that have left `group` since it holds what it holds by the newest plan."""
         newest = self.newest
         if newest is None:
             return frozenset()
@@ -59,7 +59,7 @@ class RecentPlans:
         return frozenset(before.difference(member.peer for member in newest.group_members(group)))
 
     def ending_at(self, layer: int) -> frozenset[PeerID]:
-        """Who holds, or held of late, the stage whose last layer is the one before `layer`."""
+        """Return the present and recent holders of the stage that ends just before `layer`."""
         newest = self.newest
         return frozenset(
             peer
@@ -72,7 +72,7 @@ class RecentPlans:
 
 
 def _held_by(plan: Plan, group: int) -> tuple[int, int, int] | None:
-    """(first layer, last layer, expert or -1) of a group; None: the plan has no such group."""
+    """Return (first layer, last layer, expert or -1) of a group; None: the plan has no such group."""
     stages = len(plan.stages)
     if group < stages:
         return (*plan.stages[group].layers, -1)

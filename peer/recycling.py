@@ -1,8 +1,8 @@
-"""Memory of large vectors that is used again.
+"""Reuses the memory of large vectors.
 
-A gradient, its sum and the mean of a round are as large as the stage, and each lives for a moment. To give such memory
-back to the system takes as long as hundreds of frames do, with the interpreter locked; to get it again costs a fault
-for each of its pages. So a few of them are kept for the next ones.
+A gradient, its sum and the mean of a round are as large as the stage, and each lives for a moment. Returning such
+memory to the system takes as long as hundreds of frames, with the interpreter locked; getting it again costs a fault
+for each of its pages. So a few vectors are kept for reuse.
 """
 
 from typing import Any, Final
@@ -12,28 +12,25 @@ import torch
 from torch import Tensor
 
 LARGE: Final = 1 << 18
-"""Elements; smaller ones the C library keeps itself."""
+"""Elements; the C library itself keeps smaller vectors."""
 KEPT_MAX: Final = 3
-"""Of one size. A step has a gradient, the sum that is sent, and the mean."""
+"""Vectors kept per size. A step has a gradient, the sum that is sent, and the mean."""
 SIZES_MAX: Final = 2
 
 
 class Recycling:
-    """Gives out float32 vectors in the host's memory. One that nobody holds any more, nor a part of it, comes back.
+    """Gives out float32 vectors in the host's memory. A vector comes back when nothing refers to it or a part of it.
 
-    Any thread may ask, and any thread may be the last that holds one: what is looked at and changed here is one list or
-    one dictionary at a time, which the interpreter does undivided.
-    """
+    Thread-safe: each operation here is one of a list or a dictionary, which the interpreter does atomically."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = {}
-        """By size."""
 
     def __len__(self) -> int:
         return sum(len(free) for free in list(self._free.values()))
 
     def vector(self, size: int) -> Tensor:
-        """Give out float32 [size], of any values."""
+        """Give out float32 [size], uninitialized."""
         if size < LARGE:
             return torch.empty(size)
         try:
@@ -42,10 +39,10 @@ class Recycling:
             memory = np.empty(size, dtype=np.float32)
         lease = memory.view(_Lease)
         lease.owner = self
-        return torch.from_numpy(lease)  # its storage holds the lease, and every part of the vector holds its storage
+        return torch.from_numpy(lease)  # its storage refers to the lease, and every part of the vector to its storage
 
     def clear(self) -> None:
-        """Keep nothing of what has come back by now."""
+        """Free all memory that has come back."""
         self._free.clear()
 
     def take_back(self, memory: Any) -> None:
@@ -57,7 +54,7 @@ class Recycling:
 
 
 class _Lease(np.ndarray):
-    """A view of the memory that is given out; its end says that nobody uses the memory any more."""
+    """A view of the memory that is given out; when it ends, the memory is free."""
 
     owner: Recycling | None = None
 

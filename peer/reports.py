@@ -1,4 +1,4 @@
-"""What a peer reports of its work: commits and validations, until the coordinator has them."""
+"""A peer's reports of commits and validations, kept until the coordinator has them."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,10 +12,7 @@ from shoal.protocol.ports import Clock
 
 
 class Reports:
-    """Args:
-    on_commit: sees every commit of a group that this peer is in, whoever reports it.
-    on_validation: sees every validation that this peer leads.
-    """
+    """The reports of one peer. Args: on_commit: receives every commit of its groups, even if another member reports."""
 
     def __init__(
         self,
@@ -29,12 +26,11 @@ class Reports:
         self._on_commit = on_commit
         self._on_validation = on_validation
         self._commits: list[tuple[CommitReport, float]] = []
-        """With the time of the commit."""
+        """(report, time of the commit)."""
         self.validations: deque[ValidationReport] = deque(maxlen=1)
-        """The newest that we led."""
 
     def take_commits(self) -> tuple[CommitReport, ...]:
-        """As many as a heartbeat carries, oldest first; they are the caller's from now on."""
+        """Hand over as many as a heartbeat carries, oldest first; the caller must deliver them."""
         taken, self._commits = (
             self._commits[:REPORTS_PER_HEARTBEAT_MAX],
             self._commits[REPORTS_PER_HEARTBEAT_MAX:],
@@ -43,13 +39,13 @@ class Reports:
         return tuple(msgspec.structs.replace(report, age_s=now_s - at_s) for report, at_s in taken)
 
     def committed(self, report: CommitReport) -> None:
-        """Ours to report."""
+        """Note a commit that we report."""
         report = msgspec.structs.replace(report, era=self._endpoint.era)
         self._commits.append((report, self._clock.now_s()))
         self.witnessed(report)
 
     def witnessed(self, report: CommitReport) -> None:
-        """A mate's."""
+        """Note a commit that another member reports."""
         if self._on_commit:
             self._on_commit(msgspec.structs.replace(report, era=self._endpoint.era))
 

@@ -1,15 +1,15 @@
-"""What is an end of memory, whoever says so: torch on a GPU, torch's allocator on a CPU, or Python."""
+"""Recognizes out-of-memory errors: of torch on a GPU, of torch's allocator on a CPU, and of Python."""
 
 from typing import Final
 
 import torch
 
 _WORDS: Final = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In a `RuntimeError`: of torch's allocator on Linux and on Windows, and of cuBLAS, which wants a workspace."""
+"""Parts of a `RuntimeError`: of torch's allocator on Linux and on Windows, and of cuBLAS, which wants a workspace."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a job has ended with this for want of memory, so that it may be tried again with more of it."""
+    """True if a job failed for lack of memory, so that it may be tried again with more of it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)

@@ -1,4 +1,4 @@
-"""The same training in one process with torch's own autograd and optimizers: what a swarm must equal.
+"""The same training in one process with torch's own autograd and optimizers: the reference for a swarm.
 
 Deliberately plain and independent of the swarm's arithmetic: it shares the model's functions, the data, the initial
 weights and the schedule, but not the optimizer kernels, the clipping or the flat state.
@@ -47,19 +47,18 @@ class StepLoss:
     loss: float
     """Mean over the step's microbatches, in nats a token, with the weights before the step."""
     grad_norm: float
-    """Of the whole model, before clipping."""
+    """Norm over the whole model, before clipping."""
     seconds: float
 
 
 OnStep = Callable[[StepLoss, Mapping[str, Params]], None]
-"""(what the step was, parameters after it by layer key and tensor name). They change in place at the next step."""
+"""(the step, parameters after it by layer key and tensor name). The parameters change in place at the next step."""
 
 Between = Callable[[Tensor, Microbatch, int], Tensor]
-"""(what one decoder layer gives to the next, of a microbatch; the next one's number) -> what comes to it."""
+"""(output of a decoder layer for a microbatch, the microbatch, the next layer's number) -> input of the next layer."""
 
 OnBackward = Callable[[Microbatch, Mapping[str, Params]], None]
-"""(a microbatch, all parameters by layer key and tensor name): its gradient, divided by the number of a step's
-microbatches, has been added to theirs."""
+"""(a microbatch, all parameters by layer key and name), after its gradient, divided by M, was added to theirs."""
 
 
 def train(
@@ -72,11 +71,9 @@ def train(
     between: Between | None = None,
     on_backward: OnBackward | None = None,
 ) -> Iterator[StepLoss]:
-    """Train from the run's initial weights for `steps` steps of its schedule. With `compute = "bf16"` as swarms do it:
-    with bfloat16 copies of the weights, a microbatch's gradient in it, and float32 for everything else.
-
-    Args: base: of a run with adapters, by layer key, as `stored_base` has it; None: the seed's.
-    """
+    """Train from the run's initial weights for `steps` steps of its schedule. With `compute = "bf16"`, as in swarms,
+    weights and a microbatch's gradient are bfloat16, and everything else is float32.
+    Args: base: of a run with adapters, by layer key, in the form of `stored_base`; None: the seed's."""
     if base is None and spec.adapter is not None:
         base = {key: seed_base(spec, key) for key in all_layer_keys(spec.model)}
     params_by_key = _initial(spec, base)
@@ -122,7 +119,7 @@ def train(
 
 
 def _units(spec: RunSpec) -> list[tuple[str, tuple[str, ...]]]:
-    """(layer, names of its tensors) of all that is clipped by a norm of its own. A tied matrix is the embedding's."""
+    """Return (layer, tensor names) of each unit with a norm of its own. A tied matrix is the embedding's."""
     units = [(key, unit) for key in all_layer_keys(spec.model) for unit in unit_keys(spec.model, key)]
     names = [(key, state_layout(spec, unit).names) for key, unit in units]
     return [(key, tuple(n for n in some if not (spec.trains_tied and n == HEAD_MATRIX))) for key, some in names]
@@ -131,7 +128,6 @@ def _units(spec: RunSpec) -> list[tuple[str, tuple[str, ...]]]:
 def _narrowed(
     spec: RunSpec, params_by_key: Mapping[str, Params], base: Mapping[str, Tensor] | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Leaves in bfloat16."""
     leaves = {
         key: {name: params[name].detach().to(torch.bfloat16).requires_grad_() for name in state_layout(spec, key).names}
         for key, params in params_by_key.items()
@@ -142,7 +138,7 @@ def _narrowed(
 def _beside(
     spec: RunSpec, base: Mapping[str, Tensor] | None, leaves: dict[str, dict[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, dict[str, Tensor]]:
-    """The leaves, beside the base if they are adapters; in a subspace model beside what is not trained."""
+    """Put the leaves beside the base if they are adapters; in a subspace model, beside the constants."""
     if spec.adapter is None or base is None:
         cpu = torch.device("cpu")
         return {key: named | constants_of(spec, key, device=cpu, dtype=dtype) for key, named in leaves.items()}
@@ -151,7 +147,6 @@ def _beside(
 
 
 def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num: int) -> None:
-    """Add a `num`-th of the gradients of the first to those of the second."""
     for key, params in wide.items():
         for name, param in params.items():
             gradient = narrow[key][name].grad if param.requires_grad else None
@@ -182,19 +177,17 @@ def _of_documents(rotary: Rotary, labels: Labels) -> tuple[Rotary, Documents | N
 
 
 def _weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
-    """In nats a token, so that the mean over a step's microbatches is the mean over all tokens that it learns."""
+    """Loss in nats a token, weighted so that the mean over a step's microbatches is the mean over all its tokens."""
     if labels.counted == 0:
         return 0.0 * logits_BTV.sum()
     return labels.weight * loss(logits_BTV, labels.targets_BT)
 
 
 def _parts(spec: RunSpec) -> list[tuple[str, ...]]:
-    """The model as stages of one decoder layer each."""
     return [stage_layer_keys(spec.model, layer, layer + 1) for layer in range(spec.model.num_layers)]
 
 
 def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict[str, Tensor]]:
-    """Leaf tensors of version 0, by layer key and name."""
     keys = all_layer_keys(spec.model)
     if spec.adapter is None:
         made = {key: layer_layout(spec.model, key).leaves(init_layer(spec.model, key, spec.seed)) for key in keys}
@@ -206,9 +199,9 @@ def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict
 
 
 def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch.optim.Optimizer]:
-    """torch's; two for Muon, which has AdamW for what is no hidden matrix."""
+    """Return torch's optimizer, or two for Muon: AdamW has all but the hidden matrices."""
     tensors = [tensor for params in params_by_key.values() for tensor in params.values() if tensor.requires_grad]
-    tensors = list({id(tensor): tensor for tensor in tensors}.values())  # a tied matrix is there twice
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())  # a tied matrix occurs twice
     if run.optimizer.name != "muon":
         return [_optimizer(run.optimizer, tensors)]
     of_layers = [params.values() for key, params in params_by_key.items() if key not in (EMBED, HEAD)]
@@ -221,7 +214,6 @@ def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch
 
 
 def _optimizer(spec: OptimizerSpec, tensors: list[Tensor]) -> torch.optim.Optimizer:
-    """torch's optimizer; matrices decay, norms do not."""
     groups = [
         {"params": [tensor for tensor in tensors if tensor.ndim > 1], "weight_decay": spec.weight_decay},
         {"params": [tensor for tensor in tensors if tensor.ndim == 1], "weight_decay": 0.0},
@@ -249,5 +241,4 @@ def _step(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, rate: float) ->
 
 
 def _clip(tensors: list[Tensor], clip_norm: float) -> float:
-    """Clip one unit, a layer or an expert; its norm before."""
     return float(clip_grad_norm_(tensors, clip_norm or math.inf))

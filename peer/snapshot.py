@@ -1,4 +1,4 @@
-"""Snapshots: one folder a version, complete or not there.
+"""Snapshots: one folder per version, complete or absent.
 
     FOLDER/RUN-era-0-step-00000050-9f86d081884c7d65/   version 50; the last part is the digest of manifest.json
         manifest.json                                  run, era, version, spec, and BLAKE3 of every other file
@@ -6,11 +6,11 @@
         layers.0.moments.safetensors                   moment1 and moment2, flat
 
 The era counts the run's roll-backs: version 50 of era 1 was trained again from an older one, and differs from version
-50 of era 0. Whatever has the higher era is newer.
+50 of era 0. The higher era is newer.
 
-A snapshot is written to a hidden folder, made durable, renamed into place, and the rename made durable; what is old is
-renamed away, that made durable, and then removed. So after a crash at any moment there is a valid snapshot if there
-was one before, and none that has a part of its files. A peer's snapshot may hold a part of the model's layers.
+A snapshot is written to a hidden folder, made durable, renamed into place, and the rename made durable. An old snapshot
+is renamed away, the rename made durable, and the folder then removed. So after a crash at any moment there is a valid
+snapshot if there was one before, and no snapshot lacks files. A peer's snapshot may hold a part of the model's layers.
 """
 
 import errno
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_FORMAT: Final = 2
 MANIFEST_DIGEST_CHARS: Final = 16
-"""64 bits in the folder's name, against decay and not against malice."""
+"""64 bits in the folder's name, against bit rot, not against malice."""
 LOCK_NAME: Final = ".lock"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DamagedSnapshot(LocalError):
-    """A snapshot is not what was once written: unreadable, torn, changed, or not what its own manifest says."""
+    """A snapshot is unreadable, torn, changed, or inconsistent with its own manifest."""
 
     def __init__(self, where: str, path: PurePosixPath, reason: str) -> None:
         super().__init__(f"the snapshot {where} is damaged: {reason}")
@@ -54,14 +54,14 @@ class DamagedSnapshot(LocalError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSnapshot:
-    """What a manifest promises; nobody has looked at the layers."""
+    """A snapshot by its manifest; its layers are not checked."""
 
     path: PurePosixPath
     run: str
     era: int
     version: int
     keys: tuple[str, ...]
-    """Of the layers in it, maybe not all of the model."""
+    """Keys of its layers, maybe not all of the model."""
     spec: RunSpec
 
     @property
@@ -72,7 +72,7 @@ class StoredSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What `read_snapshot` verified."""
+    """A snapshot that `read_snapshot` has verified."""
 
     path: PurePosixPath
     run: str
@@ -80,7 +80,7 @@ class Snapshot:
     version: int
     spec: RunSpec
     layers: Mapping[str, LayerState]
-    """By layer key, maybe not all of the model."""
+    """Layer key -> state, maybe not of the whole model."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,7 +98,7 @@ OnDamage = Callable[[DamagedSnapshot], None]
 
 
 def log_damage(damage: DamagedSnapshot) -> None:
-    logger.warning("%s: going by the one before it", damage)
+    logger.warning("%s: using the one before it", damage)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -116,12 +116,10 @@ def write_snapshot(
     keep: int = 2,
     certified: Collection[tuple[int, int]] = (),
 ) -> PurePosixPath:
-    """Write a snapshot into `folder` (made if missing), then remove all but the `keep` newest versions of each of
-    the run's eras and the `certified` ones, (era, version).
+    """Write a snapshot into `folder` (made if missing), then `prune`. Processes that share `folder` take turns.
 
-    Several processes may share `folder`; they take turns.
     Returns: the snapshot's own folder, durable.
-    Raises: LocalError: the disk is full or broken, or the folder cannot be written; what was there before stays.
+    Raises: LocalError: the disk is full or broken, or the folder cannot be written; earlier snapshots stay.
     """
     try:
         disk.make_folder(folder)
@@ -184,7 +182,7 @@ def _write(
 
 
 def _layer_files(spec: RunSpec, key: str, tensors: LayerState) -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of a layer's files, one in memory at a time."""
+    """Yield (name, bytes) of a layer's files, one in memory at a time."""
     params = state_layout(spec, key).views(tensors.param_N.detach().cpu())
     yield f"{key}.safetensors", safetensors.torch.save(params, metadata={"format": "pt"})
     moments = {"moment1": tensors.moment1_N.detach().cpu(), "moment2": tensors.moment2_N.detach().cpu()}
@@ -192,11 +190,9 @@ def _layer_files(spec: RunSpec, key: str, tensors: LayerState) -> Iterator[tuple
 
 
 def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Collection[tuple[int, int]] = ()) -> None:
-    """Remove all but the `keep` newest versions of each era of a run and the `certified` ones, (era, version); several
-    snapshots may share one, with other layers. An older era's stay for who wants to go back to it (`past_eras`).
-
-    Raises: OSError.
-    """
+    """Remove all but the `keep` newest versions of each era of a run and the `certified` ones, (era, version).
+    Snapshots with different layers may share a version. Older eras stay for a return to them (`past_eras`). Raises:
+    OSError."""
     ages = {name: age for name in disk.list(folder) if (age := _age(name, run)) is not None}
     for name, (era, version) in ages.items():
         newer = {other for of_era, other in ages.values() if of_era == era and other > version}
@@ -206,11 +202,8 @@ def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Col
 
 
 def remove_old(disk: Disk, folder: PurePosixPath, run: str, is_old: Callable[[tuple[int, int]], bool]) -> None:
-    """Remove a run's snapshots whose age (era, version) is old, what unfinished ones have left, and then `folder` if
-    nothing is in it any more. Nobody may be writing there.
-
-    Raises: OSError.
-    """
+    """Remove a run's snapshots of old age (era, version), and unfinished ones; then `folder` if it is empty. No process
+    may be writing there. Raises: OSError."""
     names = disk.list(folder)
     for name in names:
         found = _age(name, run)
@@ -236,10 +229,9 @@ def _remove_unfinished(disk: Disk, folder: PurePosixPath) -> None:
 def list_snapshots(
     disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: OnDamage = log_damage
 ) -> list[StoredSnapshot]:
-    """The snapshots in `folder` (of one run, or of all), oldest first; reads their manifests and no layer.
+    """List the snapshots in `folder` (of one run, or of all), oldest first; read their manifests and no layer.
 
-    Args:
-        on_damage: told of each whose manifest does not hold; those are left out.
+    Args: on_damage: gets each snapshot with a bad manifest; the list omits it.
     Raises: LocalError: the folder cannot be read.
     """
     try:
@@ -259,10 +251,7 @@ def list_snapshots(
 
 
 def look_at(disk: Disk, path: PurePosixPath) -> StoredSnapshot:
-    """What the snapshot whose own folder is `path` promises; reads its manifest and no layer.
-
-    Raises: DamagedSnapshot: the manifest does not hold.
-    """
+    """Read only the manifest of the snapshot in the folder `path`. Raises: DamagedSnapshot: the manifest is bad."""
     manifest = _read_manifest(disk, path)
     return StoredSnapshot(
         path=path,
@@ -275,10 +264,8 @@ def look_at(disk: Disk, path: PurePosixPath) -> StoredSnapshot:
 
 
 def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: OnDamage) -> list[StoredSnapshot]:
-    """Leave out of `stored` the snapshots that are damaged.
-
-    Of each folder the newest are read until one is sound, byte by byte; the older ones are not.
-    """
+    """Remove damaged snapshots from `stored`. In each folder, snapshots are read byte by byte from the newest on until
+    one is undamaged; older ones are not read."""
     newest_first = sorted(stored, key=lambda found: (found.age, found.path), reverse=True)
     left, has_sound = [], set[PurePosixPath]()
     for found in newest_first:
@@ -296,7 +283,7 @@ def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: 
 
 
 def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
-    """Read the snapshot whose own folder is `path`, and check every byte of it against its digests.
+    """Read the snapshot in the folder `path`, and check every byte of it against its digests.
 
     Raises: DamagedSnapshot: a file is missing, torn, changed, unreadable or not what the manifest says.
     """
@@ -312,11 +299,10 @@ def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
 
 
 def read_newest(disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: OnDamage = log_damage) -> Snapshot:
-    """Read and check the newest snapshot in `folder` that is sound (of one run, or of all).
+    """Read and check the newest undamaged snapshot in `folder` (of one run, or of all).
 
-    Args:
-        on_damage: told of each damaged one that was passed over.
-    Raises: LocalError: there is none; of the damaged ones it names the newest.
+    Args: on_damage: gets each damaged snapshot that was passed over.
+    Raises: LocalError: there is none; it names the newest of the damaged ones.
     """
     damaged: list[DamagedSnapshot] = []
     for stored in reversed(list_snapshots(disk, folder, run, on_damage=damaged.append)):
@@ -329,15 +315,13 @@ def read_newest(disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: 
                 on_damage(passed_over)
             return snapshot
     if damaged:
-        raise LocalError(f"there is no sound snapshot in {disk.where(folder)}: {max(damaged, key=_age_of_damage)}")
+        raise LocalError(f"there is no undamaged snapshot in {disk.where(folder)}: {max(damaged, key=_age_of_damage)}")
     raise LocalError(f"there is no snapshot in {disk.where(folder)}")
 
 
 def read_layers(disk: Disk, path: PurePosixPath, keys: Iterable[str]) -> dict[str, LayerState]:
-    """Some layers of the snapshot whose own folder is `path`, in the order asked; only they are read and checked.
-
-    Raises: DamagedSnapshot: as `read_snapshot`. LocalError: the snapshot does not hold one of them.
-    """
+    """Read and check only some layers of the snapshot in the folder `path`, in the order asked.
+    Raises: DamagedSnapshot: see `read_snapshot`. LocalError: the snapshot does not hold one of them."""
     manifest = _read_manifest(disk, path)
     layers = {}
     for key in keys:
@@ -405,7 +389,7 @@ def _read_file(disk: Disk, path: PurePosixPath, name: str) -> bytes:
 
 
 def _age(name: str, run: str = "") -> tuple[int, int] | None:
-    """(era, version) by a snapshot folder's name; None if it is none, or of another run than the one asked for."""
+    """Return (era, version) by a snapshot folder's name; None for another folder or another run than `run`."""
     found = SnapshotName.parse(name)
     if found is None or run not in ("", found.run):
         return None

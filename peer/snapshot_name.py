@@ -1,4 +1,4 @@
-"""What a snapshot's folder is called. Apart from `snapshot.py`, so that who only lists them need not import torch."""
+"""Names of snapshot folders. Apart from `snapshot.py`, so that listing them needs no torch."""
 
 import re
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ class SnapshotName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "SnapshotName | None":
-        """None: `name` is not a snapshot's."""
+        """Parse a folder's name; None: it is not a snapshot's."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None

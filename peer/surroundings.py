@@ -1,4 +1,4 @@
-"""What a replica needs of its peer: the ports, the run, and whom to tell what."""
+"""The services that a replica gets from its peer: ports, the run, shared parts and callbacks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,47 +39,44 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """Whom in the peer its parts tell what."""
+    """Callbacks of a peer's parts to the peer."""
 
     on_commit: Callable[[CommitReport], None]
-    """To be reported."""
     on_witness: Callable[[CommitReport], None]
-    """Reported by a mate."""
+    """A commit that another member reports."""
     on_validation: Callable[[ValidationReport], None]
     on_state: Callable[[Part, StageState], None]
-    """Stepped or loaded; for snapshots."""
+    """The part has stepped or loaded a state; for snapshots."""
     on_change: Callable[[], None]
-    """Ready or open changed: tell the neighbours."""
+    """Readiness or openness has changed: tell the neighbours."""
     on_resync: Callable[[Part], None]
-    """Our state is not our mates'."""
     on_unreachable: Callable[[PeerID], None]
-    """A call or a frame to it has failed."""
     on_unsound: Callable[[PeerID], None]
-    """It has sent numbers into a round that no gradient has, or begins anew without end."""
+    """The peer has sent numbers into a round that no gradient has, or restarts without end."""
     begin_era: Callable[[int, int], bool]
-    """Whether we may begin it from its beginning, in a group."""
+    """(era, group) -> True if we may begin the era from its beginning."""
     on_failure: Callable[[BaseException], None]
     on_no_memory: Callable[[], None]
-    """A job has found no memory: what the peer keeps for others and can do without is to go."""
+    """A job has found no memory: free what the peer keeps for others and can spare."""
     on_shortage: Callable[[Part], None]
-    """There is no memory for what it was given. It has paused itself, and has handed back what it can."""
+    """There is no memory for the part's work. It has paused and handed back what it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenLayouts:
-    """What a peer has of one layout when another begins."""
+    """State that a peer keeps from one layout to the next."""
 
     carried: CarriedState
     ahead: FetchingAhead
     base: BaseLayers | None
-    """What adapters stand beside, the same in all layouts; None: all weights train."""
+    """The frozen base of adapters, the same in all layouts; None: all weights train."""
     kept: KeptLayers
-    """What a light member that ends has of its state."""
+    """The incomplete state of a light member that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """One for all tenures of a peer."""
+    """The services that all tenures of a peer share."""
 
     endpoint: Endpoint
     compute: Compute

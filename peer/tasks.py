@@ -1,4 +1,4 @@
-"""Background work that belongs to somebody: it ends when its owner does, and what it raises is heard."""
+"""Background tasks that end with their owner and report their errors."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Tasks:
-    """`spawn` and forget; `on_failure` gets what a task raises, since nobody awaits it."""
+    """Spawns tasks; `on_failure` gets their exceptions, since nothing awaits them."""
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
         self._on_failure = on_failure
@@ -18,13 +18,13 @@ class Tasks:
         task.add_done_callback(self._done)
 
     async def cancel(self) -> None:
-        """End them all."""
+        """Cancel all tasks."""
         for task in tuple(self._running):
             task.cancel()
         await self.wait()
 
     async def wait(self) -> None:
-        """Until all have ended by themselves."""
+        """Wait until all have ended by themselves."""
         await asyncio.gather(*self._running, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[None]) -> None:

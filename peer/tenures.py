@@ -1,11 +1,10 @@
-"""The driver of a part in one group, from the plan that gives it until it drains (`replica/member.py` has its states).
+"""The driver of one member of a group, from the plan that places it until it drains (states: `replica/member.py`).
 
-A commit takes this way through the file: `Tell` (`Progress` to the mates) -> `_on_round_start` -> `Reduce` -> `_reduce`
--> frames `ReducePart` and `GatherPart` -> `_step_if_reduced` -> `stepped` -> `Tell` (`Digest`). How the gradients come
-about that are reduced, and what steps, is said by the subclasses: `replica/driver.py` for a stage, `experts/holding.py`
-for an expert.
+A commit takes this way through the file: `Tell` (`Progress` to the group) -> `_on_round_start` -> `Reduce` -> `_reduce`
+-> frames `ReducePart` and `GatherPart` -> `_step_if_reduced` -> `stepped` -> `Tell` (`Digest`). Subclasses produce the
+gradients and make the step: `replica/driver.py` for a stage, `experts/holding.py` for an expert.
 
-The file is long: it is all that a member does with endpoint, compute and timer, in one place.
+The file is long because all that a member does with endpoint, compute and timer is here.
 """
 
 import asyncio
@@ -94,11 +93,11 @@ _RETRY_S = 1.0
 _REPAIR_TRIES = 10
 _NEVER: Final = 2**62
 _CHUNKS_AT_ONCE: Final = 8
-"""Added up before the first of them is sent: a switch of threads for each would cost as much as adding it."""
+"""Chunks added before the first of them is sent: a thread switch for each would cost as much as adding it."""
 
 
 def make_commit(surroundings: Surroundings, group_id: int, *, incarnation: int, has_loss: bool) -> Commit:
-    """The part of a member's core that commits."""
+    """Make the part of a member's core that commits."""
     spec = surroundings.spec
     return Commit(
         me=surroundings.endpoint.peer_id,
@@ -115,8 +114,8 @@ def make_commit(surroundings: Surroundings, group_id: int, *, incarnation: int, 
 
 
 class Tenure(ABC):
-    """The driver of one member: what we are in the group `core.group`. It owns endpoint, device and timer of the member
-    and the one door to its core (`handle`), and carries out what the core asks."""
+    """The driver of one member of the group `core.group`. It owns the member's endpoint, device and timer, and is the
+    only caller of its core (`handle`). It carries out the core's commands."""
 
     def __init__(self, surroundings: Surroundings, core: MemberCore, runtime: Held, *, incarnation: int) -> None:
         endpoint, listeners = surroundings.endpoint, surroundings.listeners
@@ -134,11 +133,9 @@ class Tenure(ABC):
         self._outbox = Outbox(endpoint, on_trouble=listeners.on_unreachable)
         self._telling = Telling(core.group.me, self._outbox, self._audience_of)
         self._light: LightMember | None = None
-        """While we are one."""
         self._absent = AbsentLight()
         self.reductions = Reductions(core.group, runtime, retained_from=self._means_wanted_from)
         self._unsound: set[PeerID] = set()
-        """The members that have sent numbers into a round that no gradient has."""
         self._pressing = Pressing()
         self._pieces = Pieces(endpoint, runtime.vectors, self._tasks, self._clock, self.compute)
         self._catching_up = CatchingUp(
@@ -176,7 +173,7 @@ class Tenure(ABC):
     # --- the one door ---
 
     def handle(self, event: Event) -> None:
-        """Raises: Refused, RemoteError: as `MemberCore.handle`."""
+        """Raises: Refused, RemoteError: see `MemberCore.handle`."""
         if self._closed:
             return
         try:
@@ -189,7 +186,6 @@ class Tenure(ABC):
                 self._timer.set(self.core.next_timer_s())
 
     def _perform(self, command: Command) -> None:
-        """Do what the core asks."""
         match command:
             case Tell():
                 self._telling.tell(command)
@@ -211,7 +207,7 @@ class Tenure(ABC):
             case Count(counted):
                 apart = self._held.contribute(counted.microbatch, apart=counted.apart)
                 if apart is None:
-                    return  # the device has stepped without it, and the core is about to hear so
+                    return  # the device has stepped without it, and tells the core so soon
                 self.handle(counted if apart == counted.apart else dataclasses.replace(counted, apart=apart))
             case SayHello():
                 self._s.listeners.on_change()
@@ -220,13 +216,13 @@ class Tenure(ABC):
             case Witness(report):
                 self._s.listeners.on_witness(report)
             case AskRepair(step, indices):
-                # What our group's leader misses, stage 0's leader hands out again.
+                # Stage 0's leader grants again what our group misses.
                 self._tasks.spawn(self._ask_repair(Repair(step=step, indices=indices)), f"repair step {step}")
             case Resync(mate, version):
                 logger.error("our state at version %d is not the group's: fetching it", version)
                 self._resync(mate)
             case _:
-                raise AssertionError(f"nobody carries out {command}")
+                raise AssertionError(f"no driver carries out {command}")
 
     def _begin_round(self, start: RoundStart) -> None:
         self._tasks.spawn(self._reduce(*self.reductions.begin(start)), f"round {start.step}")
@@ -245,17 +241,17 @@ class Tenure(ABC):
 
     @property
     def is_light(self) -> bool:
-        """It takes part with weights alone."""
+        """True while we take part with weights alone, as a learner."""
         return self.core.group.is_light
 
     @property
     def light_layers(self) -> tuple[int, int] | None:
-        """(Layers whose state is here, layers of the group) while we take part with weights alone."""
+        """(Layers with their state here, layers of the group) while we are a light member; else None."""
         return self._light.num_layers if self._light is not None and self.is_light else None
 
     @property
     def is_open(self) -> bool:
-        """It takes traffic."""
+        """True while we take traffic."""
         return self.core.is_open and not self._closed
 
     @property
@@ -265,35 +261,32 @@ class Tenure(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """How many steps have been committed here."""
+        """Number of steps committed here."""
 
     @property
     def state(self) -> StageState | None:
-        """None: none has come yet, or a step is being made."""
+        """The current state; None before the first arrives and while a step is being made."""
         return self._held.state
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the layers that the group holds."""
+        """Keys of the layers that the group holds."""
         return self._held.keys
 
     @property
     def state_bytes(self) -> int:
-        """Of a state of ours, whatever its version."""
+        """Size of our state, the same at every version."""
         spec = self._s.spec
         return 4 * sum(2 * state_layout(spec, key).numel + moment2_numel(spec, key) for key in self.keys)
 
     @property
     def is_stepping(self) -> bool:
-        """The state is on its way to the next version."""
+        """True while the state is on its way to the next version."""
         return self._held.is_stepping
 
     @property
     def audience(self) -> list[PeerID]:
-        """Who wants to know whether we are ready.
-
-        Also mates of a plan that has no place for us any more: they may wait for the word of one who drains.
-        """
+        """The peers to tell about our readiness, also those of a plan without us: they may wait for our last word."""
         group = self.core.group
         peers = dict.fromkeys(peer for peers in (*self._near(), group.mates, group.departing) for peer in peers)
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
@@ -303,35 +296,34 @@ class Tenure(ABC):
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Nothing is here at all."""
+        """True if no work is here at all."""
 
     @abstractmethod
     def _install(self) -> None:
-        """Take the messages that are not the group's."""
+        """Register the handlers of messages that are not the group's."""
 
     @abstractmethod
     def _load(self, state: StageState) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """The reduced gradient of `step` is complete: step as soon as the running job ends, and tell `stepped`."""
+        """Make the step from the complete reduced gradient of `step` after the running job, then call `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
-        """Who works with our group, besides its members."""
+        """Return the peers besides our group's members that work with the group."""
 
     def _upstream(self) -> frozenset[PeerID]:
-        """Who holds, or held of late, the stage before ours."""
+        """Return the present and recent holders of the stage before ours."""
         return frozenset()
 
     def _whereabouts(self) -> str:
-        """Where the work is that has come to us, for the log."""
         return ""
 
     @property
     def _is_needed(self) -> bool:
-        """Who comes after us has not what we have."""
+        """True if our successor lacks something that we have."""
         return False
 
     # --- life ---
@@ -353,44 +345,40 @@ class Tenure(ABC):
         self._sync_task = asyncio.create_task(self._join(), name=f"join group {self.group_id}")
 
     def follow(self, plan: Plan) -> None:
-        """A plan in which our group and its layers are as before."""
+        """Follow a plan that leaves our group and its layers unchanged."""
         self.handle(PlanFollowed(plan, self._s.recent.former(self.group_id), self._upstream()))
         if not self.is_stepping:  # else they look when the step has been made
             self.witnesses.look(self.state)
 
     def peer_state(self, peer: PeerID, hello: Hello) -> None:
-        """What a peer says of itself."""
+        """Pass on a peer's presence update."""
         self.handle(PeerSaid(peer, hello))
 
     def peer_died(self, peer: PeerID) -> None:
-        """The plan has dropped it, and it had not said that it would go."""
+        """Count out a peer that a plan dropped without its having announced that it leaves."""
         self.witnesses.mate_lost(peer)
         self.handle(PeerDied(peer))
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        """It has begun anew in its stage, which its mates may have heard from its Progress before."""
+        """Note that a peer has begun anew. Group members may know it already from its Progress."""
         self.handle(PeerReborn(peer, incarnation))
 
     def peer_silent(self, peer: PeerID) -> None:
-        """It does not answer; the network or it may be to blame, and it may come back."""
+        """Note that a peer does not answer. It or the network may be to blame, and it may come back."""
         self.handle(MemberSilent(peer))
 
     def pause(self, *, at_once: bool) -> None:
-        """Take nothing new and hand on what is here, but stay: what we have contributed is reduced with our mates'.
-
-        Args: at_once: what others could do as well is not even ended; else backwards are made whose gradients come.
-        """
+        """Take nothing new and hand our work back, but stay in the group: our contributions are still reduced.
+        Args: at_once: also hand back what has had its forward; else those backwards are made as gradients come."""
         self.handle(Paused(at_once))
 
     def resume(self) -> None:
-        """The pause is over."""
+        """End the pause."""
         self.handle(Resumed())
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Take nothing new, finish what is here, see every contribution committed, `unless` that has become pointless.
-
-        Returns: whether that came about.
-        """
+        """Take nothing new, finish our work, and see every contribution committed, until `unless` says that it is
+        pointless. Returns: True if all of it was done."""
         self.handle(DrainBegun())
         until_s = self._s.clock.now_s() + timeout_s
         while not self.is_idle or self.core.group.owes or self._is_needed:
@@ -406,12 +394,12 @@ class Tenure(ABC):
         return True
 
     def stay(self, plan: Plan) -> None:
-        """A plan has given us our place back before we had drained."""
+        """Stay: a plan has given our place back before we had drained."""
         self.handle(DrainEnded())
         self.follow(plan)
 
     def retire(self) -> None:
-        """We take part in nothing any more, whatever still arrives."""
+        """Ignore all events from now on."""
         self._closed = True
         self._timer.cancel()
 
@@ -427,7 +415,7 @@ class Tenure(ABC):
         await self._outbox.close()
 
     async def keep(self) -> None:
-        """This process ends, and we are closed: keep what is here of a state that is not whole for its next life."""
+        """Keep the incomplete state of a closed member on disk for this machine's next process."""
         if self._light is not None:
             await self._light.keep()
 
@@ -446,14 +434,13 @@ class Tenure(ABC):
         self.handle(Joined(self._held.remembers))
 
     async def _bring_base(self) -> None:
-        """Get the base of our layers, where adapters are trained. Tries for as long as it takes."""
         base, held = self._s.between.base, self._held
         while base is not None:
             members = self.core.plan.members
             try:
                 stored = await base.get(held.keys, members, mates=self.core.group.mates)
             except (Unreachable, Refused, RemoteError) as error:
-                logger.info("group %d has not its base yet: %s", self.group_id, error)
+                logger.info("group %d does not have its base yet: %s", self.group_id, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             await self.compute.run("step", functools.partial(held.load_base, stored), flop=0.0)
@@ -467,7 +454,6 @@ class Tenure(ABC):
             self._s.listeners.on_state(self, state)
 
     def _reached(self, state: StageState, digest: str, gradient_norm: float | None) -> None:
-        """The core hears that we hold `state`."""
         by = self.reductions.reached(state.version)
         if self._tied is not None:
             self._tied.reached(state.version)
@@ -493,10 +479,10 @@ class Tenure(ABC):
         return Done()
 
     async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
-        """A round: send our sum, add up what needs nothing of others, take what came early."""
+        """Run a round: send our sum, add the pieces that are here, take those that came early."""
         sum_N = await self.compute.run_on_host(make_sum)
         if sum_N is None:
-            return  # our step to the next version has begun: who is in this attempt will catch up with us
+            return  # our step to the next version has begun: the members of this attempt will catch up with us
         due = reduction.begin(sum_N)
         del sum_N
         if self.reductions.is_void(reduction):
@@ -506,7 +492,7 @@ class Tenure(ABC):
         for at in range(0, len(due), _CHUNKS_AT_ONCE):
             await self._add_up(reduction, due[at : at + _CHUNKS_AT_ONCE])
         for source, meta, payload in early:
-            try:  # it is not the fault of whoever tells us of the round
+            try:  # an early piece may be bad, which is not the fault of the leader that opens the round
                 await self._take(reduction, source, meta, payload)
             except RemoteError as error:
                 logger.warning("an early piece of round %d: %s", reduction.start.step, error)
@@ -527,16 +513,16 @@ class Tenure(ABC):
                 self._end(reduction)
             else:
                 reduction.refused(source, meta.start)
-                self._note_unsound(source, meta.step, "we take no mean of it")
+                self._note_unsound(source, meta.step, "we ignore its means")
 
     async def _add_up(self, reduction: Reduction, chunks: Sequence[int]) -> None:
         for peer in sorted(await self.compute.run_on_host(reduction.adding(chunks))):
-            self._note_unsound(peer, reduction.start.step, "they count for nothing")
+            self._note_unsound(peer, reduction.start.step, "ignored")
         self._pieces.send(reduction.added(chunks), reduction.start, GatherPart)
         self._end(reduction)
 
     def _note_unsound(self, peer: PeerID, step: int, what_comes_of_it: str) -> None:
-        """A round of ours has numbers of `peer` that no gradient has. Each peer is named once."""
+        """Log once per peer that it sent numbers into a round that no gradient has, and report the peer."""
         if peer in self._unsound:
             return
         self._unsound.add(peer)
@@ -556,20 +542,17 @@ class Tenure(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """A round of ours has given the gradient to step with. Args: pieces: none where both ends of a tied model have
-        added to it since."""
+        """Keep our round's gradient, and step. Args: pieces: none where a tied model's ends have added to it since."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()
         self._step_if_reduced()
 
     def _mean_came(self, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...]) -> None:
-        """A mate has given us the reduced gradient of `step`."""
         self.reductions.keep(step, mean_N, None, pieces)
         self._step_if_reduced()
 
     def _step_if_reduced(self) -> None:
-        """Step if the reduced gradient of our version is here, and our state is."""
         if self._light is not None and not self._closed and self._held.state is None:
             self._light.reduced()
         elif not self._closed and (mean_N := self.reductions.next_mean()) is not None:
@@ -578,10 +561,10 @@ class Tenure(ABC):
             self._step(version, mean_N)
 
     def stepped(self, state: StageState, digest: str, skipped_layers: int) -> None:
-        """An optimizer step has made `state`."""
+        """Continue from the `state` that an optimizer step has made."""
         if skipped_layers:
-            logger.error("step %d: %d layers had a gradient that is not finite", state.version, skipped_layers)
-        self._note_gradient(state)  # before the next round begins, which may drop it
+            logger.error("step %d: %d layers had a gradient with NaN or infinity", state.version, skipped_layers)
+        self._note_gradient(state)  # first: the next round may drop the gradient
         self._reached(state, digest, state.gradient_norm)
         self.witnesses.look(state)
         if set(self.core.group.mates) == set(self.core.group.whole_mates):
@@ -590,7 +573,7 @@ class Tenure(ABC):
         self._s.listeners.on_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
-        """Keep what has made `state` for those who replay it."""
+        """Keep the gradient of the step to `state` for the peers that replay it."""
         trail, mean_N = self._s.server.trail, self.reductions.means.get(state.version - 1)
         if not trail.is_wanted or mean_N is None:
             return
@@ -603,9 +586,9 @@ class Tenure(ABC):
     # --- a commit that does not end ---
 
     async def _press(self) -> None:
-        """Send again what may have been lost in a round that does not end: of a stream that breaks nobody knows what
-        had arrived. Whoever has ended it meanwhile does not, but says so by its digest. And where none has begun, what
-        the leader may have forgotten: who could not be reached for a moment does not know that."""
+        """Repeat what may be lost when the group stands still. In a round, send its pieces again: nobody knows what
+        arrived of a broken stream; members that have ended the round answer with their digest. Where no round has
+        begun, repeat what the leader may have forgotten about us while it could not reach us."""
         group, version = self.core.group, -1
         while True:
             await asyncio.sleep(PRESS_S)
@@ -619,8 +602,8 @@ class Tenure(ABC):
             if not self._pressing.stands_still(reduction, now_s) or reduction is None or self._closed:
                 continue
             owing = ", ".join(peer[-8:] for peer in sorted(reduction.missing_from()))
-            logger.info("round %d does not end, for want of pieces from %s", version, owing)
-            for peer in sorted(reduction.refused_from):  # nobody has got a mean of it: it is no member for us any more
+            logger.info("round %d does not end: pieces are missing from %s", version, owing)
+            for peer in sorted(reduction.refused_from):  # we refuse its means: it is no member for us any more
                 self.handle(PeerDied(peer, is_barred=True))
             self.handle(StoodStill())
             for peer in reduction.others:
@@ -634,8 +617,7 @@ class Tenure(ABC):
         self._pieces.send(finished, reduction.start, GatherPart)
 
     def _catch_up(self, mate: PeerID, step: int) -> None:
-        """Fetch the reduced gradient of `step` from `mate`, if it is not on its way to us. What a light member lacks is
-        the next version's weights."""
+        """Fetch the reduced gradient of `step` from `mate`, unless it is on its way. A light member fetches weights."""
         if self._light is not None:
             self._behind()
             return
@@ -643,7 +625,7 @@ class Tenure(ABC):
         reduction = self.reductions.get(step)
         if reduction is not None:
             group = self.core.group
-            # Whoever comes after us in the order of names first, so that not all of us ask the same one.
+            # Peers that follow us in the order of names come first, so that not all members ask the same one.
             owing = sorted(reduction.missing_from().intersection(group.mates), key=lambda peer: (peer < group.me, peer))
         is_still = reduction is None or self._pressing.was_in_vain(reduction)
         if is_still and not self._pressing.believes(self._clock.now_s()):
@@ -654,26 +636,24 @@ class Tenure(ABC):
     # --- inside ---
 
     def _make_light(self) -> LightMember | None:
-        """What makes us a light member while our state comes; None: nothing does in this group."""
+        """Return what makes us a light member while our state comes; None if this group has no light members."""
         return None
 
     def _behind(self) -> None:
-        """We are light, and a mate is past our version."""
         if self._light is not None:
             self._light.behind()
 
     def _means_wanted_from(self) -> int:
-        """The first step whose reduced gradient somebody is still to replay, or a layer of ours that is coming."""
+        """Return the first reduced gradient (by step) that a replaying peer or an incoming layer of ours needs."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_mates, group.whole_mates, version=self.version, now_s=now_s)
         return min(self._s.server.pinned_from(), absent, self._lacks_from())
 
     def _lacks_from(self) -> int:
-        """The first step that a layer of ours lacks, as a light member."""
         return _NEVER if self._light is None else self._light.needs_from()
 
     def _make_tied(self) -> TiedGradient | None:
-        """What it takes to step a matrix that the other end of the pipeline has, too; None: there is none here."""
+        """Return what combines the gradients of a matrix that both ends of the pipeline hold; None: we hold none."""
         spans = tied_spans(self._s.spec, self.keys)
         if not spans:
             return None
@@ -691,13 +671,11 @@ class Tenure(ABC):
         )
 
     def _other_end(self) -> tuple[int, tuple[PeerID, ...]] | None:
-        """The stage at the other end of the pipeline, and its members; None: it is ours."""
         last = len(self.core.plan.stages) - 1
         stage = last - self.group_id
         return None if last == 0 else (stage, self.core.plan.stages[stage].peers)
 
     def _audience_of(self, message: Progress | RoundStart | Digest) -> list[PeerID]:
-        """The mates, those who are about to leave, and whoever else is in the round."""
         group, named = self.core.group, list[PeerID]()
         if isinstance(message, RoundStart):
             named = [member.peer for member in message.members]

@@ -1,4 +1,4 @@
-"""What a replica's core asks for. Commands name tensors, and never carry them."""
+"""Commands of a replica's core to its driver. They name tensors, and never carry them."""
 
 from dataclasses import dataclass
 
@@ -28,13 +28,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class SayHello:
-    """What we say of ourselves has changed: tell our neighbours and mates."""
+    """Tell our neighbours and the group our new presence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Add the gradient of a microbatch to the sum of its step, or keep it apart if there is room, and report what has
-    come of it: `counted`, as it is or with the other `apart`."""
+    """Add a microbatch's gradient to the sum of its step, or hold it apart if there is room. Report the result as
+    `counted`, with `apart` changed if it came out otherwise."""
 
     counted: GradientCounted
     again: bool
@@ -45,7 +45,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class SendActivation:
-    """Send what the forward of `microbatch` has given to `target`; `again`: it may have run before."""
+    """Send the output of the forward of `microbatch` to `target`; `again`: it may have run before."""
 
     microbatch: Microbatch
     target: PeerID
@@ -54,10 +54,10 @@ class SendActivation:
 
 @dataclass(frozen=True, slots=True)
 class SendGradient:
-    """Send the gradient of `microbatch` to `target`, or its loss if it validates.
+    """Send the gradient of `microbatch` to `target`; of a validation microbatch, its loss.
 
-    `waited_s`: how long the microbatch stood in queues here and in all later stages, forth and back. `commit_s`: how
-    long commits take, in that of these stages where they take longest.
+    `waited_s`: time that the microbatch stood in queues here and in all later stages, forward and backward.
+    `commit_s`: duration of a commit in the slowest of these stages.
     """
 
     microbatch: Microbatch
@@ -69,7 +69,7 @@ class SendGradient:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Stage 0: the microbatch is through the whole pipeline."""
+    """Stage 0: the microbatch has passed through the whole pipeline."""
 
     microbatch: Microbatch
     loss: float = 0.0
@@ -77,20 +77,18 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Free what is kept for the microbatch: nobody will ask any more."""
+    """Free what is kept for the microbatch: no peer will ask for it any more."""
 
     microbatch: Microbatch
 
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """The microbatch will not be made here: whoever sent it sends it elsewhere. At stage 0 (target None) the leader
-    sees to it."""
+    """The microbatch will not be computed here: its sender (target None: stage 0's leader) sends it elsewhere."""
 
     microbatch: Microbatch
     target: PeerID | None
     begun: bool
-    """It may have run, here or elsewhere."""
 
 
 ScheduleCommand = Job | SendActivation | SendGradient | Contributed | Finished | Forget | HandBack
@@ -101,7 +99,7 @@ ScheduleCommand = Job | SendActivation | SendGradient | Contributed | Finished |
 
 @dataclass(frozen=True, slots=True)
 class SendClaim:
-    """Ask `leader` for up to `count` microbatches. One claim at most is under way."""
+    """Ask `leader` for up to `count` microbatches. There is at most one claim under way."""
 
     leader: PeerID
     count: int
@@ -109,7 +107,7 @@ class SendClaim:
 
 @dataclass(frozen=True, slots=True)
 class DropClaim:
-    """Nobody waits any more for the answer to the claim that is under way."""
+    """Drop the claim that is under way: its answer is no longer of use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +150,8 @@ SupplyCommand = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send `message` to every other member, or only `to` one; if it `can_wait`, to the leader at once and to the others
-    before long; if it `can_rest` too, to the leader before long as well."""
+    """Send `message` to every other member, or only `to` one. `can_wait`: at once to the leader only, to the others
+    before long. `can_rest`, with `can_wait`: before long to the leader, too."""
 
     message: Progress | RoundStart | Digest
     can_wait: bool = False
@@ -170,22 +168,21 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The group has committed and agrees, and we report it."""
+    """Report the group's agreed commit to the coordinator."""
 
     report: CommitReport
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The group has committed and agrees, and another member reports it. For whoever watches over our shoulder."""
+    """Note the group's agreed commit, which another member reports. Local observers see it."""
 
     report: CommitReport
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """`mate` is at a later version, and we have taken no part in the round that led there: fetch the reduced gradient
-    of `step` from it."""
+    """Fetch the reduced gradient of `step` from `mate`, which is ahead. We took no part in the round that led there."""
 
     mate: PeerID
     step: int
@@ -209,7 +206,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """What waits to be sent to `peer` is of no use to it any more. It `died`: nor is what it still owes us."""
+    """Drop what waits to be sent to `peer`, which has no use for it. `died`: also what it still owes us."""
 
     peer: PeerID
     died: bool = False

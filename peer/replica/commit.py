@@ -1,30 +1,30 @@
-"""Decides when a stage group reduces, who takes part, and whether its members agree. Pure.
+"""Decides when a stage group reduces, which members take part, and whether they agree. Pure.
 
-Theory of operation. The group is the ready replicas of one stage, in the plan's order (rank). For each step every
-member tells its mates which microbatches it has accumulated (`Progress`). When the union is the whole step, the
-*lead* (the first ready and open member by rank that holds the state) opens a round: it names the members and what each
-contributes (`RoundStart`). Members reduce exactly that, step, and tell each other the digest of the new state. Explicit
-rounds are what lets replicas come and go without agreeing on a step at which a plan takes effect: membership is per
-round, and an average never counts somebody who did not contribute to it.
+Theory of operation. The group is the ready replicas of one stage, in the plan's order (rank). For each step, every
+member tells the others which microbatches it has accumulated (`Progress`). When the union is the whole step, the
+*leader* (the first ready and open member by rank that holds the state) opens a round: it names the members and what
+each contributes (`RoundStart`). Members reduce exactly that, step, and tell each other the digest of the new state.
+Because membership is per round, replicas come and go without agreeing on a step at which a plan takes effect, and an
+average never counts a member that did not contribute to it.
 
-Who is lead changes with readiness and with plans, and two leads at once would grant one microbatch twice or open two
-rounds. So a lead *acts* only when it has heard every member of the plan since it became ready itself, and every ready
-one names it as lead in its latest Progress; a member that names somebody else has stopped acting, and its Progress
-says what it had granted until then. A member that drains is no longer *open* and resigns at once; it stays ready,
-and is heard, until its contributions are committed, whether or not a plan still names it.
+The leader changes with readiness and with plans, and two leaders at once would grant one microbatch twice or open two
+rounds. So a leader *acts* only when it has heard every member of the plan since it became ready itself, and every ready
+one names it as leader in its latest Progress; a member that names another has stopped acting as leader, and its
+Progress says what it had granted until then. A draining member is no longer *open* and resigns at once; it stays
+ready, and is heard, until its contributions are committed, whether or not a plan still names it.
 
-A layout that ends at a version (`Plan.ends_at`) commits no step from there on, even if all of it is here: what has been
-begun of such a step the next layout makes again.
+A layout that ends at a version (`Plan.ends_at`) commits no later step, even if a later step is complete: the next
+layout recomputes what has been begun of it.
 
-`attempt` orders the leads' words for one step: plan sequence first, then the lead's own retries. Members obey the
-highest. A member that was left out of a round, or missed its end, sees from its mates' digests that it is behind and
-asks one of them for the reduced gradient (`CatchUp`).
+`attempt` orders the rounds of one step: plan sequence first, then the leader's own retries. Members obey the highest.
+A member that was left out of a round, or missed its end, sees from the others' digests that it is behind and asks one
+of them for the reduced gradient (`CatchUp`).
 
-A *light* member (`peer/light.py`) is ready with weights alone. It contributes and takes part in rounds, which name it
-as light; it never leads, tells no digest, and nobody counts on it for a state.
+A *light* member (a learner, `peer/light.py`) is ready with weights alone. It contributes and takes part in rounds,
+which name it as light; it never leads, sends no digest, and does not count as a holder of the state.
 
-This file is long because every event of a group enters here: its parts (members, tallies, rounds, losses, agreement)
-are in files of their own, and nobody else calls them.
+This file is long because every event of a group enters here. Its parts (members, tallies, rounds, losses, agreement)
+are in files of their own and take no events from elsewhere.
 """
 
 import math
@@ -72,12 +72,9 @@ class Commit:
 
     Args:
         microbatches: M, per step.
-        tokens_per_microbatch: for the ledger.
-        deadline_s: after this long at a version the lead commits with what there is, if that is at least
-            `quorum` of M. 0: waits for all of it.
-        catch_up_after_s: a mate's digest may overtake the end of a round that names us by this much.
-        incarnation: of this replica; it dies with all that it holds, and the next one has a higher number.
-        sums: the formats in which a reduction may travel (`WireSpec.sums`).
+        deadline_s: after this long at a version the leader commits if there is at least `quorum` of M. 0: needs all.
+        catch_up_after_s: a member's digest may arrive this long before the end of a round that names us.
+        incarnation: of this replica; all it holds dies with it, and the next one has a higher number.
     """
 
     me: PeerID
@@ -94,13 +91,12 @@ class Commit:
     sums: tuple[WireFormat, ...] = ("fp32",)
     _members: Members = field(init=False)
     _light_until: dict[PeerID, int] = field(init=False, default_factory=dict)
-    """Who has come to hold the state of late -> the last step of which a round may still call it light."""
+    """A peer just promoted to full member -> the last step whose round may still call it light."""
     _count: int = field(init=False, default=0)
     _announced_lead: PeerID | None = field(init=False, default=None)
     _tallies: Tallies = field(init=False)
     _rounds: Rounds = field(init=False)
     _behind_at_s: float = field(init=False, default=math.inf)
-    """When to ask a mate that is ahead."""
     _num_asked: int = field(init=False, default=0)
     _agreement: Agreement = field(init=False)
     _losses: Losses = field(init=False)
@@ -109,7 +105,6 @@ class Commit:
     _ends_at: int = field(init=False, default=0)
     """The version at which the layout ends; 0: it does not."""
     _form: WireFormat = field(init=False)
-    """The format of the rounds that we open."""
 
     def __post_init__(self) -> None:
         self._members = Members(me=self.me)
@@ -126,7 +121,7 @@ class Commit:
         self._losses = Losses(microbatches=self.microbatches, is_first=self.stage == 0)
         self._restarts = Allowance(most=RESTARTS_MAX, per_s=RESTARTS_PER_S)
 
-    # --- who ---
+    # --- members ---
 
     @property
     def ready(self) -> bool:
@@ -134,7 +129,7 @@ class Commit:
 
     @property
     def mates(self) -> tuple[PeerID, ...]:
-        """The others of the plan's group, ready or not, in rank order."""
+        """The other members of the group by the plan, ready or not, in rank order."""
         return self._members.mates
 
     @property
@@ -143,65 +138,65 @@ class Commit:
 
     @property
     def whole_mates(self) -> tuple[PeerID, ...]:
-        """Ready, with the state and not with weights alone."""
+        """The ready others that hold the state, not weights alone."""
         return self._members.whole_mates
 
     @property
     def is_light(self) -> bool:
-        """We take part with weights alone."""
+        """True while we take part with weights alone."""
         return self._members.is_light
 
     @property
     def _whole(self) -> set[PeerID]:
-        """Who has said that it holds the state, ourselves among them if we do."""
+        """All members that say they hold the state, including us if we do."""
         return {*self.whole_mates, self.me} if self.ready and not self.is_light else set(self.whole_mates)
 
     @property
     def open_mates(self) -> tuple[PeerID, ...]:
-        """Ready, and taking traffic."""
+        """The ready others that take traffic."""
         return self._members.open_mates
 
     @property
     def departing(self) -> tuple[PeerID, ...]:
-        """Ready, but no longer in the plan: they drain."""
+        """Ready peers that are no longer in the plan: they drain."""
         return self._members.departing
 
     @property
     def holders(self) -> tuple[PeerID, ...]:
-        """Who else has the stage's state, those who stay first."""
+        """The other holders of the stage's state; draining ones come last."""
         light = self._members.light
         return (*self.whole_mates, *(peer for peer in self.departing if peer not in light))
 
     @property
     def lead(self) -> PeerID | None:
-        """The first ready and open member by rank that holds the state; if all of them drain, the first that does."""
+        """The first ready and open member by rank that holds the state; if all drain, the first that holds it."""
         return self._members.lead
 
     @property
     def standing(self) -> tuple[int, int]:
-        """(our rank among the members that hold the state from 0, how many there are)."""
+        """(Our rank, counted from 0, among the members that hold the state; their number)."""
         return self._members.standing
 
     @property
     def is_lead(self) -> bool:
-        """We are the lead, and everyone who could think otherwise has said so."""
+        """True if we are the leader and every member that could name another has named us."""
         return self._members.is_lead
 
     def share_of(self, peer: PeerID) -> float:
-        """Its part of the traffic among the ready members, in [0, 1]."""
+        """Return the peer's share of the traffic among the ready members, in [0, 1]."""
         return self._members.share_of(peer)
 
     # --- events ---
 
     def handle(self, event: CommitEvent, *, now_s: float) -> list[CommitCommand]:
-        """Raises: Refused, RemoteError: of events that another peer has caused; nothing has changed then."""
+        """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
         match event:
             case TimerFired():
                 return self._timer(now_s)
             case WorkGranted(step, index, again):
                 self._tallies.claim(step, index)
-                # Another leader knows what it has granted. If we lead, the mates must know it should we die; and if we
-                # led until just now, whoever leads does not know what we have found to run again.
+                # Another leader knows its own grants. If we lead, the others must know our grants in case we die. If we
+                # just stopped leading, the new leader does not know what we found must run again.
                 is_known = self._members.lead != self.me and not again
                 return [Tell(self._progress(step), can_wait=True, can_rest=is_known)]
             case MemberGranted(peer, microbatch):
@@ -227,7 +222,7 @@ class Commit:
                 self._look_ahead(now_s)
                 return [*self._tell_open_steps(), *self._lead_may_have_changed(now_s)]
             case OpenSet(is_open):
-                # Who takes no traffic leads only if nobody else could, but sees its contributions committed.
+                # A member without traffic leads only if there is no other, but its contributions are committed.
                 self._members.set_open(is_open)
                 return self._lead_may_have_changed(now_s)
             case MemberState():
@@ -263,8 +258,8 @@ class Commit:
         return [*self._lead_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
     def _take_state(self, event: MemberState, now_s: float) -> list[CommitCommand]:
-        """Who is in no plan, and was in this group by none of late, changes nothing: a mate that nobody can hear would
-        keep the group from ever reducing."""
+        """Apply a member's presence. Ignore a peer in no recent plan: an unreachable member would block every
+        reduction."""
         peer, ready = event.peer, event.ready
         if self._members.is_barred(peer):
             return []
@@ -276,7 +271,7 @@ class Commit:
             return [*forgotten]
         reborn = self._reborn(peer, event.incarnation, now_s)
         if not ready and (peer not in self.mates or self._members.is_ready(peer)):
-            # It has left, and nobody waits for it: nor for its part of a round that it has not heard of.
+            # It has left. Do not wait for it, nor for its part of a round that it has not heard of.
             self._members.has_no_state(peer)
             return [*forgotten, *reborn, *self._lose(peer, now_s)]
         was_light = peer in self._members.light
@@ -286,19 +281,18 @@ class Commit:
         return [*forgotten, *reborn, *told, *self._lead_may_have_changed(now_s)]
 
     def _note_whole(self, peer: PeerID, *, was_light: bool) -> None:
-        """Whoever is light no more may be called so by this step's round, which may have been opened before, and by
-        the next one, whose lead may not have heard of it."""
+        """Note a light member's promotion. This step's round was perhaps opened before, and the next round's leader may
+        not have heard of it: both may still call the peer light."""
         if was_light and peer in self._whole:
             self._light_until[peer] = self.version + 1
 
     def _has_begun_anew(self, peer: PeerID, incarnation: int) -> bool:
-        """Whether what we know of it is of an earlier incarnation."""
         return -1 < self._members.incarnation(peer) < incarnation
 
     def _reborn(self, peer: PeerID, incarnation: int, now_s: float) -> list[CommitCommand]:
-        """A mate speaks as `incarnation`: an earlier one is lost. A Progress may have said so before the Hello does.
-
-        The caller tries a round, once all that the mate says is known: it may be ready again."""
+        """Count out the earlier incarnation of a member that speaks as `incarnation`, be it in a Progress or a Hello; bar
+        a member that does so without end. The caller tries a round later, once all that the member says is known: it
+        may be ready again."""
         commands: list[CommitCommand] = []
         if self._has_begun_anew(peer, incarnation):
             commands = self._count_out(peer, now_s)
@@ -309,7 +303,6 @@ class Commit:
         return commands
 
     def _lose(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        """It died or dropped its state: its contributions to open steps died with it."""
         return [*self._count_out(peer, now_s), *self._lead_may_have_changed(now_s)]
 
     def _count_out(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
@@ -322,7 +315,7 @@ class Commit:
         return [*left, *self._compare(now_s)]
 
     def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        """It cannot be reached: nobody can wait for its word on who leads, least of all if it was about to leave."""
+        """Count out an unreachable member that drains; do not wait for the word of one that is not ready."""
         if peer in self.departing:
             commands = self._lose(peer, now_s)
         else:
@@ -331,7 +324,7 @@ class Commit:
         return commands if peer in self.mates else [*commands, ForgetMember(peer)]
 
     def lacks(self, step: int, index: int) -> bool:
-        """Nobody here has contributed it, as far as we know."""
+        """True if no member here has contributed the microbatch, as far as we know."""
         return step >= self.version and not self._tallies.is_held(step, index)
 
     def _contribute(self, event: GradientCounted, now_s: float) -> list[CommitCommand]:
@@ -343,23 +336,23 @@ class Commit:
         self._losses.grown(now_s)
         if step in self._rounds.open:
             self._void_round_if_outgrown(step, self.me)
-        # Should we die, what we have contributed dies with us: the mates need our word for the round, and if we lead
-        # not even for that.
+        # If we die, our contribution dies with us: the others need our word only for the round, and if we lead not even
+        # for that.
         can_rest = self.deadline_s == 0 and (event.more_follows or self._members.lead == self.me)
         return [Tell(self._progress(step), can_wait=True, can_rest=can_rest), *self._try_round(now_s)]
 
     def _take_progress(self, source: PeerID, message: Progress, now_s: float) -> list[CommitCommand]:
         if not self._is_near(source):
-            return []  # The last words of one whom we have counted out.
+            return []  # A removed member may still send its last Progress.
         known = self._members.incarnation(source)
         if message.incarnation < known:
-            return []  # They were of one that has begun anew.
+            return []  # Sent by an earlier incarnation.
         commands: list[CommitCommand] = []
         if message.incarnation > known:
             commands = [ForgetMember(source)] if known > -1 else []
             commands += self._reborn(source, message.incarnation, now_s)
         if not self._members.has_spoken(source):
-            commands += self._tell_open_steps(to=source)  # it did not know us before, and may have let ours pass
+            commands += self._tell_open_steps(to=source)  # it did not know us before, and may have ignored our words
         self._members.names(source, message.lead, count=message.count)
         if self.version <= message.step < self.version + OPEN_STEPS_MAX:
             claimed = indices_from(message.claimed, count=self.microbatches)
@@ -374,28 +367,28 @@ class Commit:
         if not self._is_near(source):
             raise Refused(self.me, f"does not know the sender as a member of group {self.stage}")
         if not self._rounds.is_sound(start):
-            raise RemoteError(source, "opens a round that nobody can reduce, or under a number from far ahead")
+            raise RemoteError(source, "opens a round that cannot be reduced, or with a number far ahead")
         return self._hold_to(start)
 
     def _hold_to(self, message: RoundStart) -> list[CommitCommand]:
-        """Take part in a round, be it the leader's or the one that we open as the leader."""
+        """Take part in a round that the leader opens, or that we open as the leader."""
         if not self.ready:
-            return []  # It named an earlier tenure of ours, which had what this one lacks.
+            return []  # It names an earlier tenure of ours, whose gradients we lack.
         if message.step < self.version or not self._rounds.outbids(message):
             return []
         if any(message.step > self._light_until.get(peer, -1) for peer in self._whole.intersection(message.light)):
-            return []  # It would leave out the digest of somebody who holds the state, by the word of a liar.
+            return []  # A lie: it calls a full member light, which would leave out that member's digest.
         if self.is_lead and self._rounds.is_dead(message):
-            return []  # Who holds to it will hold to ours instead.
+            return []  # Our own round will replace it at all members.
         mine = next((member.indices for member in message.members if member.peer == self.me), None)
         if mine is not None and not self._tallies.may_bring(self.me, message.step, mine):
-            # Our sum holds more than the lead knew: an average must count what it contains. It will open another.
+            # Our sum holds more than the leader knew, and an average must count what it contains. It will open another.
             return [Tell(self._progress(message.step))]
         self._rounds.open[message.step] = message
         return [Reduce(message)] if mine is not None else []
 
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
-        """As the lead: a member has more than our round says of it (a microbatch ran in two places)."""
+        """Void our round, as its leader, if a member has more than it says (a microbatch ran in two places)."""
         start = self._rounds.open[step]
         if step != self.version or self._members.lead != self.me:
             return
@@ -456,8 +449,8 @@ class Commit:
         return due_s
 
     def _press(self) -> list[CommitCommand]:
-        """We stand still: say again what somebody may have forgotten with a mate that it counted lost. As the lead our
-        round, since a member may have held to that one's; else to the lead what is here, and that it leads."""
+        """Repeat what a member may have forgotten when it counted a peer lost: as the leader our round, since members
+        may have held to that peer's; else our progress, which also tells the leader that it leads."""
         if self.lead not in (None, self.me):
             return self._tell_open_steps(to=self.lead)
         start = self._rounds.open.get(self.version)
@@ -465,23 +458,21 @@ class Commit:
 
     @property
     def _has_ended(self) -> bool:
-        """The layout ends at our version, or before it."""
         return 0 < self._ends_at <= self.version
 
     def has_place(self, peer: PeerID) -> bool:
-        """It is ourselves, a mate by the plan, or one that drains."""
+        """True for ourselves, the members by the plan, and draining peers."""
         return peer == self.me or self._members.is_near(peer)
 
     def is_gone(self, peer: PeerID) -> bool:
-        """Nothing is to be heard from it: it died, it cannot be reached and is not ready, or it has left."""
+        """True if nothing more will come from the peer: it died, is unreachable and not ready, or has left."""
         return self._members.is_gone(peer)
 
     def _is_near(self, peer: PeerID) -> bool:
-        """It is a mate by the plan, or one that drains."""
         return self._members.is_near(peer)
 
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
-        """More than half of whom must have signed a state before `newcomer` fetches it."""
+        """Return the voters for a state that `newcomer` fetches: more than half of them must have signed it."""
         members = self._members
         leaving = tuple(peer for peer in self.departing if peer not in members.light)
         if self.ready and not members.in_plan and not members.is_light:
@@ -489,33 +480,32 @@ class Commit:
         return voters(members.planned, newcomer, without_state=members.without_state, departing=leaving)
 
     def has_round(self, step: int) -> bool:
-        """A round of `step` is open, with what we have said so far."""
+        """True if a round of `step` is open."""
         return step in self._rounds.open
 
     def are_past(self, step: int) -> bool:
-        """All others have said that they have made `step`, and none is on its way to us: its gradient helps nobody."""
+        """True if all others are ready and past `step`: its gradient helps no peer."""
         is_whole = len(self.ready_mates) == len(self.mates)
         return is_whole and self._agreement.are_past(step, (*self.mates, *self.departing))
 
     def most_are_past(self, version: int) -> bool:
-        """More than half of those who hold the state have said that they are past `version`."""
+        """True if more than half of the members that hold the state say that they are past `version`."""
         return 2 * self._agreement.num_past(version, self.whole_mates) > len(self.whole_mates)
 
     def waits_for(self) -> str:
-        """What keeps us at this version, for the log."""
+        """Return what keeps us at this version, for the log."""
         missing = [index for index in range(self.microbatches) if self.lacks(self.version, index)]
         return standstill(self._members, self._rounds.open.get(self.version), missing)
 
     @property
     def owes(self) -> bool:
-        """Others count on us: for what we have contributed, for our part of a round and our word on its result, or for
-        a version that nobody else has reached."""
+        """True while others need us: for our contributions, for a round, or for a version that no other has reached."""
         alone = not self.is_light and self._agreement.is_alone_at(self.version, self.whole_mates)
         return alone or self._tallies.has_own or self.me in self._rounds.named
 
     @property
     def round_mates(self) -> tuple[PeerID, ...]:
-        """Who else is in a round whose result has not been compared."""
+        """The other members of rounds with results that are not compared yet."""
         return tuple(sorted(self._rounds.named - {self.me}))
 
     # --- inside ---
@@ -531,8 +521,8 @@ class Commit:
         return self._rounds.number(rank, self.incarnation)
 
     def _tell_open_steps(self, *, to: PeerID | None = None) -> list[CommitCommand]:
-        """Of the current one always, and last: only it names our lead, who must not grant again what the others say."""
-        own = self._agreement.own if to and self.version else ()  # it may lead, and not know how far the others are
+        """Tell our progress of all open steps. The last names our leader, which must know our grants before it acts."""
+        own = self._agreement.own if to and self.version else ()  # the receiver may lead without knowing our versions
         said: list[Digest | Progress] = [*own]
         said += [self._progress(s, names_lead=False) for s in sorted(self._tallies.steps) if s != self.version]
         return [Tell(message, to=to) for message in (*said, self._progress(self.version))]
@@ -548,11 +538,11 @@ class Commit:
         if step >= self.steps or self._has_ended or not members.is_lead:
             return []
         if step in self._rounds.open:
-            self._rounds.void_if_dead(step)  # it may have been dead before we came to its step
+            self._rounds.void_if_dead(step)  # a member may have died before we came to this step
             if step in self._rounds.open:
                 return []
-        # Ready members in rank order, then those who contributed and have since left the plan: they owe and are owed.
-        # A member that is not ready takes no part, so what it has contributed is not there until it is ready again.
+        # Ready members in rank order, then draining ones that have contributed: they give and get a part.
+        # A member that is not ready takes no part, so its contributions do not count until it is ready again.
         ranked = members.ranked
         if members.departing:
             tallies = self._tallies.of(step)
@@ -577,21 +567,20 @@ class Commit:
         return [Tell(start), *self._hold_to(start)]
 
     def _look_ahead(self, now_s: float) -> None:
-        """If a mate is past our version, ask it soon: at once where no round brings us what it has, since until then it
-        may be the only one that has it."""
+        """Plan to ask a member that is past our version; at once if no round brings it, as only that member may have
+        it."""
         if self._agreement.is_behind(self.version):
             round_brings_it = self._rounds.has_named(self.me, self.version)
             self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))
 
     def _catch_up(self, now_s: float) -> list[CommitCommand]:
-        """Another one each time: a mate may be dead, and not all of us should ask the same."""
+        """Ask another member each time: one may be dead, and not all of us should ask the same."""
         self._behind_at_s = now_s + 2 * self.catch_up_after_s
         self._num_asked += 1
         ahead = self._agreement.ahead_of(self.version, self._members.is_gone) if self.ready else []
         return [CatchUp(ahead[(self.standing[0] + self._num_asked) % len(ahead)], self.version)] if ahead else []
 
     def _compare(self, now_s: float) -> list[CommitCommand]:
-        """Compare the states of all committed versions of which every member of the round has spoken."""
         gone = {peer for peer in self._rounds.named if self._members.is_gone(peer)}
         commands: list[CommitCommand] = []
         for start in self._agreement.settle(

@@ -1,13 +1,13 @@
-"""Decides what one replica of a stage does: the one door to its pipeline, its group and, at stage 0, its supply. Pure.
+"""Decides what one replica of a stage does: takes the events of its pipeline, group and, at stage 0, supply. Pure.
 
-Every event enters by `handle`, and goes to the part that it is for. What one part asks of another is carried out here,
-at its place among the commands, and never reaches the driver:
+Every event enters by `handle` and goes to the part that it is for. Requests from one part to another are carried out
+here, in their place among the commands, and never reach the driver:
 
     supply    Make, MemberGranted, RunAhead   -> group (WorkGranted, MemberGranted), pipeline (Arrived, RunAhead)
     pipeline  Contributed, Finished           -> Count for the driver; supply (Validated, Changed)
     group     AskRepair                       -> supply (LossReported), at stage 0
 
-The parts are in files of their own. Others read them as views (`views.py`), and hand them no event.
+The parts are in files of their own. Others read them as views (`views.py`), and give them no event.
 """
 
 import math
@@ -69,20 +69,15 @@ _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contrib
 
 
 class ReplicaCore(MemberCore):
-    """One replica of a stage.
-
-    Args:
-        supply: at stage 0.
-    """
+    """One replica of a stage. Args: supply: only at stage 0."""
 
     def __init__(self, group: Commit, pipeline: Schedule, supply: Supply | None, plan: Plan) -> None:
         super().__init__(group, plan)
         self._pipeline = pipeline
         self.pipeline: PipelineView = pipeline
-        """To be read."""
         self._supply = supply
         self.supply: SupplyView | None = supply
-        """To be read; None: not of stage 0."""
+        """Read-only; None: not stage 0."""
         self._supply_due_s = supply.next_timer_s() if supply is not None else math.inf
         self._upstream: frozenset[PeerID] = frozenset()
         self._draining_upstream: set[PeerID] = set()
@@ -98,7 +93,7 @@ class ReplicaCore(MemberCore):
                 commands = self._commit(event, now_s) if now_s >= self._group_due_s else []
                 return commands + self._supplied(event, now_s) if now_s >= self._supply_due_s else commands
             case ProgressArrived(source, progress):
-                # Of one whom we have counted out these are the last words: they count for neither part.
+                # A removed member may still send its last Progress: neither part counts it.
                 supplies = self._supply is not None and self._group.has_place(source)
                 commands = self._commit(event, now_s)
                 if supplies:
@@ -189,7 +184,7 @@ class ReplicaCore(MemberCore):
     # --- the life of a replica ---
 
     def _more_follows(self, step: int) -> bool:
-        # Stage 0's leader sees from these words how fast each member is, and must not see when it was told instead.
+        # Stage 0's leader judges each member's speed by these messages, which therefore must not be delayed.
         return self._supply is None and self._pipeline.has_more(step)
 
     def _changed(self, now_s: float) -> list[Command]:
@@ -203,7 +198,7 @@ class ReplicaCore(MemberCore):
         return commands + self._flow(TrafficPlanned(shares, self._upstream | self._draining_upstream), now_s)
 
     def _shares_of_next(self, plan: Plan) -> dict[PeerID, float]:
-        """Of the next stage's members, the one first with which we begin."""
+        """Return the traffic shares of the next stage's members, beginning with the one that we serve first."""
         mates, receivers = plan.stages[self._pipeline.stage].peers, plan.stages[self._pipeline.stage + 1].members
         if self._group.me in mates:
             receivers = tuple(in_turn(receivers, mates.index(self._group.me), len(mates)))
@@ -228,14 +223,13 @@ class ReplicaCore(MemberCore):
         return [*commands, *self._open_if_fit(now_s), *self._changed(now_s)]
 
     def _what_it_takes(self, peer: PeerID, hello: Hello) -> PeerReady | PeerClosed | PeerLost:
-        """Whether a peer to which the plan gives the next stage takes our activations."""
         stage = self._pipeline.stage
         if hello.stage == stage + 1 and hello.is_open:
             return PeerReady(peer)
         if hello.stage == stage + 1 and not hello.ready:
-            return PeerLost(peer)  # it has no state, or has drained: what reached it since then it has let fall
+            return PeerLost(peer)  # it has no state or has drained: it has dropped what reached it since
         if hello.stage in (stage - 1, stage + 1):
-            # It will still answer what it owes there; or it comes from before us, and still waits for what we owe.
+            # It still answers what it owes there; or it comes from the stage before and still waits for what we owe.
             return PeerClosed(peer)
         return PeerLost(peer)
 

@@ -1,12 +1,12 @@
 """The driver of one replica of a stage: it takes microbatches in, has the device compute, and sends the results on.
 
-The way of a microbatch through this file, each arrow a decision of the core (`schedule.py`):
+A microbatch goes through this file as follows; each arrow is a decision of the core (`schedule.py`):
 
-    forth     _on_activation -> _run (forward) -> _send_activation     stage 0 begins with `_run`, and the last stage's
-    and back  _on_gradient -> _run (backward) -> _send_gradient        `_run` goes forth and back in one
+    forward   _on_activation -> _run (forward) -> _send_activation     stage 0 begins with `_run`; at the last stage
+    backward  _on_gradient -> _run (backward) -> _send_gradient        one `_run` does forward and backward
 
-How the gradients then become a step is in `peer/tenures.py`; what the device computes is in `pipeline/stage.py`. Where
-experts are elsewhere, `_run` goes through `peer/experts/dispatch.py` at each layer.
+`peer/tenures.py` turns the gradients into a step; `pipeline/stage.py` computes. With experts elsewhere, `_run` goes
+through `peer/experts/dispatch.py` at each layer.
 """
 
 import asyncio
@@ -76,11 +76,11 @@ T = TypeVar("T")
 _TIMELINE_MAX: Final = 4096
 _STEP_AGAIN_S: Final = 1.0
 _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
-"""A broken stream is often one that comes back: whoever waits for this gradient holds a place in its window for it."""
+"""A broken stream often comes back, and the peer that waits for this gradient holds a place in its window for it."""
 
 
 class Replica(Tenure):
-    """Our part of `plan`, as a member of stage `stage`. Stage 0 does more: `first_stage.py`."""
+    """Our replica of stage `stage` under `plan`. `first_stage.py` adds what stage 0 does."""
 
     core: ReplicaCore
 
@@ -131,7 +131,6 @@ class Replica(Tenure):
     # --- receive, forward, send; receive, backward, send ---
 
     async def _on_activation(self, source: PeerID, meta: Activation, payload: Payload) -> None:
-        """The stage before has sent a microbatch."""
         pipeline, microbatch = self.core.pipeline, Microbatch(meta.step, meta.index)
         if not pipeline.takes_from(source):
             logger.debug("an activation of %s, which is not of the stage before", source[-8:])
@@ -140,8 +139,8 @@ class Replica(Tenure):
             logger.debug("an activation of %s before there are weights, though we are not ready", source[-8:])
             return
         if not self.is_ready:
-            # We have drained, and our mates count us no more: what we made of it would be in nobody's sum. The sender
-            # gives it to somebody else as soon as it hears so.
+            # We have drained and the group no longer counts us: our gradient would be in no sum. The sender gives it to
+            # another replica as soon as it hears so.
             logger.debug("an activation of %s after we have drained", source[-8:])
             return
         self._check(source, microbatch)
@@ -156,7 +155,6 @@ class Replica(Tenure):
         self.handle(Arrived(microbatch, source, meta.again, meta.incarnation))
 
     async def _run(self, job: Job) -> None:
-        """A forward, a backward, both in one at the last stage, or the optimizer's step."""
         microbatch = job.microbatch
         if microbatch is None:
             state, digest, skipped = await self._made_step(job, self._optimizer_step())
@@ -182,7 +180,7 @@ class Replica(Tenure):
     async def _run_with_experts(
         self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
     ) -> None:
-        """Run a job whose experts are elsewhere: whenever it waits for them the device does other jobs."""
+        """Run a job whose experts are elsewhere. While it waits for them, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.hold.passage(experts, job, microbatch)
         if call is not None:
@@ -199,13 +197,13 @@ class Replica(Tenure):
         self.handle(JobDone(job, self.hold.keep(job, microbatch, parts.value)))
 
     async def _with_room(self, job: Job, work: Callable[[], T], flop: float) -> T:
-        """Run a job; without memory for it, once more after what can be made again has been freed."""
+        """Run a job; if memory is short, free caches and run it once more."""
         try:
             return await self._on_device(job, work, flop)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("no memory for %s: freeing what can be made again, and trying once more", job)
+            logger.warning("no memory for %s: freeing caches, and trying once more", job)
             self._s.listeners.on_no_memory()
 
         def again() -> T:
@@ -215,7 +213,7 @@ class Replica(Tenure):
         return await self._on_device(job, again, flop)
 
     async def _made_step(self, job: Job, work: Callable[[], T]) -> T:
-        """Make the step, as soon as there is memory for it: nobody else can, and a step that fails changes nothing."""
+        """Make the step; retry until there is memory: no other peer can make it, and a failed try changes nothing."""
         while True:
             try:
                 return await self._with_room(job, work, self.runtime.step_flop)
@@ -226,22 +224,20 @@ class Replica(Tenure):
             await asyncio.sleep(_STEP_AGAIN_S)
 
     def _run_short(self) -> None:
-        """There is no memory for what we were given: others get what is here, and the next plan gives us less."""
+        """Pause for lack of memory: our microbatches go to others, and the next plan gives us less."""
         self.pause(at_once=True)
         self._s.listeners.on_shortage(self)
 
     async def _on_device(self, job: Job, work: Callable[[], T], flop: float) -> T:
-        """Run a job, or a part of one, and note when it ran."""
         timed = await self.compute.run("forward" if job.kind == "loss" else job.kind, work, flop=flop)
         self.timeline.append(TimelineEntry(job=job, started_s=timed.started_s, ended_s=timed.ended_s))
         self._forward_times.ran(job, timed.ended_s - timed.started_s)
         return timed.value
 
     async def _send_activation(self, microbatch: Microbatch, target: PeerID, again: bool) -> None:
-        """What the forward has given goes to the next stage."""
         cargo = self.hold.get(microbatch)
         if cargo is None or (payload := cargo.output) is None:
-            return  # Forgotten before the task began.
+            return  # forgotten before the task began
         step, index = microbatch.step, microbatch.index
         meta = Activation(stage=self.stage + 1, incarnation=self.incarnation, step=step, index=index, again=again)
         once_more = msgspec.structs.replace(meta, again=True)
@@ -257,7 +253,6 @@ class Replica(Tenure):
             self._s.listeners.on_unreachable(target)
 
     async def _on_gradient(self, source: PeerID, meta: Gradient, payload: Payload) -> None:
-        """The next stage has sent a microbatch back."""
         microbatch = Microbatch(meta.step, meta.index)
         self._check(source, microbatch)
         if not 0.0 <= meta.waited_s < math.inf:
@@ -267,7 +262,7 @@ class Replica(Tenure):
         if not microbatch.validates:
             self._wire.check_gradient(payload, source)
         if not self.core.pipeline.awaits(microbatch, source):
-            return  # It went to somebody else, or is back: what is kept of it must stay what that one sent.
+            return  # It went to another replica, or is back already: keep what that replica sent.
         cargo = self.hold.of(microbatch)
         if not microbatch.validates:
             cargo.gradient = payload
@@ -275,7 +270,7 @@ class Replica(Tenure):
         self.handle(GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
 
     def _gradient(self, command: SendGradient) -> tuple[PeerID, Gradient, Payload]:
-        """A gradient and its header; of a validation there is only a loss."""
+        """Return a gradient with its header; a validation microbatch has only a loss."""
         microbatch, target = command.microbatch, command.target
         meta = Gradient(
             stage=self.stage - 1,
@@ -288,7 +283,6 @@ class Replica(Tenure):
         return target, meta, b"" if microbatch.validates else self.hold.of(microbatch).output or b""
 
     async def _send_gradient(self, target: PeerID, meta: Gradient, payload: Payload) -> None:
-        """What the backward has given goes to the stage before."""
         for wait_s in _GRADIENT_RETRIES_S:
             began_s = self._clock.now_s()
             try:
@@ -301,7 +295,7 @@ class Replica(Tenure):
                 await asyncio.sleep(wait_s)
             else:
                 return
-        # Its receiver is gone, and with it everyone who would use this gradient; else it will ask again.
+        # The receiver is gone, and so is every user of this gradient; or it will ask again.
 
     def _check(self, source: PeerID, microbatch: Microbatch) -> None:
         """Raises: RemoteError: this run has no such microbatch."""
@@ -310,7 +304,7 @@ class Replica(Tenure):
             0 <= microbatch.step <= training.steps
             and -training.validation_microbatches <= microbatch.index < training.microbatches_per_step
         ):
-            raise RemoteError(source, f"sent microbatch {microbatch}, which this run has not")
+            raise RemoteError(source, f"sent microbatch {microbatch}, which this run does not have")
 
     # --- the step ---
 
@@ -327,11 +321,11 @@ class Replica(Tenure):
         self.runtime.load(state)
         self.handle(VersionSet(state.version))
         if self.core.is_lagging:
-            self.handle(Lagging(False))  # who holds the state comes after its mates as all others do
+            self.handle(Lagging(False))  # a full member catches up like all others
 
     def _make_light(self) -> LightMember | None:
-        """Not in a synchronous run, whose every step would wait for its weights; nor of a tied matrix, nor where the
-        state is adapters or a part of the layers: either is small beside what it computes with."""
+        """Return None in a synchronous run, where every step would wait for the light member's weights; for tied
+        matrices; and for adapters and placed experts, which have little state beside the weights."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None
@@ -357,7 +351,7 @@ class Replica(Tenure):
         )
 
     def _take_weights(self, weights: RoundedWeights) -> None:
-        """Compute with weights alone from now on, those of a step that others have made."""
+        """Compute from now on with these weights alone, of a step that others have made."""
         self.runtime.load_weights(weights)
         self.handle(VersionSet(weights.version))
         self.reductions.reached(weights.version)
@@ -369,8 +363,7 @@ class Replica(Tenure):
         self._look_whether_we_lag()
 
     def _look_whether_we_lag(self) -> None:
-        """A light member whose weights are too old for any microbatch takes none, which would wait here for the next:
-        the step of all others would wait, too."""
+        """Stop taking microbatches while our weights are too old: the group's step would wait for our next weights."""
         lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
         if lags != self.core.is_lagging:
             self.handle(Lagging(lags))
@@ -387,13 +380,12 @@ class Replica(Tenure):
 
     @property
     def forward_s(self) -> float:
-        """Median seconds of the recent forwards (of the whole loss job at the last stage), of placed experts without
-        these; 0 before the first."""
+        """Median seconds of recent forwards, without placed experts (last stage: of loss jobs); 0 before the first."""
         return self._forward_times.seconds
 
     @property
     def expert_loads(self) -> tuple[int, ...]:
-        """As a heartbeat tells them; none if the experts are not placed."""
+        """Expert loads as a heartbeat reports them; empty if experts are not placed."""
         loads = self.runtime.expert_loads.totals() if self.experts_placed else {}
         return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
 
@@ -432,8 +424,8 @@ class Replica(Tenure):
         self.runtime.travel_as(cuts.get(self.stage, self._widest), cuts.get(self.stage - 1, self._widest))
 
     def depart(self, plan: Plan) -> None:
-        """A plan without us in this place, while we drain: whoever leads now must be able to close our last rounds, and
-        whoever holds the next stage to take what we still have to send there."""
+        """While we drain, follow a plan without us: its leader must be able to close our last rounds, and the next
+        stage's holders must take what we still send."""
         if self.stage < len(plan.stages):
             self.follow(plan)
 
@@ -442,7 +434,7 @@ class Replica(Tenure):
         super().peer_state(peer, hello)
 
     def experts_at(self, peer: PeerID, hello: Hello) -> None:
-        """What a peer, maybe we ourselves, holds of our layers' experts."""
+        """Note what a peer, or this one, holds of our layers' experts."""
         if self.experts:
             self.experts.heard(peer, hello)
 
@@ -457,7 +449,7 @@ class Replica(Tenure):
         super().peer_died(peer)
 
     async def close(self) -> None:
-        """Drop everything in flight. The job that runs is waited for: a device cannot be interrupted."""
+        """Drop everything in flight. Wait for the running job: a device cannot be interrupted."""
         self.retire()
         self._endpoint.off(self._on_activation, self._on_gradient)
         self._handing_back.close()
@@ -467,7 +459,7 @@ class Replica(Tenure):
 
 
 def replica_core(surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> ReplicaCore:
-    """All that decides in a replica of `stage`."""
+    """Make the core of a replica of `stage`."""
     spec, traffic = surroundings.spec, surroundings.traffic
     pipeline = Schedule(
         stage=stage,
@@ -485,7 +477,7 @@ def replica_core(surroundings: Surroundings, plan: Plan, stage: int, *, incarnat
 
 
 def work_queue_of(spec: RunSpec) -> WorkQueue:
-    """Of a whole run."""
+    """Make the book of grants of a run."""
     training = spec.training
     return WorkQueue(
         steps=training.steps,

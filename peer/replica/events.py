@@ -1,7 +1,7 @@
-"""What a replica's core is told. Every event enters by `handle`, and is a frozen value.
+"""Events of a replica's core. Every event enters by `handle`, and is a frozen value.
 
-`call` is the number of a call that waits for an answer; the core gives it by the command `Answer`. A call that the core
-declines raises `Refused`, and one that no honest peer makes raises `RemoteError`, before the core has changed anything.
+`call` is the number of a call that waits for an answer; the core gives it by the command `Answer`. The core declines a
+call by `Refused`, and answers one that no honest peer makes by `RemoteError`, before it has changed anything.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """The backward of `microbatch` is done, of a stage or of an expert; `again`: a mate may have its gradient, too."""
+    """The backward of `microbatch` is done, of a stage or an expert; `again`: another member may have its gradient."""
 
     microbatch: Microbatch
     staleness_steps: int
@@ -35,11 +35,8 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class PlanFollowed:
-    """`plan` is the newest in which our group and its layers are as before.
-
-    `former`: who else had a place in the group by the plans of late. `upstream`: who holds, or held of late, the stage
-    before ours.
-    """
+    """`plan` is the newest in which our group and its layers are as before. `former`: peers in the group by recent
+    plans, but not by this one. `upstream`: present and recent holders of the stage before ours."""
 
     plan: Plan
     former: frozenset[PeerID] = frozenset()
@@ -48,7 +45,7 @@ class PlanFollowed:
 
 @dataclass(frozen=True, slots=True)
 class PeerSaid:
-    """A peer says where it is and how."""
+    """A peer reports its presence: where it is, and in which state."""
 
     peer: PeerID
     hello: Hello
@@ -56,8 +53,8 @@ class PeerSaid:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The plan has dropped `peer`, and it had not said that it would go. `is_barred`: the plan has not, but what `peer`
-    sends is of no use to us, and is not for as long as we have this place."""
+    """The plan has dropped `peer`, which had not announced that it leaves. `is_barred`: no plan has dropped it, but its
+    gradients are useless to us, and we ignore it for as long as we have this place."""
 
     peer: PeerID
     is_barred: bool = False
@@ -65,7 +62,7 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class PeerReborn:
-    """`peer` has begun anew in its stage, as `incarnation`. Its mates may have heard so from its Progress before."""
+    """`peer` has begun anew in its stage, as `incarnation`. Group members may know it already from its Progress."""
 
     peer: PeerID
     incarnation: int
@@ -73,8 +70,7 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """We hold the group's state, or of a `light` member its weights. `remembers`: what others run again of the step
-    before can be repaired here exactly."""
+    """We hold the group's state, or if `light` its weights. `remembers`: we can repair the previous step exactly."""
 
     remembers: bool
     light: bool = False
@@ -82,25 +78,25 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """We are light and, or no longer, so far behind our mates that no microbatch of theirs can run with our weights:
-    what has no forward yet goes back to whoever sent it."""
+    """We are light, and our weights are too old for every microbatch: those without a forward go back to their sender.
+    Or, with `lags` False, they are not any more."""
 
     lags: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DrainBegun:
-    """We take nothing new, and leave when what is here is finished and committed."""
+    """We take nothing new, and leave when our work is finished and committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainEnded:
-    """A plan has given us our place back before we had drained."""
+    """A plan has given our place back before we had drained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Nothing of ours is needed here any more."""
+    """No peer needs anything of us here any more."""
 
 
 LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | Joined | Lagging | DrainBegun | DrainEnded | Drained
@@ -108,7 +104,7 @@ LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | Joined | Lagging |
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """`peer` of our group died or has begun anew: what it held dies with it. `is_barred`: as in `PeerDied`."""
+    """`peer` of our group died or has begun anew; what it held is lost. `is_barred`: see `PeerDied`."""
 
     peer: PeerID
     is_barred: bool = False
@@ -116,8 +112,7 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The supply has granted `microbatch` to `peer`, whose own word may die with it. A command to whoever keeps the
-    group's losses."""
+    """The supply has granted `microbatch` to `peer`, which may die before it says so. For the group's losses."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -128,19 +123,19 @@ class MemberGranted:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """An activation came in from `source`, or (stage 0, source None) the leader granted us the microbatch."""
+    """An activation came in from `source`; or, at stage 0 with source None, the leader granted us the microbatch."""
 
     microbatch: Microbatch
     source: PeerID | None
     again: bool = False
     """It may have run before, here or elsewhere."""
     incarnation: int = 0
-    """The incarnation of `source` that has sent it."""
+    """The incarnation in which `source` sent it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The next stage is done with the microbatch. Of one that validates its `loss` is known."""
+    """The next stage is done with the microbatch. A validation microbatch comes back with its `loss`."""
 
     microbatch: Microbatch
     source: PeerID
@@ -151,7 +146,7 @@ class GradientArrived:
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """`loss`: of a job that computes one."""
+    """The job has ended. `loss`: only of a job that computes one."""
 
     job: Job
     loss: float | None = None
@@ -159,22 +154,22 @@ class JobDone:
 
 @dataclass(frozen=True, slots=True)
 class JobParked:
-    """The job waits for other peers, and leaves the device to whatever else there is meanwhile. What it still needs of
-    the device it gets beside the jobs of the core's choice; in the end there is a `JobDone` all the same."""
+    """The job waits for other peers; the device is free for other jobs. The rest of the job runs beside the jobs that
+    the core chooses, and ends with a `JobDone` all the same."""
 
     job: Job
 
 
 @dataclass(frozen=True, slots=True)
 class JobDropped:
-    """A parked job does not go on, since its microbatch has been handed back: nothing comes of it."""
+    """A parked job ends without a result, since its microbatch has been handed back."""
 
     job: Job
 
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The device has no memory for the job that runs, and nothing has come of it."""
+    """The device has no memory for the running job, which has no result."""
 
     job: Job
 
@@ -188,14 +183,14 @@ class StepReady:
 
 @dataclass(frozen=True, slots=True)
 class VersionSet:
-    """State was loaded at `version`, by no step of ours."""
+    """A state of `version` was loaded; no step of ours made it."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlanned:
-    """The plan's shares of the replicas of the next stage, in plan order, and whose activations we take."""
+    """The plan's traffic shares of the next stage's replicas, in plan order, and the senders that we accept."""
 
     shares: Mapping[PeerID, float]
     upstream: frozenset[PeerID]
@@ -203,7 +198,7 @@ class TrafficPlanned:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamSet:
-    """Whose activations we take: replicas of the stage before, those that drain among them."""
+    """The senders of activations that we accept: replicas of the stage before, draining ones included."""
 
     upstream: frozenset[PeerID]
 
@@ -224,7 +219,7 @@ class PeerClosed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`peer` died, left the plan, or no longer takes traffic and will not answer what it owes. If it has begun anew as
+    """`peer` died, left the plan, or takes no traffic and will not answer what it owes. If it has begun anew as
     `successor`, what that incarnation has already sent is not lost."""
 
     peer: PeerID
@@ -233,7 +228,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class HandedBack:
-    """`peer`, of the next stage, pauses or lags and will not make the microbatch."""
+    """`peer`, of the next stage, pauses or lags and will not compute the microbatch."""
 
     microbatch: Microbatch
     peer: PeerID
@@ -241,7 +236,7 @@ class HandedBack:
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """The leader's choice: how many steps ahead of the version to run, and with how much in flight. -1: it has none."""
+    """The leader's choice: how many steps to run ahead of the version, and with how much in flight. -1: it has none."""
 
     steps_ahead: int
     gain: float
@@ -249,8 +244,8 @@ class RunAhead:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """We pause: no forward begins any more, and what has none yet goes back to whoever sent it. Backwards go on as
-    gradients come, unless `at_once`: then everything goes back but the job that runs."""
+    """We pause: no forward begins any more, and what has none yet goes back to its sender. Backwards go on as gradients
+    come, unless `at_once`: then everything goes back but the running job."""
 
     at_once: bool
 
@@ -287,7 +282,7 @@ ScheduleEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Room in the window, a new leader or a member that has become ready: a claim may be served or made now."""
+    """A claim may be served or made now: the window has room, the leader is new, or a member has become ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +296,7 @@ class ClaimArrived:
 
 @dataclass(frozen=True, slots=True)
 class GrantArrived:
-    """The leader has answered our claim with these (step, index), and with how far everybody is to run ahead."""
+    """The leader has answered our claim with these (step, index), and says how far all members are to run ahead."""
 
     leader: PeerID
     items: tuple[tuple[int, int], ...]
@@ -318,7 +313,7 @@ class ClaimFailed:
 
 @dataclass(frozen=True, slots=True)
 class LossReported:
-    """Our own group misses these contributions to `step`: they died with a replica."""
+    """Our own group lacks these contributions to `step`: they died with a replica."""
 
     step: int
     indices: Indices
@@ -326,7 +321,7 @@ class LossReported:
 
 @dataclass(frozen=True, slots=True)
 class RepairAsked:
-    """The leader of a later stage's group misses these contributions to `step`."""
+    """The leader of a later stage's group lacks these contributions to `step`."""
 
     source: PeerID
     step: int
@@ -335,7 +330,7 @@ class RepairAsked:
 
 @dataclass(frozen=True, slots=True)
 class RepairArrived:
-    """The leader hands us these (step, index): our part of what runs again."""
+    """The leader hands us repairs: these (step, index) run again."""
 
     source: PeerID
     items: tuple[tuple[int, int], ...]
@@ -343,7 +338,7 @@ class RepairArrived:
 
 @dataclass(frozen=True, slots=True)
 class RepairDeclined:
-    """A member does not take its part of what runs again."""
+    """A member does not take its part of the repairs."""
 
     member: PeerID
     microbatches: tuple[Microbatch, ...]
@@ -351,7 +346,7 @@ class RepairDeclined:
 
 @dataclass(frozen=True, slots=True)
 class WorkReturned:
-    """A member pauses or lags and will not make `microbatch`, which it may have `begun`."""
+    """A member pauses or lags and will not compute `microbatch`, which it may have `begun`."""
 
     source: PeerID
     microbatch: Microbatch
@@ -360,8 +355,7 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """A peer that alone holds a stage leaves: no further step is to begin; `at_once`: nor what is left of those that
-    have begun."""
+    """The last holder of a stage leaves: no further step is to begin. `at_once`: none is finished either."""
 
     source: PeerID
     at_once: bool
@@ -370,7 +364,7 @@ class HaltAsked:
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """A validation microbatch of ours is through the pipeline."""
+    """A validation microbatch of ours has passed through the pipeline."""
 
     microbatch: Microbatch
     loss: float
@@ -405,14 +399,14 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class VersionReached:
-    """We hold `version`, by a step or because we have fetched it."""
+    """We hold `version`, by a step or by fetching it."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class SupplyStopped:
-    """We drain or pause: we claim no more and take no part in what runs again."""
+    """We drain or pause: we claim nothing more and take no repairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,10 +442,8 @@ SupplyEvent = (
 
 @dataclass(frozen=True, slots=True)
 class GroupPlanned:
-    """Plan `sequence` gives the group these members, in rank order. `former`: who else had a place in it by the plans
-    of late, and may still drain. `ends_at`: as in `Plan`; `sums`: as `Plan.sums_of`. `begins_at`: the version with
-    which the era begins.
-    """
+    """Plan `sequence` gives the group these members, in rank order. `former`: peers in it by recent plans, which may
+    still drain. `ends_at`, `sums`: see `Plan`. `begins_at`: the version with which the era begins."""
 
     members: tuple[Member, ...]
     sequence: int
@@ -463,7 +455,7 @@ class GroupPlanned:
 
 @dataclass(frozen=True, slots=True)
 class ReadySet:
-    """We take part, with the group's state or, as a `light` member, with its weights alone; or do no longer."""
+    """We take part, with the group's state or, if `light`, with its weights alone; or we no longer take part."""
 
     ready: bool
     light: bool = False
@@ -471,18 +463,15 @@ class ReadySet:
 
 @dataclass(frozen=True, slots=True)
 class OpenSet:
-    """We take traffic, or do no longer."""
+    """We take traffic, or we no longer do."""
 
     is_open: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """A mate says whether it holds the state and takes part, and whether it takes traffic.
-
-    `drains`: it is on its way out, and may have left the group before we came into it. `has_moved`: the plan has a
-    place for it elsewhere. `light`: it takes part, and holds weights alone.
-    """
+    """A member says whether it takes part and holds the state, and whether it takes traffic. `drains`: it is leaving,
+    and may have left the group before we joined. `has_moved`: the plan has a place for it elsewhere."""
 
     peer: PeerID
     ready: bool
@@ -495,7 +484,7 @@ class MemberState:
 
 @dataclass(frozen=True, slots=True)
 class MemberElsewhere:
-    """A peer says that it is not of our group, any more or not yet."""
+    """A peer says that it is not in our group, either no longer or not yet."""
 
     peer: PeerID
     incarnation: int
@@ -510,8 +499,7 @@ class MemberSilent:
 
 @dataclass(frozen=True, slots=True)
 class WorkGranted:
-    """Stage 0: microbatch (step, index) has been granted to us; `again`: it runs again, which whoever leads now may not
-    know."""
+    """Stage 0: microbatch (step, index) is granted to us. `again`: it runs again, perhaps unknown to the leader."""
 
     step: int
     index: int
@@ -520,10 +508,8 @@ class WorkGranted:
 
 @dataclass(frozen=True, slots=True)
 class GradientCounted:
-    """Our gradient of `microbatch` is in the sum of its step, or kept `apart` from it because it ran again.
-
-    `more_follows`: more microbatches of the step are here, so no round can begin with this one.
-    """
+    """Our gradient of `microbatch` is in the sum of its step, or held `apart` from it because it ran again.
+    `more_follows`: more microbatches of the step are here, so no round can begin with this one."""
 
     microbatch: Microbatch
     loss: float
@@ -534,7 +520,7 @@ class GradientCounted:
 
 @dataclass(frozen=True, slots=True)
 class ProgressArrived:
-    """A mate says what it has contributed to a step."""
+    """A member says what it has contributed to a step."""
 
     source: PeerID
     message: Progress
@@ -550,7 +536,7 @@ class RoundArrived:
 
 @dataclass(frozen=True, slots=True)
 class DigestArrived:
-    """A mate has stepped to a version, and its state has that digest."""
+    """A member has stepped to a version, and tells the digest of its state."""
 
     source: PeerID
     message: Digest
@@ -558,23 +544,22 @@ class DigestArrived:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """We hold `version`, by a step or by fetching it; `digest` is our state's, None while we hold weights alone.
+    """We hold `version`, by a step or by fetching it; `digest`: of our state, None while we hold weights alone.
 
-    `by`: whose result we have stepped with, which we may have given up meanwhile, when a member died that had done its
-    part. `gradient_norm`: of the step's gradient, for the ledger; None: we have fetched the state.
-    """
+    `by`: the round that gave the gradient of our step; it may be void by now, if a member died after its part.
+    `gradient_norm`: of that gradient, for the ledger; None: we have fetched the state."""
 
     version: int
     digest: str | None
     by: RoundStart | None = None
     gradient_norm: float | None = None
     remembers: bool = False
-    """What others run again of the step before can be repaired here exactly."""
+    """We can repair exactly what others recompute of the previous step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """Nothing has moved for seconds: say again what somebody may have forgotten with a mate that it counted lost."""
+    """Nothing has moved for seconds: repeat what a member may have forgotten when it counted a peer lost."""
 
 
 CommitEvent = (

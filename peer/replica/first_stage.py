@@ -1,5 +1,4 @@
-"""The driver of a replica of stage 0: it does what any replica's does, and makes and answers the calls of the supply
-(`supply.py`): those between the members of its group, and those of later stages."""
+"""The driver of a replica of stage 0: also makes and answers the supply's calls (`supply.py`)."""
 
 import asyncio
 import logging
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class FirstReplica(Replica):
-    """Our part of `plan` at stage 0."""
+    """Our replica of stage 0 under `plan`."""
 
     def __init__(self, surroundings: Surroundings, plan: Plan, stage: int, *, incarnation: int) -> None:
         if not surroundings.arithmetic.has_text:
@@ -46,12 +45,11 @@ class FirstReplica(Replica):
         super().__init__(surroundings, plan, stage, incarnation=incarnation)
         self._calls = OpenCalls()
         self._results = Outbox(self._endpoint)
-        """Losses of validations, for the leader."""
         self._claim: asyncio.Task[Grant] | None = None
         self._staying: set[PeerID] = set()
-        """The peers that have told us that they do not leave."""
+        """Peers that have told us that they do not leave."""
         self._refused: set[tuple[PeerID, str]] = set()
-        """(who asked, why not), for the log: a peer may ask all day."""
+        """(asker, reason) that the log has: a peer may ask all day."""
 
     def _install(self) -> None:
         endpoint = self._endpoint
@@ -85,7 +83,7 @@ class FirstReplica(Replica):
         self._refuse_if_closed()
         try:
             if source in self._staying and source in self.audience:  # else it has not told us since
-                raise Refused(self._endpoint.peer_id, "stands still for those alone that leave")
+                raise Refused(self._endpoint.peer_id, "halts only for peers that leave")
             return await self._calls.answered(
                 Halted, lambda call: self.handle(HaltAsked(source, message.at_once, call))
             )
@@ -102,10 +100,9 @@ class FirstReplica(Replica):
         return Done()
 
     def _say_refused(self, source: PeerID, what: str, reason: str) -> None:
-        """Once."""
         if (source, reason) not in self._refused and self.core.group.is_lead:
             self._refused.add((source, reason))
-            logger.warning("%s asks %s, which is refused: %s", source[-8:], what, reason)
+            logger.warning("%s asks %s; refused: %s", source[-8:], what, reason)
 
     async def _on_again(self, source: PeerID, message: Again) -> Done:
         self.handle(RepairArrived(source, message.items))
@@ -126,7 +123,7 @@ class FirstReplica(Replica):
             case Answer():
                 self._calls.answer(command)
             case SendClaim(leader, count):
-                # A claim stays open for seconds; `DropClaim` ends it before.
+                # A claim stays open for seconds; `DropClaim` ends it earlier.
                 ask = self._endpoint.ask(leader, Claim(count=count), Grant, timeout_s=2 * PATIENCE_S)
                 self._claim = asyncio.ensure_future(ask)
                 self._tasks.spawn(self._await_grant(leader, self._claim), f"claim {count} microbatches")
@@ -160,5 +157,5 @@ class FirstReplica(Replica):
         try:
             await self._endpoint.ask(member, Again(items=tuple((m.step, m.index) for m in again)), Done)
         except (Unreachable, Refused, RemoteError) as error:
-            logger.info("runs itself again what %s does not: %s", member[-8:], error)
+            logger.info("%s declines repairs, which run here: %s", member[-8:], error)
             self.handle(RepairDeclined(member, again))

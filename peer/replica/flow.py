@@ -2,11 +2,11 @@
 
 Theory of operation. `Window` keeps just enough microbatches in flight to keep the slowest stage busy: every further one
 only waits in a queue, costs memory and comes back staler. It measures in the manner of BBR (Cardwell et al. 2016): the
-pipeline's bottleneck rate is the largest recent delivery rate, its empty round trip the mean recent one without its
-waiting; their product is what the pipeline holds when it is full and nothing queues. The mean, for microbatches go
-different ways: with replicas on several continents the quickest says little of what all of them together hold. A gain
-above 1 keeps probing: if the pipeline was not full, the rate rises and so does the window; if it was, only the queues
-grow.
+pipeline's bottleneck rate is the largest recent delivery rate, and its empty round trip is the mean recent one without
+waiting times. Their product is what the pipeline holds when it is full and nothing queues. BBR takes the minimum; we
+take the mean, because microbatches take different routes: with replicas on several continents the quickest route says
+little of all of them together. A gain above 1 keeps probing: if the pipeline was not full, the rate rises and so does
+the window; if it was, only the queues grow.
 
 The time that a microbatch stood in queues, for a device or for a link, is subtracted from its round trip: each stage
 knows it and says so with the gradient. A network cannot, so BBR empties its queue now and then to see an empty round
@@ -14,17 +14,16 @@ trip. Without either, a full pipeline always measures rate x round trip = what i
 its gain for ever: a model of this pipeline had 25 to 40 times too much in flight within minutes. Draining would cost
 throughput, and several stage-0 replicas would have to drain at the same time.
 
-`Control` chooses how far stage 0 runs ahead of its version: what the model in `protocol/running_ahead.py` makes of what
-the window and `CommitTimes` measure. The measuring does not fulfil itself: g is never below 1, so the pipeline never
-holds less than it takes to fill it, and the rate is the largest of late, measured while a step's own microbatches have
-the whole window to themselves. A step ends for all replicas of stage 0 at once, so the leader's choice comes with what
-it grants and is everybody's. In eight cities with thirty replicas near and far ones chose differently, and steps took
-6.1 s where 4.6 were planned.
+`Control` chooses how far stage 0 runs ahead of its version: it feeds the measurements of the window and of
+`CommitTimes` into the model in `protocol/running_ahead.py`. The choice does not distort the measurement: g is at least
+1, so the pipeline always holds enough to be full, and the rate is the largest recent one, measured while a step's own
+microbatches have the whole window to themselves. A step ends for all replicas of stage 0 at once, so the leader sends
+its choice with its grants and it holds for all. In eight cities with thirty replicas near and far ones chose
+differently, and steps took 6.1 s where 4.6 were planned.
 
 `CommitTimes` measures how long commits take, from a replica's last contribution to a step until it has the next
-version: waiting for mates, the reduction, the step. Each stage measures its own, and tells the stage before with every
-gradient the longest of its own and of all that come after it; so stage 0 knows how long a version takes to come,
-wherever it takes longest.
+version: waiting for the group, the reduction, the step. Each stage tells the stage before, with every gradient, the
+longest time of its own and all later stages; so stage 0 knows the time of the slowest stage.
 """
 
 import math
@@ -39,9 +38,9 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
 
 STEPS = 6
-"""That the median is taken over: a death now and then must not count for all steps."""
+"""Steps in a median: an occasional death must not count for all."""
 TOLD = 32
-"""Microbatches after which a replica that answers no more is forgotten."""
+"""Microbatches after which a replica that no longer answers is forgotten."""
 
 
 @dataclass(slots=True)
@@ -57,12 +56,11 @@ class Window:
 
     Args:
         num_stages: K. The window starts at K + 1: one microbatch in each stage and one on the way. Each of the first
-            K + 1 that come back adds one, as in TCP's slow start (RFC 5681), since between homes the ways take as long
-            as the jobs; after that it is what is measured.
+            K + 1 that come back adds one, as in TCP's slow start (RFC 5681), since between homes transmission takes as
+            long as the jobs; after that the window follows the measurements.
         gain: window over the measured product of rate and round trip, > 1. With equal stages whose jobs take +-30 %
             of the mean, 1.25 keeps the slowest one busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
-        memory: how many recent microbatches the largest rate and the mean round trip are taken over; the limit
-            forgets a better past, so that a plan change is felt within `memory` microbatches.
+        memory: number of recent microbatches that count, and after which a plan change is felt.
     """
 
     num_stages: int
@@ -74,9 +72,9 @@ class Window:
     _delivered: int = 0
     _delivered_at_s: float = 0.0
     rate_per_s: float = field(init=False, default=0.0)
-    """At which microbatches come back of late, at most; 0: not known yet."""
+    """Largest recent rate at which microbatches come back; 0: not known yet."""
     round_trip_s: float = field(init=False, default=0.0)
-    """The mean of late, without waiting; 0: not known yet."""
+    """Mean of recent round trips without waiting; 0: not known yet."""
     _rates: deque[float] = field(init=False)
     _round_trips_s: deque[float] = field(init=False)
 
@@ -94,20 +92,18 @@ class Window:
         return len(self._sent) < self.size
 
     def size_at(self, gain: float) -> int:
-        """What the window would be with another gain, once something has been measured."""
+        """Return the window for another gain, once something has been measured."""
         return max(2, min(self.size_max, int(gain * self.rate_per_s * self.round_trip_s) + 1))
 
     def sent(self, key: object, *, now_s: float) -> None:
         if not self._sent:
-            # The pipe was empty: time spent idle is no sign of a slow pipeline.
+            # The pipe was empty: idle time does not make the pipeline slow.
             self._delivered_at_s = now_s
         self._sent[key] = _Sent(now_s, self._delivered, self._delivered_at_s)
 
     def returned(self, key: object, *, now_s: float, waited_s: float) -> None:
-        """The gradient of `key` is back: one sample of rate and round trip (BBR's delivery-rate estimator).
-
-        `waited_s` of its round trip it stood in queues.
-        """
+        """Sample rate and round trip from the gradient of `key` (BBR's delivery-rate estimator). Args: waited_s: time
+        of the round trip that it stood in queues."""
         sent = self._sent.pop(key, None)
         if sent is None:
             return
@@ -125,37 +121,37 @@ class Window:
             self.size = self.size_at(self.gain)
 
     def forget(self, key: object) -> None:
-        """`key` says nothing about the pipeline: it was lost, or did not go all the way."""
+        """Drop `key`, which says nothing about the pipeline: it was lost, or did not go all the way."""
         self._sent.pop(key, None)
 
 
 @dataclass(slots=True)
 class CommitTimes:
-    """Of one replica and the stages after it."""
+    """Commit times of one replica and the stages after it."""
 
     _contributed_s: dict[int, float] = field(default_factory=dict)
-    """Step -> when our last microbatch of it was done."""
+    """Step -> end of our last microbatch of it."""
     _stepped_s: float | None = None
-    """When a step of our own has brought the version that is current; None: none has."""
+    """When our own step made the current version; None: it was loaded."""
     _own_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _told_s: deque[float] = field(default_factory=lambda: deque(maxlen=TOLD))
     _median_s: float = 0.0
     longest_s: float = 0.0
-    """Here or later; 0: not known yet."""
+    """The longest here and in later stages; 0: not known yet."""
 
     def contributed(self, step: int, *, now_s: float) -> None:
         self._contributed_s[step] = now_s
 
     def told(self, longest_s: float) -> None:
-        """By a replica of the next stage."""
+        """Note the longest commit time that a replica of the next stage reports."""
         self._told_s.append(longest_s)
         self.longest_s = max(self._median_s, max(self._told_s))
 
     def stepped(self, version: int, *, now_s: float) -> None:
-        """A step of ours has brought `version`."""
+        """Note that our own step made `version`."""
         contributed_s = self._contributed_s.get(version - 1)
         if contributed_s is not None and self._stepped_s is not None:
-            # Where whole steps go ahead, one may be done before the round before it is.
+            # With whole steps run ahead, a step's microbatches may be done before the round before it ends.
             self._own_s.append(now_s - max(contributed_s, self._stepped_s))
             self._median_s = median(self._own_s)
             self.longest_s = max(self._median_s, max(self._told_s, default=0.0))
@@ -163,35 +159,31 @@ class CommitTimes:
         self._stepped_s = now_s
 
     def loaded(self, version: int) -> None:
-        """A state of `version` has come from elsewhere."""
+        """Note that a state of `version` has come from elsewhere."""
         self._stepped_s = None
         self._contributed_s = {step: at_s for step, at_s in self._contributed_s.items() if step >= version}
 
 
 @dataclass(kw_only=True, slots=True)
 class Control:
-    """Chooses anew at each version. Before there is something to choose by, nothing is held back that is granted.
+    """Chooses anew at each version. Until it has measurements, it holds nothing back.
 
     Args:
-        s_max: as `choose` has it.
-        price: likewise.
-        synchronous_steps: how many of the run's first steps nothing runs ahead of. A rate that is measured there says
-            nothing: where a step is shorter than the way through all stages the pipeline is never full.
+        s_max, price: see `choose`.
+        synchronous_steps: nothing runs ahead of these first steps, and no rate is measured in them: where a step is
+            shorter than the way through all stages the pipeline is never full.
     """
 
     s_max: int
     price: Price
     synchronous_steps: int = 0
     choice: Choice | None = None
-    """The newest of our own."""
     _led: tuple[int, float] | None = None
-    """(k, g) as the group's lead has chosen."""
     _begun: dict[int, int] = field(default_factory=dict)
-    """Step -> microbatches of ours."""
     _own: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS))
 
     def begun(self, step: int) -> None:
-        """A microbatch of ours, for the first time."""
+        """Count a microbatch of ours that runs for the first time."""
         self._begun[step] = self._begun.get(step, 0) + 1
 
     def reached(self, version: int, window: Window, *, commit_s: float) -> None:
@@ -211,17 +203,15 @@ class Control:
         self.choice = choose(measured, s_max=self.s_max, price=self.price, gain_max=window.gain)
 
     def follow(self, steps_ahead: int, gain: float) -> None:
-        """What the group's lead has chosen, < 0: nothing yet. A step ends for all replicas at once, so where some run
-        ahead and others do not it is as stale as if all did, and as late as if none.
-
-        Raises: ValueError: no control chooses that.
-        """
+        """Follow the leader's choice; < 0: it has none yet. A step ends for all replicas at once: if only some ran
+        ahead, it would be as stale as if all did, and as late as if none did. Raises: ValueError: no control chooses
+        that."""
         if not 1.0 <= gain < math.inf:
             raise ValueError(f"wants {gain} times what the pipeline holds in flight")
         self._led = (steps_ahead, gain) if steps_ahead >= 0 else None
 
     def most_ahead(self, window: Window) -> float:
-        """How many steps ahead of the version a microbatch may be that begins now. Infinite: nothing is chosen yet."""
+        """Return how many steps ahead of the version a microbatch may begin now. Infinite: nothing is chosen yet."""
         in_force = self.in_force
         if in_force is None:
             return math.inf
@@ -231,41 +221,38 @@ class Control:
 
     @property
     def steps_ahead(self) -> int:
-        """How many steps ahead a member may be granted microbatches once its share of the step is used up, though
-        others have yet to take theirs. 0 until a window has been chosen: all of a layout's first step is granted
-        before any of the next, as everybody waits for it."""
+        """Steps ahead for which a member may be granted microbatches while others still have theirs of this step to
+        take. 0 until a choice is made: all members wait for a layout's first step, so it is granted whole before the
+        next."""
         return self.in_force[0] if self.in_force is not None else 0
 
     @property
     def in_force(self) -> tuple[int, float] | None:
-        """(k, g): the lead's choice, or ours while it has none."""
+        """(k, g) in force: the leader's choice, or ours while the leader has none."""
         if self._led is None and self.choice is not None:
             return self.choice.steps_ahead, self.choice.gain
         return self._led
 
 
 class Traffic(Protocol):
-    """Makes what decides which way a replica's microbatches go, how many are under way and how many run ahead: the
-    parts that a comparison exchanges. Every replica that a peer holds asks once."""
+    """Makes the parts that decide the route of microbatches, their number in flight and how far they run ahead.
+    Comparisons exchange them. Each replica of a peer asks once."""
 
     def router(self) -> Router: ...
 
     def window(self, num_stages: int) -> Window:
-        """At stage 0."""
+        """Make the window of a stage-0 replica."""
         ...
 
     def control(self, spec: RunSpec) -> Control | None:
-        """At stage 0. None: whatever s_max admits."""
+        """Make the control of a stage-0 replica. None: admit all that s_max does."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveTraffic:
-    """By the plan's shares, and as many as the pipeline is measured to need.
-
-    Args:
-        controlled: nothing runs ahead that does not save time; False: whatever s_max admits does, for comparisons.
-    """
+    """Routes by the plan's shares, with as many in flight as the pipeline is measured to need.
+    Args: controlled: False, for comparisons: run ahead as far as s_max admits, even where that saves no time."""
 
     controlled: bool = True
 

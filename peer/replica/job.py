@@ -10,7 +10,7 @@ JobKind = Literal["forward", "backward", "loss", "validate", "step"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`microbatch` is None for an optimizer step; `version` is the one that it runs at."""
+    """One job. `microbatch` is None for an optimizer step; `version` is the version that it runs at."""
 
     kind: JobKind
     microbatch: Microbatch | None

@@ -1,18 +1,18 @@
-"""Decides what one member of a group does. An expert's holder is such a member; a stage's replica is one that has a
-pipeline, too (`core.py`). Pure.
+"""Decides what one member of a group does: an expert's holder, or a stage's replica, which also has a pipeline
+(`core.py`). Pure.
 
-A member lives through these states. A plan begins its life, and the driver ends it:
+A member passes through these states. A plan begins its life, and the driver ends it:
 
     joining    not ready, closed   it fetches the group's state
-    light      ready, open         it has the group's weights, and computes with these until its state is whole; closed
-                                   while it lags: no microbatch of its mates could run with its weights
-    closed     ready, closed       it takes no traffic yet: what runs again it could not repair exactly
+    light      ready, open         it computes with the group's weights until its state is whole; closed while it lags
+                                   (its weights are too old for every microbatch of the group)
+    closed     ready, closed       it takes no traffic yet: it could not repair exactly what runs again
     open       ready, open         it takes traffic
-    paused     ready, closed       the owner wants the device: what is here goes back, what is contributed is reduced
-    draining   ready, closed       it finishes what is here; a plan may give its place back (`DrainEnded`)
-    drained    not ready, closed   nothing of it is needed any more
+    paused     ready, closed       the owner wants the device: its work goes back, its contributions are still reduced
+    draining   ready, closed       it finishes its work; a plan may give its place back (`DrainEnded`)
+    drained    not ready, closed   no peer needs it any more
 
-Who else is ready and open it learns from what the others say (`PeerSaid`).
+It learns from the presence of others (`PeerSaid`) which of them are ready and open.
 """
 
 from abc import ABC, abstractmethod
@@ -53,38 +53,32 @@ from shoal.protocol.plan import Plan
 
 _OF_THE_GROUP: Final = frozenset(get_args(CommitEvent))
 _ANY: Final = 2**62
-"""No incarnation is later."""
+"""Later than every incarnation."""
 
 
 class MemberCore(ABC):
-    """One member's commits and its life.
-
-    Args:
-        group: its part that commits; nobody else hands it an event.
-        plan: the one that gives the member its place.
-    """
+    """One member's commits and its life. Args: plan: the plan that gives the member its place."""
 
     def __init__(self, group: Commit, plan: Plan) -> None:
         self._group = group
         self.group: GroupView = group
-        """To be read."""
         self._plan = plan
         self._remembers = False
         self.is_open = False
         self.is_paused = False
         self.is_draining = False
         self.is_lagging = False
-        """We are light, and too far behind to compute anything."""
+        """We are light, and our weights are too old for every microbatch."""
         group.handle(OpenSet(False), now_s=0.0)
         self._group_due_s = group.next_timer_s()
 
     @property
     def plan(self) -> Plan:
-        """The newest that we have followed."""
+        """The newest plan that we have followed."""
         return self._plan
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
-        """Raises: Refused, RemoteError: of events that another peer has caused; nothing has changed then."""
+        """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
         match event:
             case GradientCounted() | Stepped() | MemberSilent():
                 return self._of_the_group(event, now_s)
@@ -128,36 +122,36 @@ class MemberCore(ABC):
                 return self._of_the_group(event, now_s)  # type: ignore[arg-type]
 
     def next_timer_s(self) -> float:
-        """When it wants a `TimerFired`."""
+        """Return when the core wants a `TimerFired`."""
         return self._group_due_s
 
-    # --- what a kind of member says ---
+    # --- what a kind of member defines ---
 
     @abstractmethod
     def _what_it_is_here(self, peer: PeerID, hello: Hello) -> MemberState | MemberElsewhere:
-        """What a peer that says `hello` is to our group."""
+        """Translate a peer's `hello` into its state in our group."""
 
     def _more_follows(self, step: int) -> bool:
-        """More microbatches of `step` are here, whose contributions will be told of."""
+        """True if more microbatches of `step` are here, so that news of a contribution may wait for theirs."""
         return False
 
     def _changed(self, now_s: float) -> list[Command]:
-        """Something has changed on which work may have waited."""
+        """Handle a change on which work may have waited."""
         return []
 
     def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
-        """What it had of our work died with it. It may have begun anew as incarnation `successor`."""
+        """Handle the loss of the work that `peer` had of us. It may have begun anew as incarnation `successor`."""
         return []
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
-        """What is left for the driver when one part's commands to another have been carried out."""
+        """Carry out one part's commands to another, and return the rest for the driver."""
         return commands
 
     # --- inside ---
 
     def _count(self, event: Contributed) -> Count:
         step = event.microbatch.step
-        # What comes while a round stands must not outgrow it.
+        # A contribution during a round must not outgrow it.
         apart = event.again or self._group.has_round(step)
         follows = self._more_follows(step)
         return Count(GradientCounted(event.microbatch, event.loss, event.staleness_steps, apart, follows), event.again)
@@ -198,9 +192,8 @@ class MemberCore(ABC):
         return [*self._commit(OpenSet(False), now_s), SayHello()]
 
     def _open_if_fit(self, now_s: float) -> list[Command]:
-        """Take traffic. A newcomer to a synchronous run waits for its first step of its own: until then it could not
-        repeat exactly what others may have to run again. Unless nobody else is there to take it.
-        """
+        """Take traffic if nothing forbids it. A newcomer to a synchronous run waits for its first own step, before
+        which it could not repeat exactly what runs again, unless no other member takes traffic."""
         is_kept_closed = self.is_draining or self.is_paused or self.is_lagging
         if self.is_open or is_kept_closed or not self._group.ready:
             return []
@@ -217,7 +210,7 @@ class ExpertCore(MemberCore):
     def _what_it_is_here(self, peer: PeerID, hello: Hello) -> MemberState | MemberElsewhere:
         place = next((place for place in hello.experts if place.group == self._group.stage), None)
         if place is None:
-            # Its Hellos are in order, and this one is later than what it was here.
+            # Hellos arrive in order, so the peer's part in this group is over.
             return MemberElsewhere(peer, incarnation=_ANY)
         has_moved = self._plan.has(peer)
         return MemberState(peer, place.ready, place.is_open, place.incarnation, place.draining, has_moved)

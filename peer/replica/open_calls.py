@@ -1,4 +1,4 @@
-"""Calls of others that a core answers later: each has a number, by which the core's `Answer` finds it."""
+"""Calls that a core answers later. Each has a number, by which the core's `Answer` finds it."""
 
 import asyncio
 import itertools
@@ -21,10 +21,8 @@ class OpenCalls:
         self._answers: dict[int, asyncio.Future[msgspec.Struct]] = {}
 
     async def answered(self, kind: type[A], begin: Callable[[int], None]) -> A:
-        """The answer to a call, which `begin` tells the core of under its number.
-
-        Raises: whatever `begin` raises; Refused: nobody will answer any more.
-        """
+        """Wait for the core's answer to a call. `begin` gives the call to the core under its number.
+        Raises: whatever `begin` raises; Refused: the call will not be answered."""
         call = next(self._numbers)
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
         try:
@@ -42,7 +40,7 @@ class OpenCalls:
             answer.set_result(command.message)
 
     def refuse(self, refusal: Refused) -> None:
-        """Nobody answers the calls that are open."""
+        """Refuse all open calls."""
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(refusal)

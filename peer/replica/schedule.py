@@ -1,6 +1,6 @@
 """Decides what one replica of one stage computes and sends next. Holds no socket, clock, file or tensor.
 
-Theory of operation. A microbatch is here in one of four states:
+Theory of operation. A microbatch here is in one of four states:
 
     waiting   forward not begun: its step is not yet admitted (t - v > s_max), or the device is busy
     away      forward done, activation sent on, gradient not back
@@ -8,22 +8,22 @@ Theory of operation. A microbatch is here in one of four states:
     (gone)    backward done, contributed to its step, gradient sent upstream
 
 The device runs one job at a time. Backward goes before forward (it frees memory here and unblocks the stage before),
-but after each the forward that waits has its turn (1F1B): gradients come in bursts, and a stage that does all of a
-burst first sends the next burst of activations afterwards, and starves the stages behind it meanwhile. A commit's
-optimizer step goes before both (everything after it is one step less stale), lower steps before higher.
+but after each backward a waiting forward has its turn (1F1B): gradients come in bursts, and a stage that finishes a
+burst first sends the next burst of activations later, and starves the stages behind it meanwhile. A commit's optimizer
+step goes before both (everything after it is one step less stale), lower steps before higher.
 The last stage has no `away`: loss, forward and backward are one job.
 
-A job that waits for other peers (for experts that are elsewhere) is parked: the device does others. It must, or two
-peers would wait for each other for ever, or forwards of a step for a version that only the backwards behind them make.
+A job that waits for other peers (for experts that are elsewhere) is parked, and the device does others. Otherwise two
+peers could wait for each other for ever, or forwards of a step for a version that needs the backwards behind them.
 
-A pause gives everything back but what has been contributed: first what has no forward yet, a little later the rest.
-What comes meanwhile (it was on its way) goes back at once. Commits are stepped as ever: others wait for our word.
+A pause gives back everything that is not contributed: first what has no forward yet, a little later the rest. What
+still arrives goes back at once. Commits go on: the group waits for our part.
 
-At stage 0 a forward also needs room in the window, and one of a later step than the version the control's leave.
+At stage 0 a forward also needs room in the window, and permission of the control if its step is later than the version.
 
-A microbatch comes from a replica of the stage before, by the plans of late, and from nobody else; its gradient comes
-from the replica that it went to. Whoever brings a tensor asks first (`takes_from`, `awaits`), so that none is kept for
-somebody whom the core would not listen to.
+A microbatch is accepted only from a replica of the stage before, by recent plans, and its gradient only from the
+replica that it went to. The driver asks before it keeps a tensor (`takes_from`, `awaits`), so that none is kept for a
+sender that the core ignores.
 """
 
 import math
@@ -69,24 +69,23 @@ from shoal.protocol.staleness import staleness_bound
 
 @dataclass(slots=True)
 class Flight:
-    """What a schedule knows of one microbatch that is here."""
+    """The state of one microbatch that is here."""
 
     sources: dict[PeerID, int]
-    """Who waits for its gradient, and as which incarnation: none at stage 0, and more than one where somebody before us
-    was doubted or died."""
+    """Waiting peer -> its incarnation. Empty at stage 0; more than one where a peer before us was doubted or died."""
     validates: bool
     again: bool = False
-    """It may have been before us elsewhere; what comes after us is told so too."""
+    """It may have run elsewhere before it came here; later stages are told so too."""
     sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
-    """Who owes us its gradient; None again once it is back."""
+    """The peer that owes us its gradient; None again once it is back."""
     doubted: PeerID | None = None
-    """Who had it last when it was asked for once more: maybe it is only slow, so somebody else is tried."""
+    """The peer that had it when it was asked for once more: another is tried, since that one may be slow."""
     handed_back: bool = False
-    """While a job of it was parked, of which nothing comes any more."""
+    """It was handed back while a job of it was parked; that job has no result."""
     loss: float = 0.0
-    """Of a microbatch whose loss is known here: at the last stage, and on the way back of one that validates."""
+    """Its loss, where it is known: at the last stage, and on the way back of a validation microbatch."""
     waiting_since_s: float = 0.0
     waited_s: float = 0.0
     sent_s: float = 0.0
@@ -98,10 +97,10 @@ class Schedule:
 
     Args:
         s_max: a microbatch of step t runs when t - version <= s_max,
-        synchronous_steps: in the first of them when it is the version's own.
+        synchronous_steps: but in the first of these steps only when t == version.
         router: replicas of the next stage (unused by the last).
         window: stage 0 only.
-        control: with a window; None: whatever s_max admits.
+        control: with a window; None: admit all that s_max does.
     """
 
     stage: int
@@ -115,7 +114,7 @@ class Schedule:
     control: Control | None = None
     synchronous_steps: int = 0
     upstream: frozenset[PeerID] = frozenset()
-    """Replicas of the stage before, those that drain among them: whose activations we take."""
+    """The senders of activations that we accept: replicas of the stage before, draining ones included."""
     _flights: dict[Microbatch, Flight] = field(init=False, default_factory=dict)
     _waiting: set[Microbatch] = field(init=False, default_factory=set)
     _returned: set[Microbatch] = field(init=False, default_factory=set)
@@ -128,7 +127,6 @@ class Schedule:
     _pause: Paused | None = field(init=False, default=None)
     _is_lagging: bool = field(init=False, default=False)
     _was_backward: bool = field(init=False, default=False)
-    """The last of the jobs that take turns."""
 
     def __post_init__(self) -> None:
         self.is_first = self.stage == 0
@@ -140,7 +138,7 @@ class Schedule:
 
     @property
     def room(self) -> int:
-        """Stage 0: microbatches that could begin, did we have them; less than 0 where the window has shrunk."""
+        """Stage 0: number of microbatches that could begin, if we had them; below 0 where the window has shrunk."""
         assert self.window is not None
         most_ahead = math.inf if self.control is None else self.control.most_ahead(self.window)
         for microbatch in self._waiting:
@@ -150,11 +148,11 @@ class Schedule:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is here at all."""
+        """True if nothing is here at all."""
         return not self._flights and self._running is None and not self._parked
 
     def goes_on(self, job: Job) -> bool:
-        """Whether anything comes of a parked job."""
+        """True if a parked job still has a use."""
         assert job.microbatch is not None, "a step waits for nobody"
         return not self._parked[job.microbatch].handed_back
 
@@ -162,20 +160,20 @@ class Schedule:
         return microbatch in self._flights
 
     def takes_from(self, source: PeerID) -> bool:
-        """Whether an activation of `source` is for us."""
+        """True if an activation of `source` is for us."""
         return source in self.upstream
 
     def awaits(self, microbatch: Microbatch, source: PeerID) -> bool:
-        """Whether `source` owes us the gradient of `microbatch`, or the loss."""
+        """True if `source` owes us the gradient of `microbatch`, or its loss."""
         flight = self._flights.get(microbatch)
         return flight is not None and flight.target == source
 
     def has_more(self, step: int) -> bool:
-        """Microbatches of `step` are here that this replica has still to contribute to."""
+        """True if microbatches of `step` are here that this replica has still to contribute."""
         return bool([m for m in self._flights if m.step == step and m.index >= 0])
 
     def whereabouts(self, now_s: float) -> str:
-        """Where the microbatches are that have come here, for the log of a stage that stands still."""
+        """Describe where our microbatches are, for the log of a stage that stands still."""
         sent: dict[PeerID, list[float]] = {}
         for flight in self._flights.values():
             if flight.target is not None:
@@ -245,21 +243,21 @@ class Schedule:
     def _arrive(self, event: Arrived, now_s: float) -> list[ScheduleCommand]:
         microbatch, source = event.microbatch, event.source
         if source is not None and source not in self.upstream:
-            return []  # Its gradient would go there, and what it sent be learnt from.
+            return []  # Its gradient would go to that sender, and we would learn from its activation.
         flight = self._flights.get(microbatch)
         if flight is None:
             flight = Flight({}, microbatch.validates, again=event.again, waiting_since_s=now_s)
             self._flights[microbatch] = flight
             self._waiting.add(microbatch)
         if source is not None:
-            # It may be here already: whoever was before us was doubted, and another one sent it again. Which of them
-            # is still waited for we cannot know, so both get the gradient; to the wrong one it is a late answer.
+            # It may be here already: a peer before us was doubted, and another sent it again. We cannot know which of
+            # them is still waited for, so both get the gradient; the wrong one ignores it.
             waits = source in flight.sources
             flight.sources[source] = max(event.incarnation, flight.sources.get(source, 0))
         else:
             waits = True
         if waits and flight.target is not None:
-            # Who wants it once more has waited too long: its activation or its gradient was lost between us and there.
+            # The sender has waited too long: the activation or the gradient was lost between us and the target.
             self.router.gave_up(flight.target, now_s - flight.sent_s)
             flight.doubted, flight.target = flight.target, None
             flight.waiting_since_s = now_s
@@ -271,7 +269,7 @@ class Schedule:
         microbatch, source, waited_s = event.microbatch, event.source, event.waited_s
         flight = self._flights.get(microbatch)
         if flight is None or flight.target != source:
-            return []  # From a replica that we had given up on, or a second time from one that we asked twice.
+            return []  # From a replica that we had given up on, or for a second time.
         self.router.returned(source)
         flight.target = None
         flight.waited_s += waited_s
@@ -298,7 +296,7 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Its microbatch is where it was before the job; a pause hands it back."""
+        """Put the microbatch back where it was before the job; a pause hands it back."""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"
@@ -308,7 +306,6 @@ class Schedule:
         return []
 
     def _is_busy(self, flight: Flight) -> bool:
-        """A job of it runs, or is parked."""
         return flight is self._running_flight or any(flight is parked for parked in self._parked.values())
 
     def _job_done(self, job: Job, loss: float | None, now_s: float) -> list[ScheduleCommand]:
@@ -328,11 +325,11 @@ class Schedule:
             flight.loss = loss
         commands: list[ScheduleCommand] = []
         if job.kind in ("backward", "loss"):
-            # Whatever has become of its source.
+            # Even if its source is lost.
             commands = [Contributed(job.microbatch, flight.staleness_steps, flight.again, flight.loss)]
             self._commits.contributed(job.microbatch.step, now_s=now_s)
         if self._flights.get(job.microbatch) is not flight:
-            # Its source was lost while it ran; by now it may have come again, from another one.
+            # Its source was lost while it ran; since then another source may have sent it again.
             return commands if self.holds(job.microbatch) else [*commands, Forget(job.microbatch)]
         if job.kind in ("backward", "loss") or (job.kind == "validate" and self.is_last):
             return [*commands, *self._leave(job.microbatch, flight, now_s)]
@@ -359,7 +356,7 @@ class Schedule:
         del self._flights[microbatch]
         if self.is_first:
             if self.window and flight.validates:
-                self.window.forget(microbatch)  # It has come back without a backward: that is another way round.
+                self.window.forget(microbatch)  # Its trip had no backward, so its time says nothing of others.
             elif self.window:
                 self.window.returned(microbatch, now_s=now_s, waited_s=flight.waited_s)
             return [Finished(microbatch, flight.loss), Forget(microbatch)]
@@ -369,11 +366,8 @@ class Schedule:
         return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
-        """Give up what `peer` owes us, and what its incarnations before `successor` have sent us.
-
-        The successor's own activations may reach us before the news that it has begun. They stay: it sends each of them
-        once, and waits for the gradient.
-        """
+        """Give up what `peer` owes us, and what its incarnations before `successor` have sent us. The successor's own
+        activations may come before the news that it has begun: they stay, since it sends each of them once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):
@@ -385,7 +379,7 @@ class Schedule:
             if flight.sources.get(peer, successor) < successor:
                 del flight.sources[peer]
                 if not flight.sources:
-                    # Stage 0 will issue it again; nobody waits for this gradient.
+                    # Stage 0 will issue it again; no peer waits for this gradient.
                     commands += self._drop(microbatch)
         return commands + self._send_unsent(now_s)
 
@@ -423,7 +417,6 @@ class Schedule:
         return [] if self._is_busy(flight) else [Forget(microbatch)]
 
     def _next_job(self, now_s: float) -> list[ScheduleCommand]:
-        """The job that the idle device runs, if there is one for it."""
         if self._step_ready:
             self._step_ready, self._running_flight = False, None
             self._running = Job("step", None, self.version)
@@ -444,7 +437,7 @@ class Schedule:
         return [self._running]
 
     def _begin(self, microbatch: Microbatch, now_s: float) -> JobKind:
-        """The forward of `microbatch` begins. Returns: what it is here."""
+        """Begin the forward of `microbatch`. Returns: its kind of job here."""
         self._waiting.remove(microbatch)
         flight = self._flights[microbatch]
         flight.staleness_steps = max(0, microbatch.step - self.version)
@@ -459,7 +452,6 @@ class Schedule:
         return "loss" if self.is_last else "forward"
 
     def _admitted(self) -> Microbatch | None:
-        """The first of those that wait whose forward may begin now."""
         if not self._waiting:
             return None
         version, window, control = self.version, self.window, self.control
@@ -469,12 +461,12 @@ class Schedule:
         for microbatch in self._waiting:
             ahead = microbatch.step - version
             if (first is not None and first < microbatch) or microbatch in self._parked:
-                continue  # A parked one came again, from another source, while a job of its first coming waits.
-            if ahead >= 0:  # Else a repair: others cannot go on without it, so it queues behind nobody.
+                continue  # A parked one came again from another source, while its first job waits.
+            if ahead >= 0:  # Else it is a repair, which others wait for: no limit holds it back.
                 if is_full or (ahead > most_ahead and not self._flights[microbatch].again):
                     continue
                 if ahead > 0 and (self._flights[microbatch].validates or ahead > self._most_stale(microbatch.step)):
-                    continue  # Validation is of what is committed, never of a prediction.
+                    continue  # Validate committed weights, never predicted ones.
             first = microbatch
         return first
 

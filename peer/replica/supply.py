@@ -1,25 +1,24 @@
-"""Decides who makes which microbatch, at stage 0. Pure.
+"""Decides which member computes which microbatch, at stage 0. Pure.
 
 Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the book of
 grants (`WorkQueue`) and holds every claim open until something is due to its claimant, for `PATIENCE_S` at most. It
 serves all open claims of one turn of the loop together. A claimant far slower than the others gets one microbatch now
 and then.
 
-Each claimant gets its share of a step, by the plan, and up to a tenth more. Windows alone do not keep to it: a window
-is as large as the rate that it measures, and the rate is as high as the window is large, so that nothing brings back a
-member that has come to make more than the others. Its network card then carries more activations than the plan has
-counted with, and the whole group waits for its part of the reduction. Whoever has had all that gets more of a step only
-as others leave it: it then holds no more than its share of what nobody has. Until then it goes on with the next step.
-Members that take no traffic have no share. A claim that has waited in vain for `PATIENCE_S` while something could be
-granted gets its share of all that, whatever its claimant has had: who was to make it may be gone, and nobody has said
-so.
+Each claimant gets its share of a step, by the plan, and up to a tenth more. Windows alone do not keep members to their
+shares: a window is as large as the rate that it measures, and the rate is as high as the window is large, so nothing
+brings back a member that has come to compute more than the others. Its network card then carries more activations than
+the plan counts with, and the whole group waits for its part of the reduction. A claimant with its full share gets more
+of a step only as others leave it: it then holds no more than its share of what is not granted yet. Meanwhile it goes on
+with the next step. Members that take no traffic have no share. A claim that has waited in vain for `PATIENCE_S` while
+something could be granted gets its share of all that, whatever its claimant has had: the member that the rest is
+reserved for may be gone unnoticed.
 
-What died with a replica of any stage runs again: the leader divides it among the open members and asks each to take its
-part. Whoever declines leaves its part to the leader. These microbatches do not go through the book, because a claim
-waits for room in a window, and the windows may be full of what waits for the missing ones.
+Work lost with a replica of any stage runs again: the leader divides it among the open members and asks each to take its
+part. A member that declines leaves its part to the leader. These microbatches do not go through the book, because a
+claim waits for room in a window, and the windows may be full of microbatches that wait for the lost ones.
 
-Every member keeps the book, from what the others say they have made and were granted, so that any of them can lead
-next.
+Every member keeps the book, from what the others say they have computed and were granted, so that any can lead next.
 """
 
 import math
@@ -74,31 +73,30 @@ from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationR
 from shoal.protocol.plan import Plan
 
 PATIENCE_S = 5.0
-"""How long the leader keeps a claim open when everything that may be granted is taken."""
+"""Seconds that the leader keeps a claim open when all that may be granted is taken."""
 RETRY_S = 0.2
-"""A claim that failed is made again after so long."""
+"""Seconds until a failed claim is repeated."""
 HALT_S = 10.0
-"""How long a halt lasts that is not asked for again: who asked for it is gone, or a successor holds its stage. With all
-that is asked for again it lasts `HALTED_S_MAX`."""
+"""Seconds that a halt lasts unless its asker renews it; with all renewals it lasts `HALTED_S_MAX`."""
 _STEP_S = 10.0
-"""How long a step is taken to last before this leader has seen two of them."""
+"""Assumed seconds of a step until this leader has seen two."""
 _STEPS_SEEN = 16
 _STILL_STEPS = 2.0
-"""No step for so many steps' time: the run stands still, and what is asked for again may well be lost."""
+"""Without a step for this many step times the run stands still, and work reported as lost may well be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
-"""A member that is quicker than the plan says makes up to so many times its share of a step, which so does not wait for
-those that are slower today. Beyond that its network card would carry more than the plan has counted with."""
+"""A member quicker than the plan says computes up to this multiple of its share, so that the step does not wait for
+slower ones. Beyond it, its network card would carry more than the plan counts with."""
 _STEPS_APART = 2
-"""So many steps the leader may be ahead of a member that takes part in what runs again."""
+"""Steps that the leader may be ahead of a member that takes repairs."""
 _ANSWERS_KEPT = 16
-"""The quickest of so many answers is one that did not wait for something to grant."""
+"""Number of recent answers to claims. The quickest did not wait for something to grant."""
 _VALIDATIONS_KEPT = 4
-"""So many versions back, the loss of a validation microbatch still counts."""
+"""Versions back for which the loss of a validation microbatch still counts."""
 
 
 class Group(Protocol):
-    """What the supply reads of the stage's group."""
+    """The part of the stage's group that the supply reads."""
 
     @property
     def me(self) -> PeerID: ...
@@ -126,7 +124,7 @@ class Group(Protocol):
 
 
 class Demand(Protocol):
-    """What the supply reads of the pipeline."""
+    """The part of the pipeline that the supply reads."""
 
     @property
     def window(self) -> Window | None: ...
@@ -143,8 +141,6 @@ class Demand(Protocol):
 
 @dataclass(slots=True)
 class _OpenClaim:
-    """What one member has asked us for."""
-
     count: int
     call: int
     until_s: float
@@ -152,28 +148,24 @@ class _OpenClaim:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Our own claim that is under way."""
-
     leader: PeerID
     since_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Granted:
-    """A microbatch that we have granted, and that is not made yet."""
-
     peer: PeerID
     at_s: float
 
 
 @dataclass(slots=True)
 class _Halt:
-    """What one member has asked for. It is kept when it is over, until that member has been away."""
+    """A member's halt. It is kept after its end, until that member has been away."""
 
     ends_s: float
-    """The time at which it is over, whoever asks."""
+    """Its end, even if it is renewed."""
     until_s: float = -math.inf
-    """The time at which it is over unless it is asked for again; -inf: it is over."""
+    """Its end unless it is renewed; -inf: it is over."""
 
     @property
     def is_open(self) -> bool:
@@ -182,7 +174,7 @@ class _Halt:
 
 @dataclass(kw_only=True, slots=True)
 class Supply:
-    """One stage-0 replica's view of who makes what."""
+    """One stage-0 replica's view of the grants."""
 
     book: WorkQueue
     group: Group
@@ -190,47 +182,43 @@ class Supply:
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Granted] = field(init=False, default_factory=dict)
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
-    """Step -> how many of its microbatches each member has been given."""
+    """Step -> number of its microbatches given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """When each claimant last contributed something that we had granted it."""
+    """When each claimant last contributed a microbatch of our grants."""
     _flows_s: float | None = field(init=False, default=None)
-    """When the first microbatch that we had granted came back. Before, stages may have waited for their state."""
+    """When the first microbatch of our grants came back. Before, stages may have waited for their state."""
     _pace: Pace = field(init=False, default_factory=Pace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
-    """The members that leave and alone hold a stage: no step begins while one of their halts is open."""
+    """The halts of leaving members that are the only holder of a stage. No step begins while one of them is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_STEPS_SEEN))
-    """When the last versions were reached."""
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Who asks for repairs -> the time at which what has run again for it is its share of all that has run."""
+    """Asker of repairs -> when its repairs so far will be within their share of all work."""
     _spared_s: float = field(init=False, default=0.0)
-    """When something last ran again beyond that share, because the run stood still."""
+    """When repairs beyond that share were last admitted because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
-    """Version -> validation microbatch -> its loss."""
     _asked: _Asked | None = field(init=False, default=None)
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
-    """How long the answers to our last claims took."""
     _stopped: bool = field(init=False, default=False)
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
     """When to serve the open claims: at the end of the turn in which something has changed."""
     _claims_at_s: float = field(init=False, default=math.inf)
-    """When to see whether we want more."""
     _failed_until_s: float = field(init=False, default=0.0)
-    """No claim is made before."""
+    """No claim is made before this time."""
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]:
-        """Whose claims wait for something to grant."""
+        """The members with a claim that waits for something to grant."""
         return tuple(self._claims)
 
     @property
     def halts(self) -> tuple[PeerID, ...]:
-        """Who has asked that no further step begins."""
+        """The members that have asked that no further step begins."""
         return tuple(peer for peer, halt in self._halts.items() if halt.is_open)
 
     def handle(self, event: SupplyEvent, *, now_s: float) -> list[SupplyCommand]:
-        """Raises: Refused, RemoteError: of events that another peer has caused; nothing has changed then."""
+        """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
         match event:
             case TimerFired():
                 return self._timer(now_s)
@@ -271,7 +259,7 @@ class Supply:
             case VersionReached(version):
                 return self._reach(version, now_s)
             case PlanFollowed(plan):
-                # Who is not in the plan any more has left: no halt is for it. Who is back may ask for another.
+                # A member that is not in the plan has left, so its halt ends. One that is back may ask for another.
                 away = plan.dropped_since(self._plan) if self._plan is not None else []
                 self._plan = plan
                 self.book.ends_at = plan.ends_at
@@ -305,11 +293,11 @@ class Supply:
         return commands
 
     def _look_again(self, now_s: float) -> list[SupplyCommand]:
-        """Something has changed on which a claim may have waited, one made here or one of somebody else."""
+        """Handle a change on which a claim, ours or another member's, may have waited."""
         ended: list[SupplyCommand] = []
         if self.group.lead != self.group.me:
-            # Whoever claimed them now claims of the new leader. Should we lead again before they are over, what they
-            # were granted nobody would make.
+            # Their claimants now claim from the new leader. Kept until we lead again, they would be granted
+            # microbatches that no member computes.
             ended = [self._answer(source, []) for source in self.open_claims]
         if self._claims:
             self._serves_at_s = now_s
@@ -336,7 +324,7 @@ class Supply:
         made = indices_from(indices, count=count)
         taken = made | indices_from(granted, count=count)
         self.book.take(step, taken)
-        if step >= self.book.version:  # whoever leads next goes on from this
+        if step >= self.book.version:  # the next leader continues from this
             had = self._had.setdefault(step, Counter())
             had[source] = max(had[source], taken.bit_count())
         for microbatch, out in list(self._out.items()):
@@ -344,7 +332,6 @@ class Supply:
                 self._made(microbatch, now_s)
 
     def _made(self, microbatch: Microbatch, now_s: float) -> None:
-        """Whoever it was granted to has contributed it."""
         granted = self._out.pop(microbatch, None)
         if granted is not None:
             self._made_s[granted.peer] = now_s
@@ -356,11 +343,11 @@ class Supply:
             self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
 
     def _lost(self, peer: PeerID, now_s: float) -> list[SupplyCommand]:
-        """How fast it is, should it come back, we still know."""
+        """Forget the work of a lost member, but not its pace, in case it comes back."""
         self._out = {m: granted for m, granted in self._out.items() if granted.peer != peer}
         for had in self._had.values():
-            had.pop(peer, None)  # others run it again; should the member come back, it has its share before it
-        # What would be granted to a claim that it has left open, nobody would make, and nobody would know.
+            had.pop(peer, None)  # others run it again; should the member come back, its share is whole again
+        # A grant to a claim that it has left open would be lost unnoticed.
         answers: list[SupplyCommand] = [self._answer(peer, [])] if peer in self._claims else []
         if self.book.version < self.book.steps:
             return answers
@@ -383,7 +370,7 @@ class Supply:
         window = self.demand.window
         if self._stopped or window is None or not self.group.ready:
             return 0
-        # More than fits, so that the next is here when a place falls free: as many as do while a claim is on its way.
+        # Ask for more than fits: also for the places that will fall free while the claim is on its way.
         ahead = 1 + min(window.size, math.ceil(window.rate_per_s * min(self._answers_s, default=0.0)))
         return self.demand.room + ahead - self.demand.num_waiting
 
@@ -401,8 +388,7 @@ class Supply:
         self._asked, self._claims_at_s = None, now_s
         self._answers_s.append(now_s - asked.since_s)
         commands: list[SupplyCommand] = [RunAhead(grant.steps_ahead, grant.gain)]
-        # If the leader has changed meanwhile, our Progress, which names the new one, did not claim these: it will
-        # grant them again.
+        # If the leader has changed meanwhile, our Progress to the new one did not claim these: it grants them again.
         for step, index in grant.items if leader == self.group.lead else ():
             if index >= 0:
                 self.book.take(step, 1 << index)  # we may lead next, and our Progress goes to others
@@ -421,14 +407,14 @@ class Supply:
         first = -self.book.validation_microbatches if validates else 0
         for step, index in items:
             if not (0 <= step <= self.book.steps and first <= index < self.book.microbatches):
-                raise RemoteError(leader, f"grants microbatch ({step}, {index}), which this run has not")
+                raise RemoteError(leader, f"grants microbatch ({step}, {index}), which this run does not have")
 
     # --- the leader ---
 
     def _open_claim(self, source: PeerID, count: int, call: int, now_s: float) -> list[SupplyCommand]:
         if not self.group.is_lead or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
-        # Of one member's claims only the last counts: it does not wait for the answers to those before.
+        # Only a member's last claim counts: it does not wait for the answers to earlier ones.
         superseded: list[SupplyCommand] = [self._answer(source, [])] if source in self._claims else []
         self._claims[source] = _OpenClaim(count, call, now_s + PATIENCE_S)
         self._serves_at_s = now_s
@@ -442,10 +428,8 @@ class Supply:
         return Answer(claim.call, Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain))
 
     def _serve(self, now_s: float) -> list[SupplyCommand]:
-        """Grant every open claim what is due to its claimant. What is left then, the next claims get.
-
-        Whoever is not ready waits: it is not known here, or has been lost since it asked.
-        """
+        """Grant every open claim what is due to its claimant; the rest goes to the next claims. A claimant that is not
+        ready waits: it is unknown here, or was lost after it asked."""
         if not self.group.is_lead:
             return []
         commands: list[SupplyCommand] = []
@@ -460,7 +444,7 @@ class Supply:
             due: dict[int, int] | None = None
             due_to_validate: int | None = None
             if source not in shares:
-                # The whole step would wait for what it holds: now and then one, to see whether it has recovered.
+                # The whole step would wait for it. Give it one now and then, to see whether it has recovered.
                 most = 1 if self._pace.is_due(source, now_s) else 0
             elif now_s < claim.until_s:
                 due = self._due(source, shares[source], everyone)
@@ -479,7 +463,7 @@ class Supply:
         return commands
 
     def _shares(self, everyone: Sequence[PeerID], now_s: float) -> dict[PeerID, float]:
-        """The share of each member that takes traffic and keeps pace, among those who do. Who drains makes no more."""
+        """Return the shares of the members that take traffic and keep pace. A draining member computes nothing more."""
         able = {self.group.me, *self.group.open_mates, *self._claims}
         shares = {
             peer: max(self.group.share_of(peer), _SHARE_MIN)
@@ -490,8 +474,8 @@ class Supply:
         return {peer: share / total for peer, share in shares.items()}
 
     def _due(self, source: PeerID, share: float, everyone: Sequence[PeerID]) -> dict[int, int]:
-        """How many microbatches of each open step may be granted to a member of that share. One that has become slow
-        gets no more of a step than it makes while the others make the rest of that step."""
+        """Return how many microbatches of each open step may be granted to a member of that share. A member that has
+        become slow gets no more of a step than it computes while the others compute the rest."""
         control = self.demand.control
         last = self.book.version + (control.steps_ahead if control is not None else math.inf)
         held: dict[int, Counter[PeerID]] = {step: Counter(dict.fromkeys(everyone, 0)) for step in self.book.left}
@@ -505,11 +489,11 @@ class Supply:
             in_time = self._turns.most(source, held[step], left=left) - holds
             due[step] = max(0, min(max(its_own, of_others), in_time))
             if due[step] < left and step >= last:
-                break  # The next one cannot begin yet: it would only be in the way of what is left of this one.
+                break  # The next step cannot begin yet: it would only delay the rest of this one.
         return due
 
     def _its_own(self, share: float) -> int:
-        """How many microbatches of a step a member of that share may make, whatever the others do."""
+        """Return how many microbatches of a step a member of that share may compute, whatever the others do."""
         of_plan = share * self.book.microbatches
         return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 
@@ -525,37 +509,35 @@ class Supply:
         for granted in self._out.values():
             if granted.peer == peer and granted.at_s < since_s:
                 since_s = granted.at_s
-        # Who has made something since is not stuck: what it waits for is at a slow replica further on.
+        # A member that has contributed since is not stuck: it waits for a slow replica further on.
         since_s = max(since_s, self._made_s.get(peer, 0.0), self._flows_s or 0.0)
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[SupplyCommand]:
-        """A member pauses or lags and will not make it: it runs here, as a repair does."""
+        """Run a microbatch here, as a repair, that a member hands back because it pauses or lags."""
         if not self.group.is_lead or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         self._out.pop(microbatch, None)
         return [Make(microbatch, begun)]
 
-    # --- what runs again ---
+    # --- repairs ---
 
     def _repair(self, source: PeerID, step: int, bitmap: bytes, now_s: float) -> list[SupplyCommand]:
         self._check_holder(source)
         if not 0 <= step < self.book.steps:
-            raise RemoteError(source, f"wants step {step} again, which this run has not")
+            raise RemoteError(source, f"wants step {step} again, which this run does not have")
         count = self.book.microbatches
         asked = indices_from(bitmap, count=count)
-        # What is not back at stage 0 yet is on its way, and will come by where it is missed.
+        # What is not back at stage 0 yet is still on its way to the stage that lacks it.
         passed = [index for index in range(count) if asked >> index & 1 and not self.group.lacks(step, index)]
         may_run = self._count_repairs(source, len(passed), now_s)
         return self._run_again(step, sum(1 << index for index in passed[:may_run]), now_s)
 
     def _count_repairs(self, source: PeerID, asked: int, now_s: float) -> int:
-        """Count what is to run again by the word of `source`; nobody but its stage knows whether it is lost.
+        """Count repairs for `source`; only its own stage knows whether they are needed.
 
-        Returns: how many of `asked` microbatches may run again now; what is left the sender asks for again. All of them
-            now and then while the run stands still.
-        Raises: Refused: none.
-        """
+        Returns: how many of `asked` may run now; the sender asks again for the rest. All, now and then, if the run
+        stands still. Raises: Refused: none may."""
         seen = self._reached_s
         step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else _STEP_S
         each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE
@@ -564,16 +546,15 @@ class Supply:
         until_s = self._repaired_until_s.get(source, now_s)
         may_run = min(asked, math.floor((now_s + at_once_s - until_s) / each_s + 1e-6))
         if asked and may_run <= 0 and now_s >= max(seen[-1] if seen else 0.0, self._spared_s) + _STILL_STEPS * step_s:
-            self._spared_s = now_s  # once in that time, whoever asks
+            self._spared_s = now_s  # once in that time, for all askers together
             return asked
         if asked and may_run <= 0:
-            raise Refused(self.group.me, "has had so much run again for the sender of late that nothing more does now")
+            raise Refused(self.group.me, "has used up the sender's share of repairs for now")
         self._repaired_until_s[source] = until_s + may_run * each_s
         return may_run
 
     def _run_again(self, step: int, indices: Indices, now_s: float) -> list[SupplyCommand]:
-        """Every open member runs its part at once. The leader alone would take as long as a dead replica has for its
-        part of a step."""
+        """Share the microbatches among all open members: the leader alone would take too long."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[SupplyCommand] = []
@@ -581,12 +562,11 @@ class Supply:
             if peer == self.group.me:
                 commands += [Make(microbatch, True) for microbatch in part]
             else:
-                # Before the member says so itself: if it dies with them they are known to be lost.
+                # Noted before the member says so itself: if it dies with them they are known to be lost.
                 commands += [*self._give(peer, part, now_s), HandOut(peer, tuple(part))]
         return commands
 
     def _shared(self, again: Sequence[Microbatch], now_s: float) -> dict[PeerID, list[Microbatch]]:
-        """By shares, among those who keep pace."""
         everyone = (self.group.me, *self.group.open_mates)
         able = [peer for peer in everyone if self._keeps_pace(peer, everyone, now_s)] or [self.group.me]
         shares = {peer: max(self.group.share_of(peer), _SHARE_MIN) for peer in able}
@@ -598,10 +578,10 @@ class Supply:
 
     def _take_part(self, source: PeerID, items: Sequence[tuple[int, int]]) -> list[SupplyCommand]:
         if source != self.group.lead or self._stopped or not self.group.ready:
-            raise Refused(self.group.me, "makes nothing for the sender")
+            raise Refused(self.group.me, "takes no repairs from the sender")
         self._check(source, items)
         if any(step > self.book.version + self.book.s_max + _STEPS_APART for step, _ in items):
-            raise Refused(self.group.me, "is not as far as that")
+            raise Refused(self.group.me, "has not reached that step")
         for step, index in items:
             self.book.take(step, 1 << index)
         return [Make(Microbatch(step, index), True) for step, index in items]
@@ -609,24 +589,24 @@ class Supply:
     # --- halts ---
 
     def _check_holder(self, source: PeerID) -> None:
-        """Raises: Refused: we do not lead stage 0, or the plan gives the sender nothing to hold."""
+        """Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers."""
         if not self.group.is_lead:
             raise Refused(self.group.me, "does not lead stage 0")
         if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):
             raise Refused(self.group.me, "does not know the sender as a holder")
 
     def _halt(self, source: PeerID, at_once: bool, call: int, now_s: float) -> list[SupplyCommand]:
-        """Raises: Refused: as `_check_holder`, or the sender has been waited for and is still here."""
+        """Raises: Refused: see `_check_holder`; or the sender has used up its halt and is still here."""
         self._check_holder(source)
         halt = self._halts.setdefault(source, _Halt(ends_s=now_s + HALTED_S_MAX))
         if now_s >= halt.ends_s:
-            why = f"has stood still for the sender for {HALTED_S_MAX:.0f} s, and does so again once it has been away"
+            why = f"has halted for the sender for {HALTED_S_MAX:.0f} s, and halts again only once it has been away"
             raise Refused(self.group.me, why)
         halt.until_s = min(now_s + HALT_S, halt.ends_s)
         return [Answer(call, Halted(version=self.book.halt(at_once=at_once)))]
 
     def _end_halts(self, now_s: float) -> list[SupplyCommand]:
-        """The peer that leaves asks again and again, so a halt ends soon after that peer has gone."""
+        """End the halts that were not renewed: a leaving peer renews its halt until it has gone."""
         for halt in self._halts.values():
             if halt.until_s <= now_s:
                 halt.until_s = -math.inf
@@ -645,9 +625,9 @@ class Supply:
         if not self.group.has_place(source):
             raise Refused(self.group.me, "does not know the sender as a member of stage 0")
         if not 0 <= result.index < self.book.validation_microbatches or not 0 <= result.step <= self.book.steps:
-            raise RemoteError(source, "reports a validation microbatch that this run has not")
+            raise RemoteError(source, "reports a validation microbatch that this run does not have")
         if result.step > self.book.version + OPEN_STEPS_MAX:
-            raise Refused(self.group.me, "is not as far as that")
+            raise Refused(self.group.me, "has not reached that step")
         return self._record(result)
 
     def _record(self, result: ValidationResult) -> list[SupplyCommand]:

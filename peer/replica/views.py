@@ -1,4 +1,4 @@
-"""What others may read of the parts of a replica's core. Nobody but `core.py` and `member.py` hands them an event."""
+"""Read-only views of the parts of a replica's core. Only `core.py` and `member.py` give them events."""
 
 from typing import Protocol
 
@@ -76,7 +76,7 @@ class GroupView(Protocol):
 
 
 class PipelineView(Protocol):
-    """What is in flight at one replica; `Schedule` documents it."""
+    """The microbatches in flight at one replica; `Schedule` documents it."""
 
     stage: int
     version: int
@@ -110,7 +110,7 @@ class PipelineView(Protocol):
 
 
 class SupplyView(Protocol):
-    """Who makes what; `Supply` documents it."""
+    """The supply of microbatches at stage 0; `Supply` documents it."""
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]: ...

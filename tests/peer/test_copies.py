@@ -334,7 +334,7 @@ def test_a_stranger_and_other_layers_are_refused(tiny_spec: RunSpec) -> None:
     async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
         a, d = peers["a"], peers["d"]
         assert a.state is not None
-        with pytest.raises(Refused, match="other layers"):
+        with pytest.raises(Refused, match="layers that it does not hold"):
             await a.endpoint.ask(d.name, Keep(version=VERSION, layers=("head",)), Done)
         plans.append(plan_of([[peers["b"].name], [d.name]], []))
         with pytest.raises(Refused, match="does not know the sender"):

@@ -39,10 +39,10 @@ def test_a_processor_that_flushes_small_numbers_to_zero_is_found(optimizer):
 def test_where_the_card_steps_otherwise_the_processor_steps(monkeypatch, caplog):
     monkeypatch.setattr(known_answers, "answer", lambda name, where: "other" if where == CARD else KNOWN[name])
     assert steps_on("adamw", CARD) == CPU
-    assert "meta steps (adamw) otherwise" in caplog.text
+    assert "optimizer steps on meta (adamw) differ" in caplog.text
 
 
 def test_where_neither_steps_as_others_the_peer_says_so_and_ends(monkeypatch):
     monkeypatch.setattr(known_answers, "answer", lambda name, where: "other")
-    with pytest.raises(ShoalError, match=r"^this machine's steps \(adamw\)"):
+    with pytest.raises(ShoalError, match=r"^this machine's optimizer steps \(adamw\)"):
         steps_on("adamw", CARD)

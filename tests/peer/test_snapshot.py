@@ -297,7 +297,7 @@ def test_if_all_are_damaged_the_newest_is_named(disk: SimDisk) -> None:
     paths = [write(disk, version) for version in (1, 2)]
     for path in paths:
         disk.rot(path / "head.safetensors")
-    with pytest.raises(LocalError, match=rf"no sound snapshot .*{paths[1].name} is damaged: head\.safetensors"):
+    with pytest.raises(LocalError, match=rf"no undamaged snapshot .*{paths[1].name} is damaged: head\.safetensors"):
         read_newest(disk, FOLDER)
 
 

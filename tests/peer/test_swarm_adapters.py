@@ -288,7 +288,7 @@ def test_who_has_another_model_is_not_believed(
     swarm = swarm_of(make_swarm, spec, [["a"], ["b"]], models=models, steps=2)
     alone = [step.loss for step in train(spec, swarm.corpus, steps=2, base=base_of(spec))]
     assert swarm.losses == pytest.approx(alone, abs=1e-5)
-    assert "this machine's copy of the model is not the run's" in caplog.text
+    assert "differs between this machine's copy of the model and the run's" in caplog.text
 
 
 @pytest.mark.sim

@@ -51,7 +51,7 @@ def test_what_was_fetched_ahead_is_what_its_holders_have(caplog):
     assert flaws_of(run, result) == []
     said = [record.getMessage() for record in caplog.records]
     assert result.divisions > 0
-    assert sum("are here already" in line for line in said) > 0
+    assert sum("of them fetched ahead" in line for line in said) > 0
     assert not [line for line in said if "is not what its holders have" in line or "cannot keep up" in line]
 
 
