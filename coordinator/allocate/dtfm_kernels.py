@@ -126,7 +126,8 @@ def _row(x, k, share, sums):
 
 @njit(cache=True)
 def _replaced(x, k, c, leaves, comes, share, old, sums):
-    """Update as `_row` would when device `comes` replaces `leaves` at column c, from the `old` sums. Neither is a hole."""
+    """Update as `_row` would when device `comes` replaces `leaves` at column c, from the `old` sums. Neither is a
+    hole."""
     total, full = 0.0, _full(x, k)
     for m in range(x.shape[1]):
         e = x[k, m]

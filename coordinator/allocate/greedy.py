@@ -163,7 +163,7 @@ def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPee
             index,
             stage.first_layer,
             stage.last_layer,
-            # A stage-0 holder whose text turned out to be different cannot serve stage 0 any more.
+            # A stage-0 holder with a different text cannot serve stage 0 any more.
             [peer for p in stage.peers if (peer := by_id.get(p)) and (index > 0 or peer.has_data)],
         )
         for index, stage in enumerate(previous.stages)

@@ -1,8 +1,8 @@
 """Large swarms are clustered, solved and refined. A swarm of clusters is again a swarm, of fewer and larger units.
 
-Devices that are near each other and alike become one unit of a coarse topology: their speeds and cards add up, the path
-between two units is that between two of their devices, and the unit's memory is the smallest. The search runs on about
-a hundred units, then from that result on eight times as many, and last on the devices themselves if there are not too
+Devices that are near each other and alike become one unit of a coarse topology: their speeds and cards add up, two
+units have a path for each pair of their devices, and the unit's memory is the smallest. The search runs on about a
+hundred units, then from that result on eight times as many, and last on the devices themselves if they are not too
 many.
 """
 

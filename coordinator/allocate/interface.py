@@ -41,7 +41,7 @@ class MeasuredPeer:
     failure_probability: float = 0.0
     """The probability of loss without a good-bye within `failure_records.HORIZON_S`."""
     synced_stage: int | None = None
-    """The stage whose state it holds."""
+    """The stage of the state that it holds."""
     homes: tuple[int, ...] = ()
     """The stages where it would start sooner than elsewhere: it holds their state, held it last, or has it on disk."""
 
