@@ -81,7 +81,7 @@ class _Mending:
         raise NoLayout(f"nobody is left who could hold stage {k}")
 
     def with_a_spare(self) -> Iterator[Placement]:
-        """Yield candidates, the most promising first: each has one more spare in the poorest stage that it fits into."""
+        """Yield candidates, the most promising first: each adds one spare to the poorest stage that it fits into."""
         for spare in sorted(self._spares(), key=lambda d: (-self._topology.flop_per_s[d], d)):
             open_to = [k for k in range(len(self.stages)) if self._fits(spare, k)]
             if open_to and spare in self._spares():
@@ -105,7 +105,7 @@ class _Mending:
         return enough and (k > 0 or bool(self._topology.may_feed[device])) and self._reaches(device, k)
 
     def _reaches(self, device: int, k: int) -> bool:
-        """True if `device` has paths both ways to each member of stage k and to one member of each neighbouring stage."""
+        """True if `device` has paths both ways to each member of stage k and to a member of each neighbouring stage."""
         rate = self._topology.bytes_per_s
         meets = (rate[device] > 0.0) & (rate[:, device] > 0.0)
         near = [self.stages[n] for n in (k - 1, k + 1) if 0 <= n < len(self.stages) and self.stages[n]]

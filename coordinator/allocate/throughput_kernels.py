@@ -510,7 +510,7 @@ def _paced(P, S, flow_s, issue_s, uneven, ahead):
 
 @_inner
 def _reduce_s(P, S, k, flow_s):
-    """Return the seconds of the reduction on the card rate that activations leave; they leave all if `flow_s` is inf."""
+    """Return the seconds of the reduction on the card rate that activations leave: all of it if `flow_s` is inf."""
     first, last = S.bounds[k], S.bounds[k + 1]
     gradient = P.costs[GRADIENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
     seconds = S.times[PATH_UNIT, k] * gradient
