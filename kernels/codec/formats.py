@@ -16,8 +16,7 @@ SCALE_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Args: bits: of a number's code. is_rotated: True if a Hadamard matrix multiplies each tile before rounding, to
-    spread outliers over the tile."""
+    """How many bits a number takes, and how it is rounded."""
 
     bits: int
     is_rotated: bool
