@@ -78,8 +78,8 @@ FIRST_HORIZON_S = 3600.0
 """A run whose members must fetch frozen weights first begins with the layout that makes the most steps within this
 time, fetching included."""
 BASE_TIMES = 3.0
-"""The factor on the line-limited time of fetching those weights, since at first only one peer has them. (16 homes: 128
-s by the lines for a third of 4.8 GB took 456 s; for all of it, after 850 s of 384 s no other peer had it.)"""
+"""The factor on the line-limited time of fetching those weights, since at first only one peer has them. (16 homes: a
+third of 4.8 GB took 456 s, 128 s by the lines; all of it, 384 s by the lines, was not there after 850 s.)"""
 
 
 REPLACED_COST = 0.01

@@ -1,4 +1,5 @@
-"""`shoal simulate` says what a swarm would give, or whether it survives. Heavy imports wait until they are needed."""
+"""`shoal simulate` predicts the pace of a swarm, or tests whether it survives faults. Heavy imports wait until
+needed."""
 
 import contextlib
 import logging
@@ -209,8 +210,8 @@ def _compare(
 
 
 def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Strategy]", options: "Options") -> None:
-    """What our rule foresees without a search, before anything has run: a second, where a first search takes half a
-    minute and a simulation more. Only where our own layout is among what is simulated, and nobody comes or goes."""
+    """Print what our rule estimates without a search: it takes a second, a first search half a minute. Only if our own
+    layout is simulated, without churn."""
     from shoal.deploy.simulate.strategies import at_once
     from shoal.deploy.simulate.table import arithmetic_cells
     from shoal.deploy.words import counted

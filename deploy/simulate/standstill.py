@@ -1,7 +1,7 @@
-"""Says why a simulated run has committed nothing, or nothing more: the first reason that applies, in a sentence. Pure.
+"""Explain why a simulated run has committed nothing, or nothing more: the first reason that applies, in a sentence.
+Pure.
 
-What is looked at is what anybody could see from outside: who is there, what the last plan says, and what the planner
-foresees for it. Nothing of a node's inside is read.
+Only facts visible from outside are used: the present devices, the last plan, and the planner's estimate for it.
 """
 
 import math
@@ -19,24 +19,24 @@ from shoal.protocol.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The facts that are known when a run ends. Devices are indexes of the topology."""
+    """The facts known at the end of a run. Devices are indexes of the topology."""
 
     topology: Topology
     spec: RunSpec
     plan: Plan | None
-    """The last plan that anybody obeyed."""
+    """The last plan that any node obeyed."""
     devices: Mapping[PeerID, int]
     present: Collection[int]
     """The devices that are up."""
     left_at_s: Mapping[int, float]
-    """When a device was last removed."""
+    """Device -> time of its last removal."""
     ended_at_s: float
     last_step_at_s: float | None
-    """When the last step was committed; None: none was."""
+    """The time of the last commit; None: there was none."""
 
 
 def why_no_step(seen: Seen) -> str:
-    """One sentence, without a full stop; what came of the run is not in it."""
+    """Return the reason as one sentence without a full stop; it does not repeat the run's results."""
     present, names = set(seen.present), seen.topology.names
     if not present:
         return "nobody was there any more"
@@ -71,7 +71,7 @@ def _why_no_plan(seen: Seen, present: set[int]) -> str:
 
 
 def _majority(seen: Seen, planned: set[int], present: set[int]) -> str:
-    """A new plan needs the votes of more than half of the last one's members."""
+    """Return a clause if too few members of the last plan are present to vote for a new one."""
     alive = len(planned & present)
     if 2 * alive > len(planned):
         return ""
@@ -82,7 +82,7 @@ def _majority(seen: Seen, planned: set[int], present: set[int]) -> str:
 
 
 def _cost(seen: Seen) -> float | None:
-    """Seconds a step of the last plan, as foreseen; None: the planner finds it impossible."""
+    """Return the estimated seconds of a step of the last plan; None: the planner finds it impossible."""
     assert seen.plan is not None
     stages = seen.plan.stages
     placement = Placement(
