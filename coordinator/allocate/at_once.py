@@ -22,10 +22,8 @@ _GAIN_MIN = 1e-3
 """A device that shortens a step by less stays out: it costs a copy of the state, and it may leave."""
 _HELD = (2.0, 8.0, 24.0)
 _CHAINS = 8
-"""The number of devices that are tried as the first of a chain."""
 _EVALUATIONS = 16_000
-"""The limit on evaluations times devices: 1,000 evaluations of 1 to 3 ms for 16 devices. More devices get fewer
-evaluations, since each takes longer."""
+"""The limit on evaluations times devices: 1,000 evaluations of 1 to 3 ms for 16 devices."""
 
 
 def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
@@ -54,9 +52,9 @@ def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | No
 def joins(
     topology: Topology, workload: Workload, placement: Placement, device: int, *, may_add_stage: bool = True
 ) -> Iterator[Placement]:
-    """Yield every placement with `device` as one more member of a stage, then as one more stage. The model is cut anew
-    for the speed and memory of the stages; where only a member joins, the present cut is tried, too. Some placements
-    may be infeasible."""
+    """Yield every placement with `device` as one more member of a stage, then as one more stage. Bounds fit the stages'
+    speed and memory; where only a member joins, the present bounds are tried, too. Some placements may be infeasible.
+    """
     stages = placement.stages
     for k, stage in enumerate(stages):
         joined = (*stages[:k], tuple(sorted((*stage, device))), *stages[k + 1 :])
@@ -70,8 +68,7 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return one cut for each number of held microbatches in `_HELD`, since the number that a member holds depends on
-    the cut."""
+    """Return one cut for each number of held microbatches in `_HELD`, since that number depends on the cut."""
     found = (cut(topology, workload, stages, held=held) for held in _HELD)
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 
@@ -110,8 +107,7 @@ def cut(
 
 def _resident_to(workload: Workload, members: int) -> Floats:
     """Return float64 [L + 1]: entry i is the bytes that layers 0 to i - 1 take on one member of a stage of `members`
-    members. Layers a to b - 1 take entry b less entry a; the stage's workspace, the same for any layers, is not
-    included."""
+    members, without the stage's workspace. Layers a to b - 1 take entry b less entry a."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 
@@ -119,9 +115,9 @@ def _resident_to(workload: Workload, members: int) -> Floats:
 def one_a_stage(
     topology: Topology, workload: Workload, objective: ThroughputObjective, num_stages: int | None
 ) -> tuple[Placement, Cost]:
-    """Make a placement with one device a stage, on the fewest devices that hold the model at a finite cost. The fastest
-    devices and those with the most memory are tried; where some devices have no path to others, chains of devices with
-    paths are tried, too."""
+    """Make a placement with one device a stage, on the fewest devices that hold the model. The fastest devices and
+    those with the most memory are tried; where some devices have no path to others, chains with paths are tried, too.
+    """
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
     rows = (
         _fastest_first(topology, range(topology.num_devices)),

@@ -40,21 +40,18 @@ from shoal.protocol.plan import Plan, Stage
 from shoal.protocol.topology import Floats, Topology
 
 AGREED_S = 1.0
-"""The seconds that a change of layout costs for coordination alone: one plan ends the old layout and another begins the
-new one, and each is reported, made and voted for. With heartbeats of 2 s this was 0.7 s beyond a step
-(`coordinator/MEASURED.md`)."""
+"""The seconds that a change of layout costs for coordination alone: a plan ends the old layout, another begins the new
+one. With heartbeats of 2 s it was 0.7 s beyond a step (`coordinator/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
-"""A peer keeps up with the gradients of as many fetched layers as travel in this part of a step; the others are fetched
-during the halt (`peer/MEASURED.md`)."""
+"""A peer keeps up with the gradients of the fetched layers that travel in this part of a step (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
 """The least part of a line that state fetched ahead gets while training uses the line all the time. A holder waits for
 a moment in which its line is quiet, but no more than four times as long as the transfer itself takes
 (`peer/handoff/server.py`). Steps that are bound by their lines are therefore estimated to be 20 % slower meanwhile (17
 % measured in two-universities), others no slower (1 to 3 % measured, `peer/MEASURED.md`)."""
 FROM_ONE_TIMES = 1.6
-"""The factor on the upload time of state that has one holder and several peers that lack it. Parts that one of them is
-slow to pass on are fetched from the holder again, and the last peer has only its own path (measured once: 148 s for 90
-s, `coordinator/MEASURED.md`)."""
+"""The factor on the upload time of state with one holder and several peers that lack it: parts that one of them is slow
+to pass on are fetched again (measured once: 148 s for 90 s, `coordinator/MEASURED.md`)."""
 WORTH_MIN = 0.05
 """The least expected gain in tokens/s (`expected_gain`) for which state is fetched."""
 
@@ -71,8 +68,7 @@ class Change:
     worth: float
     """The gain to expect after shrinking for forecast errors (`expected_gain`)."""
     drain_s: float
-    """Seconds in which the pipeline drains and fills: the round trip of a microbatch and the commit in each layout,
-    without load, plus `AGREED_S` for the votes."""
+    """Seconds of draining and filling: a round trip and a commit in each layout, without load, plus `AGREED_S`."""
     travel_s: float
     """Seconds of travel if the run halts for all of it."""
     ahead_s: float
@@ -96,8 +92,7 @@ class Change:
         return self.travel_s <= self._fetched_ahead_s(self.ahead_s if ahead_s is None else ahead_s)
 
     def pays(self, horizon_s: float) -> bool:
-        """True if the expected gain is at least `WORTH_MIN` and the change does more work within `horizon_s` than no
-        change."""
+        """True if the expected gain is at least `WORTH_MIN` and pays for the change within `horizon_s`."""
         return self.worth >= WORTH_MIN and self.work(horizon_s) > horizon_s
 
     def work(self, horizon_s: float) -> float:
@@ -163,8 +158,7 @@ def worth_its_standstill(snapshot: Snapshot, topology: Topology, current: Placem
 
 
 def following_change(snapshot: Snapshot, live: Plan, following: Sequence[Stage]) -> Change | None:
-    """Return the change from a live plan's stages to the `following` ones; None if a stage has no known peer or a
-    layout is infeasible."""
+    """Return the change to the `following` stages; None if a stage has no known peer or a layout is infeasible."""
     current, found = (placement_of(stages, snapshot.peers) for stages in (live.stages, following))
     if not all(current.stages) or not all(found.stages):
         return None
@@ -185,9 +179,8 @@ def lacking_bytes(workload: Workload, live: Plan, following: Sequence[Stage]) ->
 
 
 def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
-    """Return the relative gain in tokens/s by the foreseen step time. `Cost.seconds`, which a search minimises, errs
-    differently for different numbers of stages (`cost/foresight.py`). -1 if `found` is infeasible; infinite if only
-    `live` is."""
+    """Return the relative gain in tokens/s by the foreseen step time; -1 if `found` is infeasible, infinite if only
+    `live` is. `Cost.seconds` would err differently for different numbers of stages (`cost/foresight.py`)."""
     if not math.isfinite(found.seconds):
         return -1.0
     if not math.isfinite(live.seconds):
@@ -282,8 +275,8 @@ def _leave_s(
 
 
 def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:
-    """Return the part of `travel_s` that is left for the halt: one step's gradient for layers that were fetched ahead,
-    and the other layers whole."""
+    """Return the part of `travel_s` that is left for the halt: one step's gradient of fetched layers, and other
+    layers."""
     part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * travel_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0

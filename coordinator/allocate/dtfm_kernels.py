@@ -126,8 +126,7 @@ def _row(x, k, share, sums):
 
 @njit(cache=True)
 def _replaced(x, k, c, leaves, comes, share, old, sums):
-    """Update as `_row` would when device `comes` replaces `leaves` at column c, from the `old` sums. Neither is a
-    hole."""
+    """Update as `_row` when device `comes` replaces `leaves` at column c, from the `old` sums. Neither is a hole."""
     total, full = 0.0, _full(x, k)
     for m in range(x.shape[1]):
         e = x[k, m]
@@ -160,7 +159,6 @@ def _refresh(s, links):
 
 @njit(cache=True)
 def _energy(s, devices, smooth):
-    """Return the objective, blended with its smooth form."""
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(len(s.row_worst)):
         dp = max(dp, s.row_worst[k])
@@ -228,8 +226,7 @@ def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
 
 @njit(cache=True)
 def _keep(s, kept):
-    """Save all totals. These are loops, since numba's slice assignments cost more than copying the few numbers of a
-    stage."""
+    """Save all totals by loops: numba's slice assignments cost more than copying so few numbers."""
     for k in range(len(s.row_worst)):
         kept[0, k], kept[1, k] = s.row_worst[k], s.row_square[k]
     for k in range(len(s.edge_worst)):
@@ -246,7 +243,6 @@ def _give_back(s, kept):
 
 @njit(cache=True)
 def _cross(s, links, k, c, m, smooth, bound):
-    """Exchange all stages below stage k between the columns c and m."""
     x, K = s.x, len(s.x)
     worst, mean = s.edge_worst[k], s.edge_mean[k]
     x[k + 1, c], x[k + 1, m] = x[k + 1, m], x[k + 1, c]
@@ -265,7 +261,6 @@ def _cross(s, links, k, c, m, smooth, bound):
 
 @njit(cache=True)
 def _turn(s, links, i, j, smooth, bound):
-    """Reverse the stages i..j, i < j."""
     x, (K, R) = s.x, s.x.shape
     before, after = max(i - 1, 0), min(j, K - 2)
     kept = (s.edge_worst[before], s.edge_mean[before], s.edge_worst[after], s.edge_mean[after])

@@ -1,5 +1,4 @@
-"""The DT-FM objective as an `Evaluator`, and its planner. Stages have equal sizes, their order is exact, and every
-device is placed."""
+"""The DT-FM objective as an `Evaluator`, and its planner: equal stages, exact order, and no spares."""
 
 from collections.abc import Sequence
 from random import Random
@@ -19,9 +18,8 @@ NO_PATH_S = 1e9
 """Stands for infinity, since sums that contain it can be subtracted again."""
 _SHARE = 2_000_000
 _SHARE_PER_PAIR = 1_000
-"""The work of one local search is `_SHARE` plus `_SHARE_PER_PAIR` times N^2: 6 million at 64 devices, 12 million at
-100. There, a third of it finds layouts 2 % worse in the same time, and three times as much leaves a one-second search
-too few individuals."""
+"""The work of one local search: `_SHARE` plus `_SHARE_PER_PAIR` times N^2. At 100 devices (12 million), a third of it
+finds layouts 2 % worse in the same time; three times as much leaves a one-second search too few individuals."""
 _KERNEL_UNITS = 2
 """The kernel's own units in one unit of `evolution.WORK_PER_SECOND`: the kernel does more than 200 million a second."""
 _POLISH = 8
@@ -79,8 +77,7 @@ class DtfmEvaluator:
         return assignment[order]
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Fill the stages that are too small with homeless devices and with devices drawn from stages that are too
-        large."""
+        """Fill too small stages with homeless devices and with random devices of too large stages."""
         rng, K = Random(seed), self.num_stages
         result = assignment.copy()
         floor, extra = divmod(self.num_devices, K)
@@ -191,8 +188,7 @@ def plan_dtfm(
 
 
 def even(stages: tuple[tuple[int, ...], ...], num_layers: int) -> Placement:
-    """Return a placement with layers dealt as evenly as possible; one layer a stage if the workload has fewer layers
-    than stages."""
+    """Return a placement with layers dealt evenly, at least one for each stage."""
     K = len(stages)
     layers = max(num_layers, K)
     return Placement(stages=stages, bounds=tuple(layers * k // K for k in range(K + 1)))

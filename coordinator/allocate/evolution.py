@@ -19,8 +19,7 @@ from typing import Protocol
 from shoal.coordinator.allocate.genome import Assignment, align, crossover, key, mutate
 
 WORK_PER_SECOND = 100_000_000
-"""Kernels do more units than this in a second on one core of the machines we measured (MEASURED.md), so a budget of S
-seconds takes at most S."""
+"""Kernels do more units in a second of one core (MEASURED.md), so a budget of S seconds takes at most S."""
 POPULATION = 8
 """The number of individuals that the search keeps. A smaller population lacks alternatives for the crossover; a larger
 one leaves each individual too little of a one-second search."""
@@ -30,8 +29,7 @@ _CHILD_WORK_PER_DEVICE = 200
 _MUTANTS = 0.35
 """The share of children with one parent and a mutation; the others have two parents."""
 _WARM_HEAT = 0.5
-"""The heat of a child's local search: hot enough to leave the parents' local minimum, cool enough to keep what was
-inherited."""
+"""The heat of a child's local search: it leaves the parents' local minimum, but keeps what was inherited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,6 @@ class Improved:
     assignment: Assignment
     cost: float
     work: int
-    """The units spent."""
 
 
 class Evaluator(Protocol):
@@ -50,11 +47,9 @@ class Evaluator(Protocol):
     num_devices: int
     num_stages: int
     classes: Assignment
-    """int64 [N]. Devices with equal numbers are interchangeable: exchanging them changes no cost. All different is
-    always safe."""
+    """int64 [N]. Devices with equal numbers are interchangeable at no cost. All different is always safe."""
     draws: int
-    """The number of random starts of which the cheapest is improved. More than one pays where the start decides much of
-    the result."""
+    """The number of random starts of which the cheapest is improved; more pay where the start decides much."""
     share: int
     """The useful work for one call of `improve`: about as much as it needs to reach a good local minimum."""
 
@@ -86,8 +81,6 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best assignment of a search."""
-
     assignment: Assignment
     cost: float
     work: int
@@ -117,7 +110,6 @@ class _Population:
         return self.members[0][2] is assignment
 
     def parent(self, rng: random.Random) -> Assignment:
-        """Draw two and return the better one."""
         return self.members[min(rng.randrange(len(self.members)) for _ in range(2))][2]
 
 

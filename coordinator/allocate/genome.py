@@ -52,7 +52,6 @@ def align(first: Assignment, second: Assignment, classes: Assignment, num_stages
 
 
 def _counts(assignment: Assignment, classes: Assignment, num_stages: int, num_classes: int) -> Assignment:
-    """Return int64 [K, classes]: the number of devices of each class in each stage."""
     placed = assignment >= 0
     flat = assignment[placed] * num_classes + classes[placed]
     counts: Assignment = np.bincount(flat, minlength=num_stages * num_classes).reshape(num_stages, num_classes)

@@ -39,7 +39,6 @@ class Slot:
     needed_bytes: float = 0.0
     """The least memory of a holder: the stage's state and one step on it."""
     unreachable: frozenset[Pair] = frozenset()
-    """The pairs of peers that cannot reach each other."""
 
     @property
     def stayers(self) -> list[MeasuredPeer]:
@@ -139,7 +138,6 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
 
 
 def _cut(snapshot: Snapshot, num_stages: int) -> list[Slot]:
-    """Return empty stages for a first plan."""
     bounds = partition(snapshot.layer_costs, num_stages)
     return [_slot(snapshot, num_stages, index, first, last, []) for index, (first, last) in enumerate(pairwise(bounds))]
 
@@ -154,8 +152,7 @@ def _slot(snapshot: Snapshot, num_stages: int, index: int, first: int, last: int
 
 
 def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
-    """Return the stages of `previous` with their live holders, without the holders that must leave because they cannot
-    reach others (`separated`)."""
+    """Return the stages of `previous` with their live holders, without those that `separated` removes."""
     slots = [
         _slot(
             snapshot,
@@ -191,8 +188,7 @@ def may_serve(slots: Sequence[Slot], slot: Slot, peer: MeasuredPeer) -> bool:
 
 
 def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choose) -> tuple[PeerID, ...]:
-    """Give each newcomer to one of the stages that it may serve, empty stages first. Returns: the peers that may serve
-    none, in order."""
+    """Give each newcomer to a stage that it may serve, empty stages first. Returns: the peers that may serve none."""
     waiting = list(newcomers)
     spares: list[PeerID] = []
     while waiting:
@@ -286,7 +282,6 @@ def _reason(
     moved: Sequence[tuple[PeerID, int]],
     unreachable: frozenset[Pair],
 ) -> str:
-    """Return one sentence on the changes of the layout."""
     now = {peer for stage in stages for peer in stage.peers} | set(spares)
     if previous is None:
         return first_reason(len(now), len(stages))

@@ -32,7 +32,6 @@ class Level:
     """The topology of U units. flop_per_s and cards are the sums over a unit's devices, memory is the smallest, and
     latency and paths are those of its first device."""
     weight: Ints
-    """[U], the number of devices in each unit."""
     unit_of: Ints
     """[N], the unit of each device."""
 
@@ -59,8 +58,7 @@ def refine(assignment: Assignment, coarse: Level, fine: Level) -> Assignment:
 
 
 def coarsen(assignment: Assignment, level: Level) -> Assignment:
-    """Return the stages of units from an assignment of devices: each unit goes to the stage of most of its devices, the
-    lowest among equals."""
+    """Return the stages of units: each goes to the stage of most of its devices, the lowest among equals."""
     lowest = int(assignment.min())
     votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)
     np.add.at(votes, (level.unit_of, assignment - lowest), 1)
@@ -69,9 +67,8 @@ def coarsen(assignment: Assignment, level: Level) -> Assignment:
 
 
 def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
-    """Return [N], the neighbourhood of each device. Each leader is the device farthest from all leaders before it
-    (Gonzalez 1985), and every device belongs to the nearest leader. The distance is the seconds of a frame there and
-    back."""
+    """Return [N], the neighbourhood of each device: that of the nearest leader, by the seconds of a frame there and
+    back. Each leader is the device farthest from all leaders before it (Gonzalez 1985)."""
     n = topology.num_devices
     distance = np.full(n, np.inf)
     nearest = np.zeros(n, dtype=np.int64)

@@ -15,8 +15,7 @@ from shoal.protocol.messages import Advert
 from shoal.protocol.plan import Plan
 
 SPEED_MAX = 1e15
-"""The limit on claimed FLOP/s or bytes/s, so that sums stay finite. Measurements by other peers bound the value of a
-claim (`measured`)."""
+"""The limit on claimed FLOP/s or bytes/s, so that sums stay finite. Measurements limit a claim's value (`measured`)."""
 
 HORIZON_S = 600.0
 """The least time that a layout is expected to last: volunteers come and go."""
@@ -76,11 +75,9 @@ class Snapshot:
     network: MeasuredNetwork | None = None
     """The links between `peers`, in their order."""
     unreachable: frozenset[Pair] = frozenset()
-    """The pairs of peers that cannot reach each other: no group contains both, and no microbatch goes from one to the
-    other."""
+    """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
-    """The rate of the live layout by its commits; 0: too few steps. If the figures of devices and links give a lower
-    rate for this layout, they are wrong."""
+    """The rate of the live layout by its commits; 0: too few steps. A lower rate by the devices' figures is wrong."""
     forecast_error: float = FORECAST_ERROR
     """The root mean square of log(seen / promised tokens/s) over the layouts of this run (`calibration`)."""
     forecast_bias: ForecastBias = UNBIASED

@@ -62,21 +62,18 @@ MARGIN = 0.05
 STAY = 0.5
 """A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
-"""A search that moves single peers leaves a stage with at least this many holders, if it had as many. A stage with
-fewer holders takes a newcomer at once, if that slows the step by less than the expected loss of a single holder
-(`alone.py`)."""
+"""A search of single moves leaves a stage this many holders, if it had as many. A stage with fewer takes a newcomer at
+once, if that slows the step by less than the expected loss of a single holder (`alone.py`)."""
 STATE_PART = 0.5
 """The assumed part of its holders' lines that travelling state takes."""
 SMALL_DEVICES = 32
 """A search over fewer devices gets proportionally less than the planner's own budget: there is less to find."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
-"""The search for a first layout gets `FIRST_TIMES` the work of a later one, but at most `FIRST_WORK_MAX`, which is 3 s
-of one core: boundaries move only by a halt, so a bad first division is kept until a change pays for that. A small swarm
-gets proportionally less again."""
+"""The search for a first layout gets `FIRST_TIMES` the work of a later one, up to `FIRST_WORK_MAX`, 3 s of one core: a
+bad first division stays until a halt pays for a better one. A small swarm gets proportionally less again."""
 FIRST_HORIZON_S = 3600.0
-"""A run whose members must fetch frozen weights first begins with the layout that makes the most steps within this
-time, fetching included."""
+"""The time over which a first layout counts its steps if members must first fetch frozen weights."""
 BASE_TIMES = 3.0
 """The factor on the line-limited time of fetching those weights, since at first only one peer has them. (16 homes: a
 third of 4.8 GB took 456 s, 128 s by the lines; all of it, 384 s by the lines, was not there after 850 s.)"""
@@ -87,12 +84,10 @@ REPLACED_COST = 0.01
 does not bound the step it gains nothing by itself, but it frees another holder to move to a stage that needs one."""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
-"""The shares of an unchanged layout are set again once one is off by the factor `SHARE_DRIFT`; below `SHARE_MIN` the
-ratio means little."""
+"""Shares are set again once one is off by the factor `SHARE_DRIFT`; below `SHARE_MIN` the ratio means little."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
-"""Above these numbers newcomers are dealt by speed, and further spares are not tried: each place tried for each peer
-costs an evaluation."""
+"""Above these numbers newcomers are dealt by speed, and spares are not tried: each trial costs evaluations."""
 
 
 class EvolutionaryAllocator:
@@ -167,8 +162,8 @@ class _Place:
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """Return the best stage for a newcomer: a stage with too few holders first. Among its homes within `MARGIN` of
-        the best, the best one wins."""
+        """Return the best stage for a newcomer, or the best of its homes within `MARGIN` of that. Stages with too few
+        holders come first."""
         fitting = [slot for slot in fitting if len(slot.stayers) < HOLDERS_MIN] or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
@@ -183,7 +178,6 @@ class _Place:
         return {slot.index: self._cost(slots, with_device(stages, slot.index, device)) for slot in fitting}
 
     def seconds_now(self, slots: Sequence[Slot]) -> float:
-        """Return the seconds of a step with the stayers only; inf if impossible."""
         return self._cost(slots, self._stages(slots))
 
     def _stages(self, slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
@@ -249,7 +243,6 @@ def _num_lacking(snapshot: Snapshot, slots: Sequence[Slot], free: Sequence[Measu
 
 
 def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
-    """Make a first layout. Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan, plan_each  # numba takes seconds to import
 
     topology, workload = topology_of(snapshot), snapshot.workload
@@ -284,7 +277,6 @@ def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
 
 
 def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
-    """Search for a better layout than the live plan's. Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan
     from shoal.coordinator.allocate.staying import best_with_stayers
     from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
@@ -422,7 +414,6 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
 def _stages_of(
     snapshot: Snapshot, topology: Topology, workload: Workload, placement: Placement
 ) -> tuple[tuple[Stage, ...], tuple[PeerID, ...]]:
-    """Return a placement's stages as a plan has them, and the peers without a place."""
     slots = [
         Slot(index, first, last, 1.0, [snapshot.peers[device] for device in stage])
         for index, (stage, (first, last)) in enumerate(zip(placement.stages, pairwise(placement.bounds), strict=True))
@@ -448,8 +439,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of a placement into the stages. Peers that stay, or were not free to move, keep their rank;
-    newcomers come after them."""
+    """Put the devices of a placement into the stages. Peers that stay or could not move keep their rank."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]

@@ -156,7 +156,6 @@ def _unwind(cost, best, mask, last, order):
 
 @njit(cache=True)
 def _two_opt(cost, order):
-    """Reverse stretches while that shortens the path."""
     K = len(cost)
     better = True
     while better:

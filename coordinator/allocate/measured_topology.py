@@ -37,8 +37,7 @@ CARD_MAX = 16.0
 NEAR_S = 0.004
 """The distance scale within which links predict the rate of another link."""
 LIMITED = 0.75
-"""A bottleneck lies between two places if more than this part of the links between them are slower than their ends. The
-others were busy when they were probed."""
+"""A bottleneck lies between two places if more than this part of their links are slower than their ends."""
 _POWER = 4.0
 """The exponent of the mean over such links: the faster ones weigh more, since a probe errs low."""
 SLOW_LINKS_MIN = 4

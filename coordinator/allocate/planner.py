@@ -94,7 +94,7 @@ def plan_each(
 
 
 _FINALISTS = 2
-"""The numbers of stages that are searched further after all have been tried."""
+"""The search goes on with this many numbers of stages after a first try of all."""
 
 
 def default_work(num_devices: int) -> int:
@@ -103,8 +103,7 @@ def default_work(num_devices: int) -> int:
 
 
 def _with_newcomers(topology: Topology, workload: Workload, current: Placement | None) -> tuple[Placement, Cost] | None:
-    """Return `current` with newcomers and spares in stages where they help, and no other moves; None if there is no
-    current placement or it cannot be repaired."""
+    """Return `current` with newcomers and spares where they help; None if there is none or it cannot be repaired."""
     if current is None:
         return None
     try:
@@ -114,8 +113,6 @@ def _with_newcomers(topology: Topology, workload: Workload, current: Placement |
 
 
 class _Search:
-    """One call of `plan`."""
-
     def __init__(
         self,
         topology: Topology,
@@ -172,7 +169,6 @@ class _Search:
         return f"the model does not fit: it takes {need:.1f} GB and what is in flight, all devices have {have:.1f} GB"
 
     def _choices(self) -> list[int]:
-        """Return the numbers of stages to try."""
         most = min(self._workload.num_layers, self._topology.num_devices, STAGES_MAX)
         return [k for k in _STAGE_CHOICES if k < most] + [most]
 

@@ -90,7 +90,6 @@ class _Mending:
                 yield Placement(stages=tuple(tuple(sorted(stage)) for stage in stages), bounds=self._bounds)
 
     def _wealth(self, k: int) -> float:
-        """Return the microbatch forwards of stage k in a second."""
         return float(self._topology.flop_per_s[self.stages[k]].sum()) / self._flop[k] if self.stages[k] else 0.0
 
     def _spares(self) -> list[int]:

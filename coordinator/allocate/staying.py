@@ -85,7 +85,6 @@ def _price(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, 
 
 
 def _moved(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
-    """Return the seconds of a step with `device` in stage `k`."""
     before, at[device] = int(at[device]), k
     seconds = evaluator.evaluate(at, bounds)
     at[device] = before

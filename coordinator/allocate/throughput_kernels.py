@@ -34,9 +34,8 @@ _HEAT = 0.08
 
 
 FLOP, WEIGHT, MEMORY, UP, DOWN, FETCH_RATE, CARRIES = range(7)
-"""The rows of `Problem.units`: FLOP/s; number of devices; one device's bytes of memory, and the bytes/s of its card in
-both directions; the bytes/s at which it fetches the state of other layers; its share of its stage's present work, which
-pauses while it fetches."""
+"""The rows of `Problem.units`: FLOP/s; number of devices; one device's bytes of memory, and of its card's bytes/s in
+both directions; the bytes/s of fetching other layers' state; its share of its stage's work, which pauses meanwhile."""
 HOME_FIRST, HOME_LAST = range(2)
 """The rows of `Problem.home`: the range of layers that a unit holds with state in the current plan."""
 FLOP_TO, PARAMETERS_TO, HELD_TO, EXPERT_TO, JOB_TO = range(5)
@@ -50,9 +49,8 @@ total in memory, and its state. `WORKSPACE_BYTES` are per stage."""
 OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
 """The rows of `State.loads`, by unit. `REDUCED` has the bytes over its card for each byte of its stage's gradient."""
 PATH_UNIT, LATENCY, SECONDS, FREE, COMMIT, JOB, STRAIN, FLOW, HOP = range(9)
-"""The rows of `State.times`, by stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two members. `STRAIN`
-is the mean member's seconds of the reduction where `COMMIT` has the largest. `FLOW` and `HOP` are between the stage and
-the next one."""
+"""The rows of `State.times`, by stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two members, `STRAIN`
+the mean member's seconds of the reduction. `FLOW` and `HOP` are between the stage and the next one."""
 PATHS, STAGES, PAIRS = range(3)
 """The rows of `State.dirty`: the values of a stage to compute again."""
 
@@ -252,8 +250,8 @@ def _job(P, first, last):
 
 @_inner
 def _saturate(P, S, k, first, last):
-    """Compute T_stage of stage k with these layers, and the card, slope, offset and taken of its members. Returns:
-    (seconds, seconds of the reduction alone)."""
+    """Compute T_stage of stage k, and its members' card, slope, offset and taken. Returns: (T_stage, reduction) in
+    seconds."""
     M = P.costs[MICROBATCHES]
     n = S.count[k]
     job = _job(P, first, last)
@@ -300,7 +298,6 @@ def _saturate(P, S, k, first, last):
 
 @_inner
 def _time_stage(P, S, k):
-    """Compute the seconds, free rate, commit and mean job of stage k. Returns: work."""
     first, last = S.bounds[k], S.bounds[k + 1]
     seconds, _ = _saturate(P, S, k, first, last)
     S.times[SECONDS, k] = seconds
@@ -533,8 +530,7 @@ def _reduce_s(P, S, k, flow_s):
 
 @_inner
 def _resident(P, S, k, first, last):
-    """Return the bytes of stage k's state at a member, with layers first to last - 1, as `Workload.resident_bytes`
-    does."""
+    """Return the bytes of stage k's state at a member, as `Workload.resident_bytes` does."""
     devices = 0.0
     for a in range(S.count[k]):
         devices += P.units[WEIGHT, S.members[k, a]]
@@ -546,7 +542,6 @@ def _resident(P, S, k, first, last):
 
 @_inner
 def _memory(P, S, step_s):
-    """Return the largest needed / present memory of any unit."""
     most = trip = 0.0
     K = len(S.count)
     for k in range(K - 1, -1, -1):
@@ -679,8 +674,8 @@ def _relocate(S, d, k):
 @_inner
 def _apply(S, kind, x, y):
     """Make a move. RELOCATE puts unit x into stage y. EXCHANGE swaps the stages of units x and y. LAYER gives a layer
-    of stage x to stage y, and the layers between shift. RENAME swaps the members of stages x and y. CARRY also swaps
-    their numbers of layers."""
+    of stage x to stage y and shifts those between. RENAME swaps the members of stages x and y. CARRY also swaps their
+    numbers of layers."""
     if kind == RELOCATE:
         _relocate(S, x, y)
     elif kind == EXCHANGE:
@@ -713,7 +708,6 @@ def _apply(S, kind, x, y):
 
 @_inner
 def _copy(A, B):
-    """Copy the computed values and the dirty flags from A to B."""
     for row in range(len(A.loads)):
         for d in range(len(A.stage)):
             B.loads[row, d] = A.loads[row, d]

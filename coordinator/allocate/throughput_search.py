@@ -97,7 +97,7 @@ class ThroughputEvaluator:
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Give each homeless device to the stage with the least speed, and an empty stage the slowest device of the
+        """Give homeless devices to the stage with the least speed, and empty stages the slowest device of the
         richest."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
@@ -158,8 +158,7 @@ class ThroughputEvaluator:
         return self._known[assignment.tobytes()]
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
-        """Return (cost, bounds, work): the cheapest of the exact cut, the current plan's and one that a search has
-        found."""
+        """Return (cost, bounds, work) by the cheapest of the exact cut, the current plan's and `known`."""
         name = assignment.tobytes()
         kernels, problem, state = self._kernels, self.problem, self._state
         work = np.zeros(1, dtype=np.int64)
@@ -196,8 +195,7 @@ class ThroughputEvaluator:
             fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
 
     def _row(self, rng: Random) -> list[int]:
-        """Return a row of devices: a random one, then always the nearest remaining one by round trip with an
-        activation. One row in four is shuffled."""
+        """Return a random device followed by always the nearest remaining one. One row in four is shuffled."""
         row = list(range(self.num_devices))
         if rng.random() < 0.25:
             rng.shuffle(row)
@@ -215,8 +213,7 @@ class ThroughputEvaluator:
         return row
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Often leave out the devices with the worst network. One of them makes a whole reduction slow, so with several
-        in one stage no single move helps."""
+        """Often leave out the devices with the worst network: with several in one stage no single move helps."""
         dice = rng.random()
         if dice < 0.25:
             # Take a few that are near each other.
@@ -278,8 +275,7 @@ class ThroughputEvaluator:
 
 
 def _homes(topology: Topology, workload: Workload, current: Placement | None) -> tuple[Ints, Floats, Floats]:
-    """Return (the layer range that each device holds now [2, N], the rate at which it would fetch others [N], its share
-    of its stage's work [N])."""
+    """Return (each device's layers [2, N], its rate of fetching others [N], its share of its stage's work [N])."""
     n = topology.num_devices
     home, fetch_rate, carries = np.zeros((2, n), dtype=np.int64), np.ones(n), np.zeros(n)
     if current is None:

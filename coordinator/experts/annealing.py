@@ -129,8 +129,7 @@ def _broken(masks: Sequence[int], promised: int) -> int:
 def anneal(
     placement: ExpertPlacement, num_experts: int, cost: Cost, *, iterations: int, temperature: float, rng: random.Random
 ) -> tuple[float, ExpertPlacement]:
-    """Search from `placement`. Returns: (cost with `TWICE`, placement) of the best placement met; never worse than the
-    start."""
+    """Search from `placement`. Returns: (cost with `TWICE`, placement) of the best one met, the start included."""
     table = _Table(placement, num_experts)
     if len(placement) < 2 or num_experts < 2:
         return cost(table.masks) + TWICE * table.num_twice(), placement
@@ -175,8 +174,6 @@ _Exchange = tuple[int, int, int, int]
 
 
 class _Table:
-    """A placement that changes in place."""
-
     def __init__(self, placement: ExpertPlacement, num_experts: int) -> None:
         self.slots = [list(experts) for experts in placement]
         self.times = [[0] * len(placement) for _ in range(num_experts)]
@@ -228,8 +225,7 @@ class _Table:
         ]
 
     def _align(self, a: int, b: int, rng: random.Random, moves: list[_Exchange]) -> None:
-        """Give `a` the holders of `b` as far as its replicas go; each displaced expert takes the place that `a`
-        left."""
+        """Give `a` the holders of `b` as far as its replicas go; a displaced expert goes where `a` was."""
         leaving = nodes_of(self.masks[a] & ~self.masks[b])
         entering = nodes_of(self.masks[b] & ~self.masks[a])
         rng.shuffle(leaving)

@@ -13,8 +13,8 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 
 
 def mro_fits(replicas: Sequence[int], slots: Sequence[int]) -> bool:
-    """True if each group finds as many nodes as its rarest expert has replicas: the premise of the paper's proof, which
-    holds for equal nodes only."""
+    """True if each group finds as many nodes as its rarest expert has replicas, and all slots are equal: the premise of
+    the paper's proof."""
     if len(set(slots)) != 1 or slots[0] == 0:
         return False
     return sum(sorted(replicas)[:: slots[0]]) <= len(slots)
@@ -127,8 +127,8 @@ class _Table:
             self.put(expert, node)
 
     def _squeeze_in(self, expert: int) -> None:
-        """Place a replica where all nodes with room hold its expert: move another node's replica to such a node and
-        take its place, or hold the expert twice."""
+        """Place a replica where all nodes with room hold its expert: free another node's slot, or hold the expert
+        twice."""
         node = max(range(len(self.room)), key=lambda node: (self.room[node], -node))
         for other, held in enumerate(self.held):
             if expert not in held:

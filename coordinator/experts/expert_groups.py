@@ -52,7 +52,6 @@ class ExpertPlaces:
     _loads: dict[int, list[float]] = field(default_factory=dict)
     """Stage of `_bounds` -> recent tokens of each expert."""
     _bounds: Bounds = ()
-    """The bounds of the live plan; empty: no plan yet."""
     _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
     _looked: tuple[int, int] = (0, 0)
     """(era, version) at the last look."""
@@ -82,8 +81,7 @@ class ExpertPlaces:
         ]
 
     def loads(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """Return the loads by stage and expert, for the next coordinator; none if a model has too many experts for a
-        message."""
+        """Return the loads by stage and expert, for the next coordinator; none if they would be too many."""
         if not self.slots or num_stages * self.num_experts > HANDED_OVER_MAX:
             return ()
         return tuple(tuple(self._loads.get(stage, ())) for stage in range(num_stages))
@@ -104,8 +102,7 @@ class ExpertPlaces:
         self._told = {peer: counts for peer, counts in self._told.items() if peer in members}
 
     def load_shares(self, stage: int) -> list[float]:
-        """Return each expert's share of the recent tokens of `stage`: float [E] that sums to 1, or all 0 without
-        reports."""
+        """Return each expert's share of the stage's recent tokens: float [E], sums to 1, or all 0 without reports."""
         loads = self._loads.get(stage, [0.0] * self.num_experts)
         total = sum(loads)
         return [load / total for load in loads] if total > 0.0 else [0.0] * self.num_experts
@@ -192,8 +189,7 @@ class ExpertPlaces:
 
 
 def _held_within(before: Plan, index: int, stage: Stage) -> list[ExpertGroup]:
-    """Return groups for `stage` with the previous holders of each expert in any of its layers, the holder of most
-    layers first."""
+    """Return groups for `stage` with the previous holders in any of its layers, the holder of most layers first."""
     groups = []
     for expert in range(before.num_experts):
         held: Counter[PeerID] = Counter()
@@ -223,9 +219,9 @@ def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) ->
 def _filled(
     current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, Node], slots: int, loads: Sequence[float]
 ) -> dict[str, tuple[int, ...]]:
-    """Guess how each member's slots are filled, since a plan names the holders of an expert but not the slots. Free
-    slots take the busiest experts, as at placement. (Lost: more of each in turn, which made the busiest replica seem
-    too busy, so quiet swarms kept moving.)"""
+    """Guess how each member's slots are filled, since a plan names only the holders. Free slots take the busiest
+    experts, as at placement. (Lost: more of each in turn: the busiest replica seemed too busy, and quiet swarms kept
+    moving.)"""
     filled = {peer: list(experts) for peer, experts in current.items()}
     replicas: Counter[int] = Counter()
     holders: dict[int, list[PeerID]] = {}
@@ -253,7 +249,6 @@ def _groups(
     since: Mapping[tuple[int, PeerID], int],
     sequence: int,
 ) -> list[ExpertGroup]:
-    """Return the groups of one stage as a plan has them."""
     members = {member.peer: member for member in stage.members}
     placement = tuple(tuple(chosen.get(peer, ())) for peer in stage.peers)
     speeds = [member.share for member in stage.members]

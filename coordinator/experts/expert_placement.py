@@ -71,8 +71,7 @@ def place(
 
 
 def _place_alike(task: "_Task") -> ExpertPlacement:
-    """Place on nodes that fail alike: at least as well as both rules at every number of failures, then better on
-    average."""
+    """Place on nodes that fail alike: no worse than both rules at any number of failures, then better on average."""
     starts = [*task.rules(), *task.between()]
     cost = task.uniform_cost(starts[:2])
     found: list[ExpertPlacement] = []

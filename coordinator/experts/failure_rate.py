@@ -26,6 +26,5 @@ def failure_probability(num_failures: float, seen_s: float, *, horizon_s: float,
 
 
 def rounded(probability: float) -> float:
-    """Round to a power of two. Noise in an estimate must not move experts, and nodes with similar failure rates can
-    exchange parts of a placement."""
+    """Round to a power of two: noise must not move experts, and similar nodes can exchange parts of a placement."""
     return math.ldexp(1.0, round(math.log2(min(1.0, max(PROBABILITY_MIN, probability)))))

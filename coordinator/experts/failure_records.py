@@ -26,8 +26,7 @@ SEEN_S_MAX = 7 * 24 * 3600.0
 FAILURES_MAX = 256.0
 """The limit on failures in a week. Beyond one every forty minutes, figures are useless or false."""
 GAP_S_MAX = 60.0
-"""The longest time between two heartbeats that counts as seen. In a longer gap the peer was away, or we did not
-listen."""
+"""The longest time between two heartbeats that counts as seen: in a longer gap the peer or we were away."""
 RECORDS_MAX = 4096
 HANDED_OVER_MAX = 512
 """The limit on handed-over records of 75 bytes: 38 KB of a message that also has a plan, adverts and loads."""
@@ -80,17 +79,15 @@ class FailureRecords:
         return [failure_probability(p.failures, p.seen_s, horizon_s=HORIZON_S, prior_s=prior_s) for p in pasts]
 
     def tell(self, members: Collection[PeerID]) -> tuple[PeerRecord, ...]:
-        """Return the records for the next coordinator: of `members` first, then of the peers seen last, which may
-        return."""
+        """Return the records for the next coordinator: of `members` first, then of the peers seen last."""
         order = dict.fromkeys(peer for peer in members if peer in self._pasts)
         order |= dict.fromkeys(reversed(self._pasts))
         known = ((peer, self._pasts[peer]) for peer in tuple(order)[:HANDED_OVER_MAX])
         return tuple(PeerRecord(peer, past.failures, past.seen_s) for peer, past in known)
 
     def take_over(self, records: Iterable[PeerRecord]) -> None:
-        """Take over the previous coordinator's records. Our own record of a peer stays if we watched it for longer,
-        because the other may come from a coordinator that started anew. Figures are never added, so a record received
-        twice counts once."""
+        """Take over the previous coordinator's records. Our own record of a peer stays if we watched it for longer.
+        Figures are never added, so a record received twice counts once."""
         for past in self._pasts.values():
             past.heard_s = None  # the time since then is in the records received
         for record in tuple(records)[:HANDED_OVER_MAX]:

@@ -37,8 +37,6 @@ def mend(
 
 
 class _Table:
-    """A placement that changes in place."""
-
     def __init__(
         self, current: Sequence[Sequence[int]], slots: Sequence[int], loads: Sequence[float], chances: Sequence[float]
     ) -> None:
@@ -60,8 +58,7 @@ class _Table:
         return min(scarce, key=lambda e: (len(self.holders[e]), -self.loads[e], e), default=None)
 
     def add(self, expert: int, min_replicas: int) -> bool:
-        """Add one holder, in a free slot or in place of the expert that needs it least. Returns: False if
-        impossible."""
+        """Add one holder, in a free slot or in place of the least needed expert. Returns: False if impossible."""
         free = [
             (self.chances[node], len(held) - self.slots[node], node)
             for node, held in enumerate(self.held)
@@ -77,8 +74,7 @@ class _Table:
         return False
 
     def fill(self) -> None:
-        """Give free slots, one by one, to the largest load per replica, on nodes without the expert if there are
-        any."""
+        """Give free slots to the largest load per replica, on nodes without the expert if there are any."""
         free = [node for node in range(len(self.slots)) for _ in range(self.slots[node] - len(self.held[node]))]
         while free:
             best = min(
@@ -91,8 +87,7 @@ class _Table:
             free.remove(node)
 
     def relieve(self, min_replicas: int) -> bool:
-        """Give the busiest expert one slot more. Returns: False if taking a slot would leave every other expert as
-        busy."""
+        """Give the busiest expert one slot more. Returns: False if every other expert would become as busy."""
         busiest = max(range(len(self.loads)), key=lambda expert: (self._load(expert), -expert))
         for holders in (self.holders[busiest], set()):
             for other in self._least_missed_first():
@@ -118,7 +113,6 @@ class _Table:
         self._put(by, node)
 
     def _load(self, expert: int) -> float:
-        """Return the load of each replica of the expert."""
         return self.loads[expert] / self.counts[expert] if self.counts[expert] else self.loads[expert]
 
     def _strain(self, expert: int) -> float:

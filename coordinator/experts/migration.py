@@ -91,7 +91,6 @@ def _table(target: ExpertPlacement, num_experts: int) -> NDArray[np.int64]:
 
 
 def _best_assignment(worth_NN: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows and columns of the pairs with the largest total worth."""
     from scipy.optimize import linear_sum_assignment  # late: 37 MB and 0.5 s, which a dense run does not need
 
     rows, columns = linear_sum_assignment(worth_NN, maximize=True)

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ExpertPlacement = tuple[tuple[int, ...], ...]
-"""[N][slots of the node]: the expert in each slot, ascending. An expert twice on a node is two parts of the work and
-one copy."""
+"""[N][slots of the node]: the expert in each slot, ascending. Twice on a node is two parts of the work and one copy."""
 
 NODES_EXACT_MAX = 16
 """The most nodes of a component that is solved exactly: 65,536 sets of failures, about a millisecond."""
@@ -97,8 +96,7 @@ def loss_of_masks(masks: Iterable[int], failure_probability: Sequence[float]) ->
 
 
 def _any_of(probabilities: Sequence[float]) -> float:
-    """Return the probability of any of independent events, by logarithms: losses of 1e-12 must not drown in 1 -
-    1e-12."""
+    """Return the probability of any of independent events, by logarithms, for losses as small as 1e-12."""
     if any(p >= 1.0 for p in probabilities):
         return 1.0
     return -math.expm1(math.fsum(math.log1p(-p) for p in probabilities))
@@ -236,7 +234,6 @@ def weigh(family: int, weights: NDArray[np.float64]) -> float:
 
 
 def _product(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    """Return the product of two polynomials."""
     product = [0] * (len(a) + len(b) - 1)
     for i, x in enumerate(a):
         for j, y in enumerate(b):

@@ -1,5 +1,4 @@
-"""Decide whether to move experts now, and to where. The coordinator asks every `LOOK_STEPS` steps and at every failure.
-Pure."""
+"""Decide whether to move experts now, and to where: every `LOOK_STEPS` steps and at every failure. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,8 +32,7 @@ class Node:
     slots: int
     """The limit on its experts; 0: it holds none after the next plan, for example because it drains."""
     failure_probability: float = FAILURE_PROBABILITY_ASSUMED
-    """The probability that it fails before experts are placed again (`failure_rate.failure_probability`), rounded to a
-    power of two."""
+    """The probability of failure before the next placement (`failure_rate`), rounded to a power of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +68,6 @@ def replan(
 
 
 class _Decision:
-    """One call of `replan`."""
-
     def __init__(
         self,
         current: Mapping[str, Sequence[int]],

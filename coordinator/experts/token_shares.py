@@ -61,8 +61,7 @@ def busiest_node_load_ratio(
 
 
 def _pour(part: dict[int, float], load: float, work: list[float], speeds: Sequence[float]) -> float:
-    """Divide one expert's load anew, so that all holders with a part end at the same level. Returns: the largest
-    change."""
+    """Divide one expert's load so that all holders with a part end at the same level. Returns: the largest change."""
     others = {node: max(0.0, work[node] - amount) for node, amount in part.items()}
     order = sorted(part, key=lambda node: (others[node] / speeds[node], node))
     level, water, speed = 0.0, load, 0.0

@@ -133,7 +133,6 @@ class ModelledTrunk(ModelledShard):
 
 
 def _outputs(wire: ActivationWire, *, has_input: bool) -> tuple[Payload, Payload | None]:
-    """Return (the activation, the gradient for the stage before or None) of a modelled microbatch."""
     gradient = phantom(wire.gradient_bytes) if has_input else None
     return phantom(wire.activation_bytes + wire.targets_bytes), gradient
 

@@ -122,6 +122,5 @@ def _scheduled(trial: Trial) -> Script:
 
 
 def _unheard(context: dict[str, object]) -> Exception:
-    """Return the error of an asyncio task that was never awaited."""
     error = context.get("exception")
     return error if isinstance(error, Exception) else LocalError(str(context.get("message")))

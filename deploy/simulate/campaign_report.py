@@ -86,7 +86,6 @@ def _numbers(verdicts: Sequence[Verdict]) -> str:
 
 
 def _recovery(seconds: Sequence[float]) -> str:
-    """Describe the times from kills to the next commits."""
     if not seconds:
         return "-"
     ordered = sorted(seconds)

@@ -1,5 +1,4 @@
-"""`shoal simulate` predicts the pace of a swarm, or tests whether it survives faults. Heavy imports wait until
-needed."""
+"""`shoal simulate` predicts the pace of a swarm, or tests whether it survives faults. Heavy imports are late."""
 
 import contextlib
 import logging
@@ -210,8 +209,7 @@ def _compare(
 
 
 def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Strategy]", options: "Options") -> None:
-    """Print what our rule estimates without a search: it takes a second, a first search half a minute. Only if our own
-    layout is simulated, without churn."""
+    """Print our rule's estimate, which takes a second where a first search takes half a minute."""
     from shoal.deploy.simulate.strategies import at_once
     from shoal.deploy.simulate.table import arithmetic_cells
     from shoal.deploy.words import counted
@@ -229,7 +227,6 @@ def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Stra
 
 
 def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:
-    """Print the figures of the first strategy that has any."""
     from shoal.deploy.planning.command import figures_view
     from shoal.deploy.terminal.screen import tell
 

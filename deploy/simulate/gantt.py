@@ -39,8 +39,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chart_of(result: SimResult, placement: Placement | None, topology: Topology) -> Chart:
-    """Return as many of the last steps as fit. Devices are in the order of stages; spares and idle devices are left
-    out."""
+    """Return as many of the last steps as fit, devices by stage, without spares and idle devices."""
     devices = _devices(result, placement)
     start_s, end_s = _window(result, devices)
     unit_s = max(end_s - start_s, 1e-9) / _UNITS
@@ -68,8 +67,7 @@ def with_waits(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
 
 
 def _devices(result: SimResult, placement: Placement | None) -> list[int]:
-    """Return the devices to show: at most `DEVICES_MAX`, spread evenly over all that worked; none without a
-    timeline."""
+    """Return the devices to show: at most `DEVICES_MAX`, spread evenly over all that worked."""
     if not result.timeline:
         return []
     if placement is not None:

@@ -70,8 +70,8 @@ class RunLimits:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelledRun:
-    """The input of a simulation. The spec's `swarm.stages` and `swarm.min_peers` follow the placement, if any; it never
-    validates, and keeps no snapshots."""
+    """The input of a simulation. `swarm.stages` and `swarm.min_peers` follow the placement; there is no validation and
+    no snapshot."""
 
     topology: Topology
     spec: RunSpec
@@ -81,18 +81,15 @@ class ModelledRun:
     seed: int = 0
     churn: Sequence[Churn] = ()
     hindrances: Sequence[Slowing | Severing] = ()
-    """Devices and links that become slower, and pairs that lose each other. Those of devices that join later are
-    ignored."""
+    """Slower devices and links, and cut pairs. Those of devices that join later are ignored."""
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     ports: Callable[[Seat], Ports] | None = None
     """Makes each node's ports; None: the device's own. Benchmarks put the behaviour of other systems here."""
     chunk_bytes: int | None = None
-    """The piece size of gradient sums and states, in bytes of fp32: a piece of sums in 4 bits takes an eighth of it.
-    None: `chunk_bytes_on` the network."""
+    """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on` the network."""
     expert_loads: Sequence[float] | None = None
-    """The part of the tokens for each expert, if the run spec places experts (`swarm.expert_slots`). None: all
-    equal."""
+    """The part of the tokens for each expert, if the run spec places experts. None: all equal."""
     on_progress: Callable[[float], None] = lambda share: None
     """Called at every step with the share of the run that is over, in [0, 1]."""
 
@@ -113,8 +110,7 @@ def chunk_bytes_on(topology: Topology) -> int:
 
 
 def run_modelled(run: ModelledRun) -> SimResult:
-    """Simulate a run. Raises: LocalError: a device of the placement or churn does not exist, the run cannot begin, or
-    the expert loads do not match its experts."""
+    """Simulate a run. Raises: LocalError: an unknown device, wrong expert loads, or a run that cannot begin."""
     devices = {device for stage in _placed(run) for device in stage}
     check_devices(run.topology, devices, "the placement")
     check_devices(run.topology, {event.device for event in run.churn}, "the churn")
@@ -216,7 +212,6 @@ def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> S
 
 
 def _share_over(run: ModelledRun, spec: RunSpec, step: StepCommitted) -> float:
-    """Return the part of the run that is over, by the nearer end."""
     by_steps = (step.step + 1) / (spec.training.steps - run.limits.steps_after)
     return min(1.0, by_steps if run.limits.seconds is None else max(by_steps, step.committed_at_s / run.limits.seconds))
 
@@ -262,7 +257,6 @@ def _placed(run: ModelledRun) -> tuple[tuple[int, ...], ...]:
 
 
 def _absent(run: ModelledRun) -> set[int]:
-    """Return the devices that are added after the start."""
     first: dict[int, Churn] = {}
     for event in sorted(run.churn, key=lambda event: event.at_s):
         first.setdefault(event.device, event)
@@ -271,8 +265,7 @@ def _absent(run: ModelledRun) -> set[int]:
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Collect cycles rarely: Python would inspect all living objects, and a world of a thousand peers lives to the
-    end."""
+    """Collect cycles rarely: Python inspects all living objects, and a world of a thousand peers lives to the end."""
     before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()

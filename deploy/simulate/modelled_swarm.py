@@ -116,8 +116,7 @@ class ModelledSwarm:
             self._ledger.left(device, self._topology.names[device])
 
     def leave(self, device: int) -> None:
-        """Let the device's process say good-bye, as on a first signal. A process that has not started yet is
-        removed."""
+        """Let the device's process say good-bye, as on a first signal; end one that has not started yet."""
         node, peer = self._nodes.pop(device, None), self._peers.get(device)
         if node is None or peer is None or not peer.is_alive:
             self.remove(device)

@@ -165,7 +165,6 @@ def _seen(outcome: Outcome) -> str:
 
 
 def _trouble(result: SimResult | None) -> str:
-    """Return the reason why a result has no pace."""
     if result is None or math.isfinite(result.step_s):
         return ""
     if result.failures:
@@ -175,8 +174,7 @@ def _trouble(result: SimResult | None) -> str:
 
 
 def _below(result: SimResult | None) -> float | None:
-    """Return a bound after a single step: the second takes longer than the time left. The first says nothing, since it
-    includes joining and filling the pipeline."""
+    """Return a bound after a single step: the second takes longer than the time left. The first includes joining."""
     if result is None or len(result.steps) != 1 or result.ending.at_s <= result.steps[0].committed_at_s:
         return None
     return result.tokens_per_step / (result.ending.at_s - result.steps[0].committed_at_s)

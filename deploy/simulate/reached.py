@@ -18,7 +18,6 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
 
     live: str
     planned: str
-    """The names of the two strategies."""
     from_s: float
     """The virtual time from which the rate was measured."""
     tokens_per_s: float
@@ -40,8 +39,8 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reached(outcomes: Sequence[Outcome]) -> Reached | None:
-    """Compare the first live strategy with the first planned one of the same staleness, wire and churn; None if there
-    is no such pair, or one of them has no pace."""
+    """Compare the first live strategy with the first planned one of the same staleness, wire and churn; None if a pace
+    is missing."""
     live = next((outcome for outcome in outcomes if outcome.strategy.layout == "live"), None)
     if live is None or live.result is None or not live.result.steps:
         return None

@@ -31,8 +31,7 @@ class Region(Section, frozen=True):
     name: str
     count: int
     place: str = ""
-    """The place of the region; paths are between places. Regions may share one, as DSL and fibre in a town. Default:
-    the region's name."""
+    """The place of the region, for paths; regions may share one, as DSL and fibre in a town. Default: its name."""
     tflops: float = 45.0
     """The speed of a device on real microbatches, not its peak."""
     memory_gb: float = 16.0
@@ -78,7 +77,6 @@ class Path(Section, frozen=True):
 
     between: tuple[str, str]
     latency_ms: float
-    """One way."""
     mbps: float
     back_mbps: float | None = None
     """The rate from the second place to the first."""

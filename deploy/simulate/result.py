@@ -59,7 +59,6 @@ class Ending(NamedTuple):
     at_s: float
     wall_s: float
     num_events: int
-    """The number of events in the trace."""
     cut_off: str = ""
     """Why the run ended before its steps and its time; empty: it did not."""
     standstill: str = ""
@@ -94,8 +93,8 @@ class SimResult:
 
     @property
     def bytes_per_step(self) -> npt.NDArray[np.float64]:
-        """[N, N], from the first commit on, without the beginning and the step in flight at the end; all bytes of a run
-        with one step. Requires a step."""
+        """[N, N], after the first commit, without the start and the last step in flight; all bytes of a one-step
+        run."""
         if self.first_step_bytes is None or len(self.steps) < STEPS_MIN:
             return self.traffic_bytes / len(self.steps)
         per_step: npt.NDArray[np.float64] = (self.traffic_bytes - self.first_step_bytes) / (len(self.steps) - 1)
@@ -148,8 +147,8 @@ class SimResult:
 
     @property
     def standstill_s(self) -> float:
-        """The total standstill after the first step: for each step of more than `STANDSTILL_TIMES` its neighbours'
-        pace, the time beyond that pace."""
+        """The total standstill after the first step: the time beyond the neighbours' pace of each step that stood
+        still."""
         times_s = self._times_s()
         stood_s = 0.0
         for index, took_s in enumerate(np.diff([*times_s, self.ending.at_s])[: len(times_s)]):

@@ -1,5 +1,5 @@
-"""The tokens of a microbatch for each expert: drawn from given loads as a pure function of the run's seed, so that a
-repeated microbatch asks for the same."""
+"""The tokens of a microbatch for each expert, as a pure function of the run's seed: a repeated microbatch asks for the
+same."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -40,8 +40,7 @@ class Routing:
         self.counts_of = lru_cache(maxsize=4096)(self._drawn)
 
     def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:
-        """Return the rows of each expert by independent draws. An expert gets each token at most once; the surplus goes
-        to the others, in the order of their loads."""
+        """Return each expert's rows by independent draws; more rows than tokens go on to the less loaded experts."""
         rng = np.random.default_rng((_SEED, self._seed, microbatch.step, microbatch.index % (1 << 32), layer))
         count_E = rng.multinomial(self._rows, self._share_E)
         beyond = 0

@@ -48,8 +48,7 @@ class ChurnSection(Section, frozen=True):
 
 
 class ExpertsSection(Section, frozen=True):
-    """Experts placed among the members of each stage. `[model]` gives their number and the experts of each token
-    (`num_experts`, `experts_per_token`)."""
+    """Experts placed among the members of each stage; `[model]` has `num_experts` and `experts_per_token`."""
 
     slots: int
     """The capacity of a member: experts of each of its layers."""
@@ -84,8 +83,7 @@ class ScenarioFile(Section, frozen=True):
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     adapter: AdapterSpec | None = None
-    """None: all weights train. Otherwise the first device has the base of the adapters, and the others fetch their
-    layers of it over the network."""
+    """None: all weights train. Otherwise the first device has the base of the adapters, and the others fetch it."""
     experts: ExpertsSection | None = None
     """None: each member of a stage holds all experts of its layers."""
     churn: ChurnSection | None = None
@@ -183,7 +181,6 @@ def read_scenario(path: Path) -> ScenarioFile:
 
 
 def _fitted(tables: dict[str, Any]) -> dict[str, Any]:
-    """Fill in open fields of the model and the step, as for a run file."""
     stages = {"stages": tables["stages"]} if "stages" in tables else {}
     of_a_run = {name: tables[name] for name in ("model", "training") if name in tables} | {"swarm": stages}
     filled, _ = fill_in(of_a_run, RunSpec())

@@ -50,8 +50,7 @@ def after(topology: Topology, slowings: Iterable[Slowing]) -> Topology:
 
 
 def check_slowings(topology: Topology, slowings: Sequence[Slowing]) -> None:
-    """Check slowings. Raises: LocalError: one names an unknown device, a device as its own link, or an impossible
-    factor."""
+    """Check slowings. Raises: LocalError: an unknown device, a link of a device to itself, or an impossible factor."""
     for slowing in slowings:
         devices = (slowing.device, *slowing.others)
         strange = [device for device in devices if not 0 <= device < topology.num_devices]

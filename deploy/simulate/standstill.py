@@ -27,7 +27,6 @@ class Seen:
     """The last plan that any node obeyed."""
     devices: Mapping[PeerID, int]
     present: Collection[int]
-    """The devices that are up."""
     left_at_s: Mapping[int, float]
     """Device -> time of its last removal."""
     ended_at_s: float

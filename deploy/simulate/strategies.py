@@ -55,7 +55,6 @@ class Patience:
     virtual_s: float
     """The limit in virtual time: `VIRTUAL_TIMES` that of the compared strategy."""
     step_s: float
-    """The step time of the compared strategy."""
     real_s: float
 
     @classmethod
@@ -91,8 +90,7 @@ VIRTUAL_TIMES = 4.0
 REAL_TIMES = 3.0
 """The limits of later strategies, as multiples of the first one's times."""
 LIVE_MEASURED_S = 60.0
-"""The least time that a self-deciding swarm runs after `SETTLED_S`; at least `STEPS` steps of the first strategy's,
-too. The rate is then that of its final state."""
+"""The least time that a self-deciding swarm runs after `SETTLED_S`, for the rate of its final state."""
 STEPS_COUNTED_FROM = STEPS_MIN + 2
 
 
@@ -255,7 +253,6 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
 
 
 def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: Wishes) -> Figures | None:
-    """Return figures from the simulated pace and the traffic over network cards."""
     tokens_per_s = pace(strategy, result)
     if not math.isfinite(tokens_per_s):
         return None
@@ -292,7 +289,6 @@ def _request(
 
 
 def _placed(name: LayoutName, request: Request, present: Sequence[int]) -> Placement:
-    """Return the layout, by the scenario's indexes. Raises: ShoalError."""
     found = layout(name, request)
     return Placement(
         stages=tuple(tuple(present[device] for device in stage) for stage in found.stages), bounds=found.bounds

@@ -221,7 +221,6 @@ class SimSwarm:
             return spec, owner.peer_id, record
 
     def _members_as(self, peer: SimPeer, run: str) -> Members:
-        """Return the members of the run, as `peer` first knows them."""
         assert self._owner is not None
         key = None
         if not self._is_open:

@@ -146,7 +146,6 @@ def _replay_copy(
 
 
 def _peak(trace: Sequence[TraceEvent]) -> tuple[int, float]:
-    """Return the peak number of nodes that are up, and the first time with half of them."""
     up = peak = 0
     counts = []
     for at_s, kind, _ in trace:

@@ -131,6 +131,5 @@ def single_process_losses(spec: RunSpec) -> tuple[float, ...]:
 
 
 def _until_next(moments_s: Sequence[float], steps_s: Sequence[float]) -> list[float]:
-    """Return the seconds from each moment to the first step after it."""
     after = ((moment_s, next((s for s in steps_s if s > moment_s), None)) for moment_s in moments_s)
     return [step_s - moment_s for moment_s, step_s in after if step_s is not None]

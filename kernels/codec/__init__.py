@@ -51,8 +51,7 @@ def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Ten
 _triton = partial(triton_twins, "shoal.kernels.codec.triton_codec")
 numba_twin = NumbaTwin("shoal.kernels.codec.numba_codec")
 _LARGE = 1 << 18
-"""A tensor of this size takes the reference some milliseconds. A process with only smaller ones never pays the time and
-memory that numba takes."""
+"""The reference takes some milliseconds for a tensor of this size; with smaller ones only, numba is never loaded."""
 
 
 def _twin(tensor: Tensor) -> ModuleType:

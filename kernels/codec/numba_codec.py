@@ -199,7 +199,6 @@ def _pack(q_E, code_B, bits):
 
 @_inner
 def _unpack(code_B, q_E, bits):
-    """Read a tile's codes."""
     if bits == 8:
         for e in range(64):
             q_E[e] = code_B[e]

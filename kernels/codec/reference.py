@@ -126,7 +126,6 @@ def _pack(code_TE: Tensor, form: Format, into_TB: Tensor) -> None:
 
 
 def _unpacked(code_TB: Tensor, form: Format) -> Tensor:
-    """Return uint8 [T, E]."""
     code_TE = torch.zeros((code_TB.shape[0], TILE), dtype=torch.uint8, device=code_TB.device)
     at = 0
     for width, below in form.parts:
@@ -140,8 +139,7 @@ def _unpacked(code_TB: Tensor, form: Format) -> Tensor:
 
 @cache
 def hadamard(device: torch.device) -> Tensor:
-    """Return Sylvester's matrix, float32 [TILE, TILE]: element (i, j) is -1 if i and j have an odd number of common
-    bits, else 1."""
+    """Return Sylvester's matrix, float32 [TILE, TILE]: -1 where i and j have an odd number of common bits, else 1."""
     index_E = torch.arange(TILE)
     common_EE = index_E[:, None] & index_E[None, :]
     num_common_EE = torch.stack([(common_EE >> bit) & 1 for bit in range(TILE.bit_length() - 1)]).sum(0)

@@ -19,14 +19,12 @@ from shoal.kernels.codec.formats import SCALE_BYTES, TILE, Format, num_tiles
 from shoal.kernels.words import signed
 
 TILES: int = 32
-"""Tiles a program."""
 _WARPS: Final = 4
 
 
 @triton.jit
 def _max(x, y):
-    """Return the larger of two numbers, for reductions. (Triton's own `max` is interpreted only if Triton was first
-    imported for the interpreter.)"""
+    """Return the larger of two numbers, for reductions. (Triton's `max` needs an import for the interpreter.)"""
     return tl.where(x > y, x, y)
 
 
@@ -37,7 +35,6 @@ def _add(x, y):
 
 @triton.jit
 def _hadamard(SIZE: tl.constexpr):
-    """Return ones and minus ones, float32 [SIZE, SIZE]."""
     index = tl.arange(0, SIZE)
     common = index[:, None] & index[None, :]
     common = common ^ (common >> 4)

@@ -65,7 +65,6 @@ def grouped_outer(grad_PR: Tensor, x_PC: Tensor, offset_E: Tensor) -> tuple[Tens
 
 
 def _rows(x_PD: Tensor, groups: Groups) -> Tensor:
-    """Return [N, K, D]."""
     return x_PD.index_select(0, groups.row_NK.reshape(-1)).view(*groups.row_NK.shape, x_PD.shape[1])
 
 

@@ -50,8 +50,7 @@ TILES: Mapping[torch.dtype, Tile] = {
 
 @triton.jit
 def _add(x, y):
-    """Add two numbers, for reductions. (Triton's own `sum` is interpreted only if Triton was first imported for the
-    interpreter.)"""
+    """Add two numbers, for reductions. (Triton's `sum` needs an import for the interpreter.)"""
     return x + y
 
 
@@ -119,8 +118,8 @@ def matmul_kernel(
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one tile of rows by an expert's matrix, [P, T] x [T, W]. EXPERTS: their number, rounded up to a power of
-    2."""
+    """Multiply one tile of rows by an expert's matrix, [P, T] x [T, W]. EXPERTS: a power of 2, at least their
+    number."""
     program = tl.program_id(0)
     column_tiles = (width + COLUMNS - 1) // COLUMNS
     first_tile = program // (GROUP * column_tiles) * GROUP
@@ -288,7 +287,6 @@ def _bits(out: Tensor) -> Tensor:
 
 
 def _launch(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the launch arguments of both products."""
     tile, tf32 = TILES[dtype], torch.backends.cuda.matmul.allow_tf32
     return {
         "ROWS": tile.rows,

@@ -123,6 +123,5 @@ def levels_on(device: torch.device) -> Tensor:
 
 @cache
 def _middles(device: torch.device) -> Tensor:
-    """Return the middles between neighbouring levels."""
     levels = torch.tensor(LEVELS)
     return ((levels[1:] + levels[:-1]) / 2).to(device)

@@ -18,7 +18,6 @@ from torch import Tensor
 from shoal.kernels.nf4.reference import SCALE_BYTES, TILE, levels_on, num_tiles
 
 TILES: int = 32
-"""Tiles a program."""
 _WARPS: Final = 4
 
 

@@ -51,8 +51,7 @@ _triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 
 
 def _by_device(name: str, function: _F) -> _F:
-    """Return a function that calls `function`, or its Triton twin `name` for non-empty float32 tensors on a CUDA
-    device."""
+    """Return `function`, with its Triton twin `name` for non-empty float32 tensors on a CUDA device."""
 
     @wraps(function)
     def choose(param_N: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +63,7 @@ def _by_device(name: str, function: _F) -> _F:
 
 
 def _next_weights(name: str, rules: ModuleType) -> NextWeights:
-    """Return the rule's own function for a CPU, if it has one; otherwise a function that takes the weights of its
-    step."""
+    """Return the rule's own function for a CPU, if it has one; otherwise the weights of its step."""
     step = _by_device(f"{name}_step", getattr(rules, f"{name}_step"))
     own = getattr(rules, f"{name}_weights", None)
 
@@ -92,4 +90,3 @@ OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
     "nadam": _optimizer("nadam", reference, "all"),
     "muon": _optimizer("muon", muon, "rest"),
 }
-"""Name in the run spec -> optimizer."""

@@ -36,8 +36,7 @@ _SLICE: Final = 256
 _MOST_TERMS: Final = 1 << 16
 """The most terms of an int8 product: sums of both mixed products stay below 2 x 2^13 x 2^16 = 2^30."""
 _MULTIPLE: Final = 32
-"""Zeros fill up rows and columns to multiples of this: cuBLASLt multiplies int8 only in multiples of 8, and with more
-than 16 rows."""
+"""Zeros fill up rows and columns to multiples of this, for cuBLASLt: multiples of 8, and more than 16 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,7 @@ class Fixed:
 
 
 def operand_bits(terms: int) -> int:
-    """Return the bits of a product's operands if its elements are sums of `terms`: 2 bits + log2 K <= 53, and at most
-    two slices."""
+    """Return the bits of operands with `terms` terms in a sum: 2 bits + log2 K <= 53, and at most two slices."""
     return min(MOST_BITS, (SIGNIFICAND_BITS - (terms - 1).bit_length()) // 2)
 
 
@@ -106,8 +104,8 @@ def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
 
 
 def square_of_slices(a_RK: Tensor) -> Tensor:
-    """Multiply whole numbers of at most `MOST_BITS` bits by their transpose in int8: float64 [R, R]. Three products
-    suffice, since a0 a1T is a1 a0T transposed."""
+    """Multiply whole numbers of at most `MOST_BITS` bits by their transpose in int8: float64 [R, R]. a0 a1T is a1 a0T
+    transposed, so three products suffice."""
     high_RK, low_RK = _slices(a_RK)
     mixed_RR = torch._int_mm(high_RK, low_RK.T)
     middle_RR = mixed_RR + mixed_RR.T
@@ -121,16 +119,14 @@ def _is_for_int8(a_RK: Fixed) -> bool:
 
 
 def _sum_of_slices(high_RC: Tensor, middle_RC: Tensor, low_RC: Tensor) -> Tensor:
-    """Return 2^16 high + 2^8 middle + low, float64. Each sum is exact: a multiple of a power of two with at most 53
-    bits above it."""
+    """Return 2^16 high + 2^8 middle + low, float64, exactly: at most 53 bits above a power of two."""
     product_RC = high_RC.to(torch.float64).mul_(_SLICE**2)
     return product_RC.add_(middle_RC, alpha=_SLICE).add_(low_RC)
 
 
 @functools.cache
 def multiplies_int8(device: torch.device) -> bool:
-    """True if a device's int8 products are exact and faster than float64 for the same numbers. The first call on a
-    device takes some milliseconds."""
+    """True if a device's int8 products are exact and faster than float64. The first call takes some milliseconds."""
     try:
         return _is_exact(device) and _best_s(product_of_slices, device) < _best_s(product_of_doubles, device)
     except torch.OutOfMemoryError:

@@ -126,6 +126,5 @@ def hidden_numel(matrices: Matrices) -> int:
 
 
 def _length(R: int, C: int) -> float:
-    """Return the length of a step in learning rates. Its root mean square is AdamW's, 0.2; an orthogonal matrix has
-    1/sqrt(max(R, C))."""
+    """Return the length of a step in learning rates, so that its root mean square is AdamW's, 0.2."""
     return 0.2 * math.sqrt(max(R, C))

@@ -13,8 +13,7 @@ Matrices = tuple[tuple[int, int, int], ...]
 """(first element, rows, columns) of each hidden matrix in a flat layer. All rules take them, only Muon's uses them."""
 
 Ahead = tuple[int, float]
-"""(staleness_steps, gain): weights `gain` of the way to those `staleness_steps` ahead. (0, gain) are the new
-weights."""
+"""(staleness_steps, gain): weights `gain` of the way to those `staleness_steps` ahead; (0, gain): the new ones."""
 
 COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16)
 

@@ -100,8 +100,7 @@ def _run(
     ahead_learning_rate: float = 0.0,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor]]:
-    """Return (the new (param_N, moment1_N, moment2_N), copies). Without a gradient no step is made, and `ahead` counts
-    from the present weights."""
+    """Return ((param_N, moment1_N, moment2_N), copies). Without a gradient there is no step before the copies."""
     check_compute_dtype(compute_dtype)
     s, steps, numel = settings, grad_N is not None, old[0].numel()
     param_N, moment1_N, moment2_N = (tensor.contiguous() for tensor in old)

@@ -103,8 +103,7 @@ def _table(path: str) -> str:
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """Return the type of the field `a.b`, or of `a[0].b` where a is a list of structs; None if there is no such
-    field."""
+    """Return the type of the field `a.b`, or `a[0].b` for a list of structs a; None if there is none."""
     for part in filter(None, path.split(".")):
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
             return None
@@ -129,7 +128,6 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _choices(kind: Any) -> tuple[object, ...]:
-    """List the values of a `Literal`, also of one inside a union."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     if get_origin(kind) in (Union, UnionType):

@@ -37,8 +37,7 @@ _WIDE: Final = 2048
 """Models of at least this width have heads of 128."""
 _KV_HEADS_MAX: Final = 8
 _NARROW: Final = 1024
-"""Below this width `ffn_dim` is a multiple of 32, so that rounding does not make it half as large again for a width of
-128."""
+"""Below this width `ffn_dim` is a multiple of 32: rounding to 256 would make a width of 128 half as large again."""
 MICROBATCHES_PER_STAGE: Final = 4
 _MICROBATCHES_MIN: Final = 8
 _WARMUP_SHARE: Final = 0.01
@@ -46,8 +45,7 @@ _WARMUP_STEPS_MAX: Final = 2000
 """The warm-up of DeepSeek LLM, Step Law and Llama."""
 _WARMUP_SHARE_MAX: Final = 0.1
 _TUNING: Final = 1 / 15
-"""The share of the rate from scratch for good initial weights: Llama 2 of 7 B has 3e-4, and 2e-5 for tuning
-(2307.09288, sections 2.2 and 3.1)."""
+"""The share of the rate from scratch for tuning: Llama 2 of 7 B has 3e-4 and 2e-5 (2307.09288, 2.2 and 3.1)."""
 _ADAPTING: Final = 10 / 15
 """Adapters take ten times the rate for tuning all weights: QLoRA has 2e-4 for 7 B (2305.14314, table 9)."""
 _SHORT: Final = 2.5
@@ -69,7 +67,6 @@ class FilledField:
     """The path, such as `optimizer.learning_rate`."""
     value: int | float
     why: str
-    """The reason, for a person."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +126,7 @@ def size_of(spec: RunSpec) -> Size:
 
 
 def heads_of(dim: int) -> int:
-    """Return the number of query heads: their size is even, divides `dim`, and is the nearest to 64 (128 for wide
-    models)."""
+    """Return the number of query heads, of an even size that divides `dim`, the nearest to 64 (128 if wide)."""
     wanted = 128 if dim >= _WIDE else 64
     sizes = [size for size in range(2, dim + 1, 2) if dim % size == 0] or [dim]
     return dim // min(sizes, key=lambda size: (abs(math.log(size / wanted)), size))
@@ -294,15 +290,12 @@ def in_words(choices: tuple[FilledField, ...], spec: RunSpec) -> tuple[str, ...]
 
 
 class _Filling:
-    """The tables of a run file while they are filled in."""
-
     def __init__(self, tables: Mapping[str, Any], base: RunSpec) -> None:
         self.tables: dict[str, Any] = copy.deepcopy(dict(tables))
         self.choices: list[FilledField] = []
         self._base = base
 
     def table(self, section: str) -> dict[str, Any]:
-        """Return the table of this name; empty if it is missing or not a table."""
         found = self.tables.get(section, {})
         return found if isinstance(found, dict) else {}
 

@@ -10,15 +10,13 @@ from shoal.protocol.limits import TOML_BYTES_MAX
 
 _PART: Final = rb"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
 _PARTS_MAX: Final = 16
-"""The limit on parts of a key `a.b.c`; our deepest has three. The time of Python's parser grows with their square:
-20,000 of them, in 40 KB, take eight seconds."""
+"""The limit on parts of a key `a.b.c`; our deepest has three. Python's parser takes 8 s for 20,000 of them (40 KB)."""
 _DEEP_KEY: Final = re.compile(rb"(?<![A-Za-z0-9_-])" + _PART + rb"(?:\.[ \t]*+" + _PART + rb"){%d}" % _PARTS_MAX)
 _WHOLE_NUMBER: Final = range(-(2**63), 2**63)
 
 
 def read_at_most(path: Path, bytes_max: int) -> bytes:
-    """Read a file. Raises: OSError: it cannot be read. msgspec.DecodeError: it has more than `bytes_max`, as a device
-    without end has."""
+    """Read a file. Raises: OSError. msgspec.DecodeError: it has more than `bytes_max`, as an endless device has."""
     with path.open("rb") as file:
         raw = file.read(bytes_max + 1)
     if len(raw) > bytes_max:
@@ -27,8 +25,7 @@ def read_at_most(path: Path, bytes_max: int) -> bytes:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises: OSError: it cannot be read. msgspec.DecodeError: it is not TOML, or exceeds our
-    bounds."""
+    """Read a TOML file. Raises: OSError. msgspec.DecodeError: it is not TOML, or exceeds our bounds."""
     return decode_toml(read_at_most(path, TOML_BYTES_MAX))
 
 
