@@ -12,9 +12,8 @@ logger = logging.getLogger(__name__)
 class NumbaTwin:
     """Loads one module of compiled kernels in a thread, since importing numba takes a second and compiling several.
 
-    Args:
-        module: the module's name. Its function `prove` compiles all of its kernels and raises `RuntimeError` if a
-            result differs from the reference's.
+    Args: module: the module's name. Its function `prove` compiles all of its kernels and raises `RuntimeError` if a
+        result differs from the reference's.
     """
 
     def __init__(self, module: str) -> None:

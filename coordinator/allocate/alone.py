@@ -26,8 +26,7 @@ def with_second_holders(objective: ThroughputObjective, placement: Placement, sn
     """Give a second holder to each single-holder stage where that slows the steps by less than the expected loss. The
     device that costs least goes there, whether it was unplaced or in another stage.
 
-    Args:
-        placement: over the devices of `objective`'s topology, which are `snapshot.peers` in their order.
+    Args: placement: over the devices of `objective`'s topology, which are `snapshot.peers` in their order.
     """
     settled: set[int] = set()
     while True:

@@ -114,10 +114,7 @@ class Searching(Allocator, Protocol):
     """An allocator that answers a change at once with hardly any moves, and searches for a better layout afterwards."""
 
     def prepare(self) -> None:
-        """Do slow preparations of the first search now, such as a minute of compiling.
-
-        Raises: ImportError.
-        """
+        """Do slow preparations of the first search now, such as a minute of compiling. Raises: ImportError."""
         ...
 
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:

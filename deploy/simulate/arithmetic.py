@@ -138,10 +138,7 @@ def _outputs(wire: ActivationWire, *, has_input: bool) -> tuple[Payload, Payload
 
 
 class ModelledArithmetic:
-    """Implements `Arithmetic`.
-
-    Args: routing: for runs that place experts.
-    """
+    """Implements `Arithmetic`. Args: routing: for runs that place experts."""
 
     def __init__(
         self, spec: RunSpec, *, has_text: bool, memory_bytes: float, chunk_bytes: int, routing: Routing | None = None

@@ -37,8 +37,7 @@ class TraceEvent(NamedTuple):
 def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
     """Return the changes by time. A node is added before it is removed, and never twice in a row.
 
-    Args:
-        seed: chooses the nodes that go if the file only counts them.
+    Args: seed: chooses the nodes that go if the file only counts them.
     Raises: LocalError, in one line: no such file, an unknown header, an invalid line.
     """
     try:

@@ -34,8 +34,7 @@ class Groups:
 def group(chosen_NK: Tensor, num_experts: int) -> Groups:
     """Sort the choices by expert, without waiting for the device.
 
-    Args:
-        chosen_NK: int64 [N, K], in [0, num_experts). The range is not checked, since on a GPU that would wait.
+    Args: chosen_NK: int64 [N, K], in [0, num_experts). The range is not checked, since on a GPU that would wait.
     """
     chosen_P = chosen_NK.reshape(-1)
     choice_P = chosen_P.argsort(stable=True)

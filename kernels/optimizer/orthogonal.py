@@ -25,8 +25,7 @@ COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 def orthogonal(x_RC: Tensor) -> Tensor:
     """Bring every singular value of `x_RC` near 1 and keep its singular vectors, with the same bits on every device.
 
-    Args:
-        x_RC: float32 [R, C], finite. A matrix of zeros gives zeros.
+    Args: x_RC: float32 [R, C], finite. A matrix of zeros gives zeros.
     Returns: float32 [R, C]; singular values that were above a five-hundredth of the norm are in [0.68, 1.21].
     """
     tall = x_RC.shape[0] > x_RC.shape[1]

@@ -35,8 +35,7 @@ _BOUNDS: Final = {">=": "at least", "<=": "at most", ">": "more than", "<": "les
 def complaint(error: Exception, kind: type) -> str:
     """Return one line: the field as its author names it, and the error in it.
 
-    Args:
-        error: a msgspec error from decoding a `kind` (a msgspec struct), or a ValueError of one of its checks.
+    Args: error: a msgspec error from decoding a `kind` (a msgspec struct), or a ValueError of one of its checks.
     """
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
     path = ""

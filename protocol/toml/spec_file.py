@@ -36,8 +36,7 @@ def read_tables(path: Path) -> dict[str, Any]:
 def convert_spec(tables: Mapping[str, Any], *, name: str) -> tuple[RunSpec, tuple[FilledField, ...]]:
     """Turn a run file's tables into their spec.
 
-    Args:
-        name: the file's name, for complaints.
+    Args: name: the file's name, for complaints.
     Returns: the spec, and the fields that a rule filled in.
     Raises: SpecError.
     """

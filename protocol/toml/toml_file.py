@@ -30,10 +30,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def decode_toml(raw: bytes) -> dict[str, Any]:
-    """Decode TOML. Whole numbers have at most 64 bits, as TOML itself requires.
-
-    Raises: msgspec.DecodeError.
-    """
+    """Decode TOML. Whole numbers have at most 64 bits, as TOML itself requires. Raises: msgspec.DecodeError."""
     if _DEEP_KEY.search(raw):
         raise msgspec.DecodeError(f"a name in it has more than {_PARTS_MAX} dots")
     try:
