@@ -245,10 +245,10 @@ def fetch_s(
                 carriers = others[others != device] if together else mates
                 carried = np.minimum(rate[np.ix_(givers, carriers)].sum(axis=0), rate[carriers, device])
                 paths_s[device] += num_bytes / (rate[givers, device].sum() + carried.sum())
-                for who, part in ((givers, 1.0 - passed), (mates, passed)):
-                    parts = part * num_bytes * rate[who, device] / max(rate[who, device].sum(), 1.0)
-                    away = ~same_card[who, device]
-                    np.add.at(out, card[who[away]], parts[away])
+                for sources, part in ((givers, 1.0 - passed), (mates, passed)):
+                    parts = part * num_bytes * rate[sources, device] / max(rate[sources, device].sum(), 1.0)
+                    away = ~same_card[sources, device]
+                    np.add.at(out, card[sources[away]], parts[away])
                     into[card[device]] += parts[away].sum()
     cards_s = np.maximum(out[card] / topology.up_bytes_per_s, into[card] / topology.down_bytes_per_s)
     leave_s = [

@@ -89,7 +89,7 @@ class GreedyAllocator:
         if snapshot.num_stages is not None:
             return self._filled(snapshot, _cut(snapshot, snapshot.num_stages), None, seed=seed)
         most = min(len(snapshot.layer_costs), sum(not peer.draining for peer in snapshot.peers), STAGES_MAX)
-        why = NoLayout("nobody is here")
+        why = NoLayout("no peer is here")
         for num_stages in range(1, most + 1):
             try:
                 return self._filled(snapshot, _cut(snapshot, num_stages), None, seed=seed)
@@ -132,9 +132,9 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
     able = [peer for peer in peers if peer.memory_bytes >= slot.needed_bytes]
     if not able and peers:
         needed, most = slot.needed_bytes / 1e9, max(peer.memory_bytes for peer in peers) / 1e9
-        return f"stage {slot.index} takes {needed:.1f} GB of memory, and nobody has more than {most:.1f} GB"
+        return f"stage {slot.index} takes {needed:.1f} GB of memory, and no peer has more than {most:.1f} GB"
     what = "has the run's text" if slot.index == 0 else "is free"
-    return f"nobody {what} to hold stage {slot.index}"
+    return f"no peer {what} to hold stage {slot.index}"
 
 
 def _cut(snapshot: Snapshot, num_stages: int) -> list[Slot]:

@@ -130,7 +130,7 @@ class EvolutionaryAllocator:
 
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         if any(peer.draining for peer in snapshot.peers):
-            return None, "somebody is leaving"
+            return None, "a peer is leaving"
         try:
             if previous is None:
                 return _first(snapshot, seed)
@@ -150,8 +150,8 @@ def _unless_slower(snapshot: Snapshot, previous: Plan, found: tuple[Layout | Non
     promised = foresee(snapshot, layout.stages) if layout is not None else None
     if promised is None or promised.tokens_per_s > snapshot.seen_tokens_per_s:
         return found
-    told = f"{promised.tokens_per_s:,.0f} tokens/s, and {snapshot.seen_tokens_per_s:,.0f} are seen"
-    return None, f"stays: what was found should make {told}"
+    told = f"{promised.tokens_per_s:,.0f} tokens/s, and the live one makes {snapshot.seen_tokens_per_s:,.0f}"
+    return None, f"stays: the layout found should make {told}"
 
 
 class _Place:
@@ -298,7 +298,7 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
         bounds=tuple(range(len(slots) + 1)),
     )
     if not all(current.stages):
-        return None, f"nobody at stage {current.stages.index(())} has its state yet"
+        return None, f"no member of stage {current.stages.index(())} has its state yet"
     searched, _ = plan(
         topology,
         workload,

@@ -164,9 +164,11 @@ class _Search:
         if t.num_devices < k:
             return f"{t.num_devices} devices cannot hold {k} stages"
         if not t.may_feed.any():
-            return "nobody has the run's text to hold stage 0"
+            return "no device has the run's text to hold stage 0"
         have, need = float(t.memory_bytes.sum()) / 1e9, w.resident_bytes(0, w.num_layers, members=1) / 1e9
-        return f"the model does not fit: it takes {need:.1f} GB and what is in flight, all devices have {have:.1f} GB"
+        return (
+            f"the model does not fit: it takes {need:.1f} GB and activations in flight, all devices have {have:.1f} GB"
+        )
 
     def _choices(self) -> list[int]:
         most = min(self._workload.num_layers, self._topology.num_devices, STAGES_MAX)

@@ -78,7 +78,7 @@ class _Mending:
                 self.stages[donor].remove(chosen)
                 self.stages[k].append(chosen)
                 return
-        raise NoLayout(f"nobody is left who could hold stage {k}")
+        raise NoLayout(f"no device is left that can hold stage {k}")
 
     def with_a_spare(self) -> Iterator[Placement]:
         """Yield candidates, the most promising first: each adds one spare to the poorest stage that it fits into."""

@@ -735,12 +735,12 @@ def _slowest(P, S):
 @_inner
 def _burden(S, k):
     """Return the member of stage k with the slowest reduction."""
-    worst, who = -1.0, S.members[k, 0]
+    worst, slowest = -1.0, S.members[k, 0]
     for a in range(S.count[k]):
         d = S.members[k, a]
         if S.loads[REDUCED, d] / S.loads[CARD, d] > worst:
-            worst, who = S.loads[REDUCED, d] / S.loads[CARD, d], d
-    return who
+            worst, slowest = S.loads[REDUCED, d] / S.loads[CARD, d], d
+    return slowest
 
 
 @_inner

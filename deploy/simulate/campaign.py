@@ -46,7 +46,7 @@ def run_trial(trial: Trial, script: Script | None = None) -> Witness:
     try:
         run(_watch(trial, witness, script or _scheduled(trial)))
     except Deadlock as error:
-        witness.condemn("there is always something that can happen", str(error))
+        witness.condemn("there is always a next event", str(error))
     gc.collect()  # reports tasks that failed unobserved now, and not in the next seed
     witness.verdict.wall_s = time.perf_counter() - begun_s
     return witness
@@ -64,7 +64,7 @@ async def _watch(trial: Trial, witness: Witness, script: Script) -> None:
     )
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
-    loop.set_exception_handler(lambda _, context: swarm.world.failures.append(("somebody", _unheard(context))))
+    loop.set_exception_handler(lambda _, context: swarm.world.failures.append(("a task", _unheard(context))))
     try:
         for name, speed in trial.speeds.items():
             swarm.launch(name, speed=speed)

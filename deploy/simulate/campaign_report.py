@@ -24,13 +24,13 @@ def one_line(verdict: Verdict) -> str:
 def failure(verdict: Verdict, options: CampaignOptions) -> str:
     """Return the violated sentence, the faults, the last events, and the command to replay them."""
     lines = [
-        f"seed {verdict.seed}: it does not hold that {verdict.broken}",
+        f"seed {verdict.seed}: violated: {verdict.broken}",
         f"  {verdict.detail}",
-        "what went wrong, in seconds after the first commit:",
+        "faults, in seconds after the first commit:",
         *(f"  {fault}" for fault in verdict.schedule),
         "the last events:",
         *(f"  {line}" for line in verdict.last_events),
-        f"trace {verdict.trace_hash}; the same again:",
+        f"trace {verdict.trace_hash}; to replay it:",
         f"  {replay_command(verdict.seed, options)}",
     ]
     return "\n".join(lines)

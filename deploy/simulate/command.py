@@ -233,7 +233,7 @@ def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:
         return
-    said = f"\nWhat {row.strategy} comes to, at its simulated pace, if everybody stays:\n"
+    said = f"\nFigures of {row.strategy} at its simulated pace, if no peer leaves:\n"
     tell(console, said, style="bold")
     console.print(figures_view(row.figures))
 

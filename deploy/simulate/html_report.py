@@ -104,7 +104,7 @@ def _figures(rows: Sequence[Row]) -> str:
     """Return the figures of the first strategy with a pace; a sentence if there is none."""
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:
-        return "<p>No strategy has a pace, so there is nothing to count up.</p>"
+        return "<p>No strategy has a pace, so there are no figures.</p>"
     name = html.escape(printable(row.strategy))
     lines = "".join(f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in lines_of(row.figures))
     members = "".join(
@@ -114,7 +114,7 @@ def _figures(rows: Sequence[Row]) -> str:
         for each in row.figures.members
     )
     return (
-        f"<p>Of {name}, at its simulated pace, if everybody stays.</p><table><tbody>{lines}</tbody></table>"
+        f"<p>Figures of {name} at its simulated pace, if no peer leaves.</p><table><tbody>{lines}</tbody></table>"
         "<table><thead><tr><th>each member in</th><th>members</th><th>GB a month up</th><th>GB a month down</th>"
         f"<th>watts</th></tr></thead><tbody>{members}</tbody></table>"
     )

@@ -64,7 +64,7 @@ def all_invariants(expected: Expectation) -> tuple[Invariant, ...]:
 
 @dataclass(slots=True)
 class OnePlanPerOrder:
-    sentence: str = "of one (term, sequence) at most one plan is ever obeyed"
+    sentence: str = "for each (term, sequence) at most one plan is ever obeyed"
     _digests: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def see(self, event: Event) -> str | None:
@@ -124,7 +124,7 @@ class VersionsGrow:
 class OneStatePerVersion:
     """Finds two halves of a swarm that train apart."""
 
-    sentence: str = "of one (era, stage, version) the replicas commit to one state, bit for bit"
+    sentence: str = "for each (era, stage, version) the replicas commit one state, bit for bit"
     _digests: dict[tuple[int, int, int], tuple[str, str]] = field(default_factory=dict)
 
     def see(self, event: Event) -> str | None:
@@ -143,7 +143,7 @@ class StraysReturn:
     """A member that is cut off during a round may finish it alone, after the others have abandoned it and begun
     another. Its state then differs from its group's, which it must notice by the group's digests or the plan."""
 
-    sentence: str = f"who has another state than its group committed fetches that, {STRAYS_S:.0f} s after all is healed"
+    sentence: str = f"a member that differs from its group fetches its state, {STRAYS_S:.0f} s after all is healed"
     _committed: dict[tuple[int, int, int], str] = field(default_factory=dict)
     _held: dict[str, Held] = field(default_factory=dict)
     _quiet_s: float = math.inf
@@ -201,7 +201,7 @@ class LedgerAddsUp:
 @dataclass(slots=True)
 class RoundsAddUp:
     expected: Expectation
-    sentence: str = "what a round's members bring is the whole step, each microbatch once or counted as a duplicate"
+    sentence: str = "a round's members bring the whole step, each microbatch once or counted as a duplicate"
 
     def see(self, event: Event) -> str | None:
         if not isinstance(event, Opened):
@@ -223,7 +223,7 @@ class RoundsAddUp:
 
 @dataclass(slots=True)
 class Finite:
-    sentence: str = "no state that was committed has a number that is not finite"
+    sentence: str = "every number of a committed state is finite"
 
     def see(self, event: Event) -> str | None:
         if isinstance(event, Committed) and event.report.loss is not None and not math.isfinite(event.report.loss):

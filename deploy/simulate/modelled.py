@@ -249,7 +249,7 @@ def _spec_of(run: ModelledRun) -> RunSpec:
         )
         return with_modelled_base(spec)
     except ValueError as error:
-        raise LocalError(f"this run cannot be: {error}") from error
+        raise LocalError(f"this run is invalid: {error}") from error
 
 
 def _placed(run: ModelledRun) -> tuple[tuple[int, ...], ...]:

@@ -34,7 +34,7 @@ class PinnedAllocator:
         for devices, (first, last) in zip(self._placement.stages, pairwise(self._placement.bounds), strict=True):
             members = tuple(self._members[self._peers[device]] for device in devices if self._peers[device] in there)
             if not members:
-                raise NoLayout(f"nobody is there who could hold stage {len(stages)}")
+                raise NoLayout(f"no device is present that can hold stage {len(stages)}")
             stages.append(Stage(first_layer=first, last_layer=last, members=members))
         placed = {member.peer for stage in stages for member in stage.members}
         spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in placed)

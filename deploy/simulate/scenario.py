@@ -64,7 +64,7 @@ class ExpertsSection(Section, frozen=True):
             require(0 < self.holders <= PEERS_MAX, f"holders must be in [1, {PEERS_MAX}], is {self.holders}")
         require(
             all(0.0 <= load < math.inf for load in self.loads) and (not self.loads or sum(self.loads) > 0.0),
-            "loads must be 0 or more, and one of them more",
+            "loads must be 0 or more, and at least one above 0",
         )
 
 
@@ -96,7 +96,7 @@ class ScenarioFile(Section, frozen=True):
         )
         require(
             self.training.steps == TrainingSpec().steps,
-            "training.steps means nothing here, since every strategy runs equally far: say `steps` above all tables",
+            "training.steps has no effect here, since all strategies run as many steps: set `steps` above all tables",
         )
         require(self.seconds is None or 0.0 < self.seconds < math.inf, f"seconds must be positive, is {self.seconds}")
         require(
@@ -167,7 +167,7 @@ def find_scenario(what: str) -> Scenario:
         return load_scenario(path)
     if what in shipped_names():
         return load_scenario(SHIPPED / f"{what}.toml")
-    raise LocalError(f"{what!r} is no file, and none of the shipped scenarios: {', '.join(shipped_names())}")
+    raise LocalError(f"{what!r} is neither a file nor a shipped scenario: {', '.join(shipped_names())}")
 
 
 def read_scenario(path: Path) -> ScenarioFile:
@@ -177,7 +177,7 @@ def read_scenario(path: Path) -> ScenarioFile:
     except OSError as error:
         raise LocalError(f"cannot read the scenario {path}: {error.strerror or error}") from error
     except msgspec.DecodeError as error:  # ValidationError is a DecodeError
-        raise LocalError(f"{path} is no scenario: {complaint(error, ScenarioFile)}") from error
+        raise LocalError(f"{path} is not a scenario: {complaint(error, ScenarioFile)}") from error
 
 
 def _fitted(tables: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def load_scenario(path: Path) -> Scenario:
         for strategy in file.strategy:
             strategy.applied_to(spec)
     except ValueError as error:
-        raise LocalError(f"{path} is no scenario: {error}") from error
+        raise LocalError(f"{path} is not a scenario: {error}") from error
     trace = None
     if file.churn is not None:
         trace = path.parent / file.churn.trace
@@ -236,7 +236,7 @@ def _of_network(path: Path) -> Scenario:
         model, training = run_of_workload(file.workload)
         spec = _spec(path.stem, model, training, WireSpec())
     except ValueError as error:
-        raise LocalError(f"the workload of {path} cannot be: {error}") from error
+        raise LocalError(f"the workload of {path} is invalid: {error}") from error
     if file.num_stages is not None and not 0 < file.num_stages <= model.num_layers:
         raise LocalError(f"{path}: num_stages must be in [1, {model.num_layers}], is {file.num_stages}")
     return Scenario(

@@ -38,7 +38,7 @@ def why_no_step(seen: Seen) -> str:
     """Return the reason as one sentence without a full stop; it does not repeat the run's results."""
     present, names = set(seen.present), seen.topology.names
     if not present:
-        return "nobody was there any more"
+        return "no device was present any more"
     if seen.plan is None:
         return _why_no_plan(seen, present)
     members = [{seen.devices[peer] for peer in stage.peers} for stage in seen.plan.stages]
@@ -47,7 +47,7 @@ def why_no_step(seen: Seen) -> str:
         if not stage & present:
             last = max(stage, key=lambda device: (seen.left_at_s.get(device, 0.0), device))
             since_s = seen.left_at_s.get(last, 0.0)
-            return f"stage {k} was held by nobody since {since_s:,.0f} s, when {names[last]} left" + _majority(
+            return f"stage {k} had no member since {since_s:,.0f} s, when {names[last]} left" + _majority(
                 seen, planned, present
             )
     if why := _majority(seen, planned, present):
@@ -63,10 +63,10 @@ def why_no_step(seen: Seen) -> str:
 def _why_no_plan(seen: Seen, present: set[int]) -> str:
     wanted = seen.spec.swarm.min_peers
     if len(present) < wanted:
-        return f"the run begins with {wanted} peers, and {len(present)} were there"
+        return f"the run begins with {wanted} peers, and {len(present)} were present"
     if not any(seen.topology.may_feed[device] for device in present):
-        return "nobody who was there has the run's text, without which nobody can hold stage 0"
-    return f"no plan was made for the {len(present)} peers that were there"
+        return "no device that was present has the run's text, which stage 0 needs"
+    return f"no plan was made for the {len(present)} peers that were present"
 
 
 def _majority(seen: Seen, planned: set[int], present: set[int]) -> str:
@@ -75,8 +75,8 @@ def _majority(seen: Seen, planned: set[int], present: set[int]) -> str:
     if 2 * alive > len(planned):
         return ""
     return (
-        f"; only {alive} of the {len(planned)} members of the last plan were there, and a new plan needs the votes of "
-        "more than half"
+        f"; only {alive} of the {len(planned)} members of the last plan were present, and a new plan needs the votes "
+        "of more than half"
     )
 
 

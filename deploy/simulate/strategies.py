@@ -107,7 +107,7 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in known:
-            raise LocalError(f"{name!r} is no strategy: take some of {', '.join(known)}")
+            raise LocalError(f"{name!r} is not a strategy: take some of {', '.join(known)}")
     if not wanted:
         raise LocalError("no strategy is named")
     return tuple(known[name] for name in wanted)
@@ -277,7 +277,7 @@ def _request(
 ) -> Request:
     """Return a request for the devices present at the beginning. Raises: LocalError."""
     if not present:
-        raise LocalError("nobody is there at the beginning")
+        raise LocalError("no device is present at the beginning")
     return Request(
         topology=scenario.topology.take(list(present)),
         workload=Workload.of(spec),

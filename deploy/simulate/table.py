@@ -11,11 +11,11 @@ from shoal.deploy.simulate.scenario import Scenario
 from shoal.deploy.words import digits, printable
 
 LEGEND = (
-    "Simulated, that is the real drivers in virtual time on devices that only take as long as theirs would: tokens/s, "
-    "step, moved/step, and idle (of the devices that hold a stage, once it goes steadily). The planner's arithmetic: "
-    "predicted, and bound by, unless that says what was seen. ratio: simulated / predicted. no model: the arithmetic "
-    "has none of layouts that change. live: tokens/s and step are those from the 300th virtual second on, or from half "
-    "of a shorter run on, standstills included. not kept: with a trace only --html keeps a timeline."
+    "Simulated, with the real drivers in virtual time on modelled devices: tokens/s, step, moved/step, and idle (of "
+    "devices with a stage, after the warm-up). By the planner's arithmetic: predicted, and bound by, unless it shows "
+    "events. ratio: simulated / predicted. no model: the arithmetic does not model layouts that change. live: tokens/s "
+    "and step are those from the 300th virtual second on, or from half of a shorter run on, standstills included. "
+    "not kept: with a trace only --html keeps a timeline."
 )
 COLUMNS = (
     Column("strategy", 10, right=False),

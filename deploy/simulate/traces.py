@@ -47,16 +47,16 @@ def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
     except UnicodeDecodeError as error:
         raise LocalError(f"the trace {path} is not text") from error
     except msgspec.DecodeError as error:
-        raise LocalError(f"{path} is no trace: {error}") from error
+        raise LocalError(f"{path} is not a trace: {error}") from error
     table = csv.reader(lines)
     try:
         header = tuple(field.strip() for field in next(table, []))
     except csv.Error as error:
-        raise LocalError(f"{path} is no trace: {error}") from error
+        raise LocalError(f"{path} is not a trace: {error}") from error
     read = _READERS.get(header)
     if read is None:
         known = "; ".join(",".join(names) for names in _READERS)
-        raise LocalError(f"{path} is no trace: its first line is {','.join(header)[:80]!r}, not one of {known}")
+        raise LocalError(f"{path} is not a trace: its first line is {','.join(header)[:80]!r}, not one of {known}")
     try:
         rows = ((number, fields) for number, fields in enumerate(table, start=2) if fields)
         happens = read(_checked(rows, len(header)), random.Random(f"trace/{seed}"))
@@ -66,7 +66,7 @@ def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
     if len(events) > TRACE_EVENTS_MAX:
         raise LocalError(f"{path}: more than {TRACE_EVENTS_MAX:,} comings and goings")
     if not events:
-        raise LocalError(f"{path} is no trace: nothing happens in it")
+        raise LocalError(f"{path} is not a trace: it has no events")
     return events
 
 
@@ -229,7 +229,7 @@ def _counts(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
             raise _BadLine(line, f"at {at_s:g} s, after {last_s:g} s")
         last_s = at_s
         if not available.isdecimal() or len(available) > 9 or int(available) > _NODES_MAX:
-            raise _BadLine(line, f"{available[:40]!r} is no number of nodes")
+            raise _BadLine(line, f"{available[:40]!r} is not a number of nodes")
         wanted = int(available)
         while len(up) > wanted:
             yield TraceEvent(at_s, "remove", up.pop(rng.randrange(len(up))))
@@ -243,9 +243,9 @@ def _seconds(line: int, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise _BadLine(line, f"{text[:40]!r} is no time") from None
+        raise _BadLine(line, f"{text[:40]!r} is not a time") from None
     if not 0.0 <= seconds < math.inf:
-        raise _BadLine(line, f"{text[:40]!r} is no time")
+        raise _BadLine(line, f"{text[:40]!r} is not a time")
     return seconds
 
 

@@ -102,7 +102,7 @@ def parse_wire(text: str | None) -> WireSpec | None:
     except ValueError as error:  # ValidationError is a ValueError
         known = ", ".join(typing.get_args(WireFormat))
         raise LocalError(
-            f"{text!r} names no three formats, as int8,int8,hadamard4 does: take some of {known}"
+            f"{text!r} does not name three formats, as int8,int8,hadamard4 does: take some of {known}"
         ) from error
 
 
@@ -110,5 +110,5 @@ def parse_kinds(names: Sequence[str]) -> tuple[FaultKind, ...]:
     """Return the kinds of faults by name; all kinds if there are no `names`. Raises: LocalError: an unknown name."""
     for name in names:
         if name not in set(FaultKind):
-            raise LocalError(f"{name!r} is no fault: take some of {', '.join(FaultKind)}")
+            raise LocalError(f"{name!r} is not a fault: take some of {', '.join(FaultKind)}")
     return tuple(FaultKind(name) for name in names) or tuple(FaultKind)

@@ -63,9 +63,9 @@ def prove() -> None:
         for key in (None, (1, 2)):
             payload_B = reference.encode(x_N, form, key=key)
             if not torch.equal(encode(x_N, form, key=key), payload_B):
-                raise RuntimeError(f"it writes {name} otherwise than the reference does")
+                raise RuntimeError(f"it encodes {name} differently from the reference")
             if not torch.equal(decode(payload_B, len(x_N), form), reference.decode(payload_B, len(x_N), form)):
-                raise RuntimeError(f"it reads {name} otherwise than the reference does")
+                raise RuntimeError(f"it decodes {name} differently from the reference")
 
 
 @_inner

@@ -76,7 +76,7 @@ def _adapter_advice(spec: RunSpec) -> list[str]:
     if spec.adapter is None or spec.initial.digests:
         return []
     return [
-        "the adapters are trained beside random weights, as the run begins with no model's: "
+        "the adapters train beside random weights, since the run has no base model: "
         "make its run file with `shoal import FOLDER RUN.toml --lora RANK`"
     ]
 
@@ -135,8 +135,8 @@ def _text_advice(spec: RunSpec, training_tokens: int) -> list[str]:
     if passes > PASSES_MAX:
         steps = max(1, round(PASSES_GOOD * training_tokens / spec.tokens_per_step))
         found.append(
-            f"the run reads its text {passes:.0f} times over: after {PASSES_MAX:.0f} times it learns it by heart, no "
-            f"more. Give it more text (data.source), or set training.steps = {steps} ({PASSES_GOOD:.0f} times)"
+            f"the run reads its text {passes:.0f} times over: beyond {PASSES_MAX:.0f} times it only "
+            f"memorises it. Give it more text (data.source), or set training.steps = {steps} ({PASSES_GOOD:.0f} times)"
         )
     samples = training_tokens // (spec.model.context + 1)
     if samples < spec.tokens_per_step // spec.model.context:
