@@ -90,7 +90,7 @@ class Found:
 
 @dataclass(slots=True)
 class _Population:
-    """At most `size` individuals, best first. No two are the same up to names."""
+    """The individuals, at most `size`, best first. No two are the same up to names."""
 
     evaluator: Evaluator
     size: int

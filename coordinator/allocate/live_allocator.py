@@ -62,8 +62,8 @@ MARGIN = 0.05
 STAY = 0.5
 """A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
-"""A search of single moves leaves a stage this many holders, if it had as many. A stage with fewer takes a newcomer at
-once, if that slows the step by less than the expected loss of a single holder (`alone.py`)."""
+"""The fewest holders that a search of single moves leaves in a stage, if it had as many. A stage with fewer takes a
+newcomer at once, if that slows the step by less than the expected loss of a single holder (`alone.py`)."""
 STATE_PART = 0.5
 """The assumed part of its holders' lines that travelling state takes."""
 SMALL_DEVICES = 32

@@ -19,7 +19,7 @@ EVALUATIONS_MAX = 4000
 """
 DEVICES = 64
 TRIED_DEVICES = 128
-"""With more devices the fastest one goes back and no other is tried."""
+"""The limit on devices up to which all are tried; above it the fastest goes back."""
 
 
 @dataclass(frozen=True, slots=True)

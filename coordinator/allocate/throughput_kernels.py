@@ -92,7 +92,7 @@ class State(NamedTuple):
     members: Any
     """int64 [K, N]; the first `count` are the members of a stage."""
     count: Any
-    """int64 [K]"""
+    """int64 [K], the number of members."""
     bounds: Any
     """int64 [K + 1], the layers at which the model is cut."""
     loads: Any

@@ -90,9 +90,9 @@ class _Table:
         self.left = list(replicas)
         self.room = list(slots)
         self.held: list[dict[int, int]] = [{} for _ in slots]
-        """For each node: expert -> the number of times that it is held."""
+        """[N] of expert -> the number of times that the node holds it."""
         self.settled: list[set[int]] = [set() for _ in slots]
-        """For each node, the experts that came in groups; they must stay."""
+        """[N], the experts of each node that came in groups; they must stay."""
 
     def put(self, expert: int, node: int) -> None:
         self.held[node][expert] = self.held[node].get(expert, 0) + 1

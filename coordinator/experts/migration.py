@@ -15,8 +15,8 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 _FORBIDDEN = -1e6
 """The worth of giving a part to a node of another kind: any number of fetches is better."""
 _RESTARTS, _NODES_RESTARTED_MAX = 16, 64
-"""On up to `_NODES_RESTARTED_MAX` nodes the alternation restarts from random names, since it can stop early. Each
-restart takes half a millisecond with ten nodes."""
+"""The alternation restarts from random names, since it can stop early, on up to this many nodes: each takes half a
+millisecond with ten nodes."""
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:

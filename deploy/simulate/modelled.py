@@ -89,7 +89,7 @@ class ModelledRun:
     chunk_bytes: int | None = None
     """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on` the network."""
     expert_loads: Sequence[float] | None = None
-    """The part of the tokens for each expert, if the run spec places experts. None: all equal."""
+    """The relative loads of the experts, if the run spec places experts. None: all equal."""
     on_progress: Callable[[float], None] = lambda share: None
     """Called at every step with the share of the run that is over, in [0, 1]."""
 

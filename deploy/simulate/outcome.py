@@ -23,7 +23,7 @@ class Outcome:
     """The cost by the throughput objective; None for changing layouts, which it does not model."""
     result: SimResult | None
     figures: Figures | None = None
-    """The pace as figures for the members; None without a pace."""
+    """The costs, traffic and duration at the simulated pace; None without a pace."""
     problem: str = ""
     """The reason for a missing result."""
     same_as: str = ""

@@ -1,4 +1,4 @@
-"""Network descriptions for people: numbers of equal devices in regions, and paths between places."""
+"""Networks as people describe them: regions of equal devices, and paths between places."""
 
 import math
 

@@ -20,7 +20,7 @@ _SEED = 0x5EED
 class Routing:
     """Draws the rows of each expert.
 
-    Args: loads: [E], of any scale: the part of the tokens for each expert, in every layer. None: all equal.
+    Args: loads: [E], relative, the same in every layer; None: all equal.
     Raises: LocalError: they do not match the run's experts.
     """
 

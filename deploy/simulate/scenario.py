@@ -56,7 +56,7 @@ class ExpertsSection(Section, frozen=True):
     """The least number of members that hold each expert, beyond `slots` if necessary, up to the stage's members.
     "auto": a run's default. The coordinators choose the members by load."""
     loads: tuple[float, ...] = ()
-    """The part of the tokens for each expert, of any scale; empty: all equal."""
+    """The relative loads of the experts; empty: all equal."""
 
     def __post_init__(self) -> None:
         require(0 < self.slots <= EXPERTS_MAX, f"slots must be in [1, {EXPERTS_MAX}], is {self.slots}")
@@ -136,7 +136,7 @@ class Scenario:
     trace: Path | None
     churn: ChurnSection | None
     expert_loads: tuple[float, ...] = ()
-    """The part of the tokens for each expert; empty: all equal, or none are placed."""
+    """The relative loads of the experts; empty: all equal, or none are placed."""
     strategies: tuple[Strategy, ...]
     """Empty: `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 

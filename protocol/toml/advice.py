@@ -22,9 +22,9 @@ RATE_HIGH: Final = 4.0
 RATE_LOW: Final = 1 / 30
 BATCH_RANGE: Final = 16.0
 PASSES_MAX: Final = 16.0
-"""After this number of passes, repeated text is worth half as much as new text (2305.16264, section 5)."""
+"""The passes after which repeated text is worth half as much as new text (2305.16264, section 5)."""
 PASSES_GOOD: Final = 4.0
-"""Up to this number of passes, repeated text is hardly worth less than new text (2305.16264)."""
+"""The passes up to which repeated text is hardly worth less than new text (2305.16264)."""
 
 
 def advice(spec: RunSpec, *, training_tokens: int | None = None, text_vocab_size: int | None = None) -> list[str]:

@@ -16,7 +16,7 @@ peers agree on numbers and never on a rule. `advice.py` compares a spec with the
 
 N are the parameters of the decoder layers that a token passes, C the FLOP of the whole run. The step size suits a run
 of 20 N tokens, for any length of the run: a step should be worth its reduction over slow links. `tests/bench/rates.py`
-trains models of several sizes by these rules; MEASURED.md has the results, and says what is extrapolated.
+trains models of several sizes by these rules; `protocol/MEASURED.md` has the results, and says what is extrapolated.
 """
 
 import copy
