@@ -63,7 +63,7 @@ def _by_device(name: str, function: _F) -> _F:
 
 
 def _next_weights(name: str, rules: ModuleType) -> NextWeights:
-    """Return the rule's own function for a CPU, if it has one; otherwise the weights of its step."""
+    """Return a function that uses the rule's own one on a CPU, if any; otherwise it takes the weights of the step."""
     step = _by_device(f"{name}_step", getattr(rules, f"{name}_step"))
     own = getattr(rules, f"{name}_weights", None)
 

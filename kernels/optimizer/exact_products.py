@@ -88,8 +88,8 @@ def square_of_doubles(a_RK: Tensor) -> Tensor:
 def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
     """Multiply whole numbers in int8: float64 [R, C].
 
-    Each operand is cut into two slices, a = 256 a1 + a0 and b = 256 b1 + b0. Then a b = 2^16 a1 b1 + 2^8 (a1 b0 + a0
-    b1) + a0 b0, which takes four int8 products.
+    Each operand is cut into two slices, a = 256 a1 + a0 and b = 256 b1 + b0. Then
+    a b = 2^16 a1 b1 + 2^8 (a1 b0 + a0 b1) + a0 b0, which takes four int8 products.
 
     Args: a_RK, b_KC: float64, whole numbers of at most `MOST_BITS` bits.
     """

@@ -84,9 +84,10 @@ class Predict(Protocol):
 class Advance(Protocol):
     """A step, and the weights of the version it makes that microbatches of the next steps need.
 
-    Args, besides those of a step: ahead: the weights to copy, counted from the new version. ahead_learning_rate: the
-        schedule's at the new version. compute_dtype: of the copies, one of `COMPUTE_DTYPES`; masters and moments stay
-        float32.
+    Args, besides those of a step:
+        ahead: the weights to copy, counted from the new version.
+        ahead_learning_rate: the schedule's at the new version.
+        compute_dtype: of the copies, one of `COMPUTE_DTYPES`; masters and moments stay float32.
     Returns: (param_N, moment1_N, moment2_N, one copy for each of `ahead`). A float32 copy at staleness 0 is the new
         `param_N` itself, the same tensor.
     Raises: ValueError: another `compute_dtype`.
