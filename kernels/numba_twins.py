@@ -1,4 +1,4 @@
-"""Loads the numba twins of a folder's kernels in the background."""
+"""Load the numba twins of a folder's kernels in the background."""
 
 import logging
 import threading
@@ -10,12 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class NumbaTwin:
-    """Loads one module of compiled kernels in a thread, since importing numba takes a second and compiling takes
-    several.
+    """Loads one module of compiled kernels in a thread, since importing numba takes a second and compiling several.
 
-    Args:
-        module: the module's name. Its function `prove` compiles all of its kernels, and raises `RuntimeError` if a
-            result differs from the reference's.
+    Args: module: the module's name. Its function `prove` compiles all of its kernels and raises `RuntimeError` if a
+        result differs from the reference's.
     """
 
     def __init__(self, module: str) -> None:
@@ -26,11 +24,11 @@ class NumbaTwin:
 
     @property
     def module(self) -> ModuleType | None:
-        """None: it is not loaded (yet), or cannot be used here."""
+        """The module; None if it is not loaded yet or unusable on this machine."""
         return self._module
 
     def start(self) -> None:
-        """Begin to load the module, unless that has begun."""
+        """Start to load the module, unless that has begun."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._load, name=f"load {self._name}", daemon=True)
@@ -49,7 +47,7 @@ class NumbaTwin:
         try:
             module = import_module(self._name)
             module.prove()
-        except Exception as error:  # a compiler's: whatever it is, the reference does the same, more slowly
+        except Exception as error:  # a compiler may raise anything, and the reference does the same work, more slowly
             logger.warning("%s stays unused, which is slower: %s", self._name, f"{error}".strip().split("\n")[0])
             return
         self._module = module

@@ -1,4 +1,4 @@
-"""Finds the Triton twins of a folder's kernels, where they can run."""
+"""Find the Triton twins of a folder's kernels, where they can run."""
 
 from functools import cache
 from importlib import import_module
@@ -10,8 +10,8 @@ import torch
 
 @cache
 def triton_twins(module: str) -> ModuleType | None:
-    """`module`; None without CUDA or Triton. It is imported when a tensor first needs it, since a machine without a
-    CUDA device needs no Triton."""
+    """Import `module` and return it; None without CUDA or Triton. The import waits for the first tensor that needs it,
+    since a machine without a CUDA device needs no Triton."""
     if torch.version.cuda is None or find_spec("triton") is None:
         return None
     return import_module(module)

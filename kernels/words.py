@@ -1,6 +1,6 @@
-"""Words of 32 bits without a sign, as int32 tensors have them: hashes of these are the same on every device.
+"""Unsigned 32-bit words in int32 tensors, for hashes that are the same on every device.
 
-Source of the hashes that are made of them: Wellons, "Prospecting for Hash Functions", 2018: triple32.
+Source of the hashes: Wellons, "Prospecting for Hash Functions", 2018: triple32.
 """
 
 from torch import Tensor

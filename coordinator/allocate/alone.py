@@ -1,8 +1,8 @@
-"""Prices a stage that one peer alone holds, and gives it a second holder where that costs less. Pure.
+"""Price a stage that only one peer holds, and give it a second holder where that costs less. Pure.
 
-With a stage's only holder dead the run goes back to a snapshot, and everybody loses the steps since then. A second
-holder prevents that, but has to reduce with the first one at each commit, which over a thin line may take longer than
-the step. Which of the two costs less follows from how often the peer has failed, and from what going back costs.
+If a stage's only holder dies, the run goes back to a snapshot and all peers lose the steps since then. A second holder
+prevents that, but the two must all-reduce at each commit, which over a slow line may take longer than the step. The
+peer's failure rate and the cost of going back decide which of the two is cheaper.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,19 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.experts.failure_records import HORIZON_S
 
 TRIED = 16
-"""The number of devices without a place that are tried as second holders: each costs an evaluation."""
+"""The number of unplaced devices that are tried as second holders: each costs an evaluation."""
 
 
 def loss_alone(snapshot: Snapshot, peer: MeasuredPeer) -> float:
-    """The part of all work that is lost, in the long run, because `peer` alone holds a stage."""
+    """Return the part of all work that is lost in the long run because `peer` is the only holder of a stage."""
     return peer.failure_probability * snapshot.going_back_s / HORIZON_S
 
 
 def with_second_holders(objective: ThroughputObjective, placement: Placement, snapshot: Snapshot) -> Placement:
-    """Give a second holder to each stage that has one, where the steps become slower by less than what the death of a
-    lone holder costs. That device goes there which costs least, whether it was left out or elsewhere.
+    """Give a second holder to each single-holder stage where that slows the steps by less than the expected loss. The
+    device that costs least goes there, whether it was unplaced or in another stage.
 
-    Args:
-        placement: of the devices of `objective`'s topology, which are the peers of `snapshot` in their order.
+    Args: placement: over the devices of `objective`'s topology, which are `snapshot.peers` in their order.
     """
     settled: set[int] = set()
     while True:
@@ -48,7 +47,7 @@ def with_second_holders(objective: ThroughputObjective, placement: Placement, sn
 
 
 def with_device(stages: Sequence[tuple[int, ...]], index: int, device: int) -> tuple[tuple[int, ...], ...]:
-    """`stages` with one device more at stage `index`."""
+    """Return `stages` with `device` added to stage `index`."""
     return (*stages[:index], tuple(sorted((*stages[index], device))), *stages[index + 1 :])
 
 

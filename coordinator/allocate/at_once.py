@@ -1,10 +1,9 @@
-"""Makes a layout by rule, in a second and without anything compiled. It is shown while the search is not ready yet.
-Pure.
+"""Make a layout by rule within a second and without compiled code, to show while the search is not ready yet. Pure.
 
-The model is cut for the fewest devices that can hold it. Then the other devices come one by one, the fastest first.
-Each becomes a member of a stage, or a stage of its own, where a step gets shortest by the true objective, and stays out
-where it gets no shorter. `joins` lists the places that a device may take; `deploy/planning/left_out.py` asks it what
-would make a device useful that was left out.
+The model is cut for the fewest devices that can hold it. The other devices are then added one by one, the fastest
+first. Each becomes a member of a stage, or a stage of its own, where the step gets shortest by the true objective; it
+stays out if no place shortens the step. `joins` lists the places that a device may take; `deploy/planning/left_out.py`
+uses it to say what would make an unplaced device useful.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,20 +19,18 @@ from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.topology import Floats, Topology
 
 _GAIN_MIN = 1e-3
-"""A device that shortens a step by less stays out: it costs a copy of the state, and may leave."""
+"""A device that shortens a step by less stays out: it costs a copy of the state, and it may leave."""
 _HELD = (2.0, 8.0, 24.0)
 _CHAINS = 8
-"""How many devices are tried as the first of a chain."""
 _EVALUATIONS = 16_000
-"""This is the number of evaluations times devices: 1,000 evaluations of 1 to 3 ms for 16 devices, fewer of longer ones
-for more devices."""
+"""The limit on evaluations times devices: 1,000 evaluations of 1 to 3 ms for 16 devices."""
 
 
 def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
     """Make the layout.
 
-    Args: num_stages: None: as many as the rule comes to.
-    Raises: NoLayout: the model does not fit into so many stages of these devices, or nobody has the text.
+    Args: num_stages: None: the rule chooses the number.
+    Raises: NoLayout: the model does not fit into `num_stages` stages of these devices, or no device has the text.
     """
     objective = ThroughputObjective(topology, workload)
     best, cost = one_a_stage(topology, workload, objective, num_stages)
@@ -55,9 +52,9 @@ def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | No
 def joins(
     topology: Topology, workload: Workload, placement: Placement, device: int, *, may_add_stage: bool = True
 ) -> Iterator[Placement]:
-    """Every placement with `device` as one more member of a stage, then as one more stage. The model is cut anew for
-    the speed and memory of the stages, and also left as it was where only a member joins. Some placements may be
-    impossible."""
+    """Yield every placement with `device` as one more member of a stage, then as one more stage. Bounds fit the stages'
+    speed and memory; where only a member joins, the present bounds are tried, too. Some placements may be infeasible.
+    """
     stages = placement.stages
     for k, stage in enumerate(stages):
         joined = (*stages[:k], tuple(sorted((*stage, device))), *stages[k + 1 :])
@@ -71,7 +68,7 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Several cuts: how many microbatches a member holds follows from the cut, so several numbers are tried."""
+    """Return one cut for each number of held microbatches in `_HELD`, since that number depends on the cut."""
     found = (cut(topology, workload, stages, held=held) for held in _HELD)
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 
@@ -79,8 +76,8 @@ def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]
 def cut(
     topology: Topology, workload: Workload, stages: Sequence[Sequence[int]], *, held: float
 ) -> tuple[int, ...] | None:
-    """The bounds [K + 1] for which the stage that computes longest is fastest, among the cuts that fit into memory with
-    so many microbatches held; None: no cut does. Links count for nothing here."""
+    """Return the bounds [K + 1] of the cut that minimises the longest compute time of a stage, among the cuts that fit
+    into memory with `held` microbatches; None if no cut fits. Links are ignored."""
     L, K = workload.num_layers, len(stages)
     flop_to = np.cumsum((0.0, *workload.layer_flop))
     held_to = held * np.cumsum((0.0, *workload.layer_held_bytes))
@@ -109,9 +106,8 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Return float64 [L + 1]: entry i is how many bytes layers 0 to i - 1 take together on one of a stage's `members`
-    members. Layers a to b take entry b less entry a; the stage's workspace, which is the same for any layers, comes on
-    top."""
+    """Return float64 [L + 1]: entry i is the bytes that layers 0 to i - 1 take on one member of a stage of `members`
+    members, without the stage's workspace. Layers a to b - 1 take entry b less entry a."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 
@@ -119,8 +115,9 @@ def _resident_to(workload: Workload, members: int) -> Floats:
 def one_a_stage(
     topology: Topology, workload: Workload, objective: ThroughputObjective, num_stages: int | None
 ) -> tuple[Placement, Cost]:
-    """A placement with one device a stage: the fastest devices, or those with most memory, as few as hold the model and
-    have a cost. Where some devices have no path to others, each is followed by the fastest that it reaches, too."""
+    """Make a placement with one device a stage, on the fewest devices that hold the model. The fastest devices and
+    those with the most memory are tried; where some devices have no path to others, chains with paths are tried, too.
+    """
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
     rows = (
         _fastest_first(topology, range(topology.num_devices)),
@@ -143,13 +140,11 @@ def one_a_stage(
 
 
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Make layouts of `count` stages with one device each, in which neighbouring stages can send to each other.
+    """Yield layouts of `count` stages with one device each, in which neighbouring stages can send to each other.
 
-    A chain begins with a device that has the text, one of the first `_CHAINS` in `row` that do. It goes on with the
-    first device of `row` that is not in it yet and has a path to its last one.
-
-    Yields: the stages of each such layout; none if all devices have paths to each other, since any
-        order will do then.
+    A chain begins with one of the first `_CHAINS` devices of `row` that have the text. It goes on with the first device
+    of `row` that is not yet in it and has a path to its last device. Nothing is yielded if all devices have paths to
+    each other, since any order works then.
     """
     meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
     np.fill_diagonal(meets, True)
@@ -171,7 +166,7 @@ def _fastest_first(topology: Topology, devices: Sequence[int]) -> list[int]:
 
 
 def _with_text_first(topology: Topology, devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """One device for each stage, for stage 0 one that has the text; empty if no device has it."""
+    """Return one device for each stage, stage 0 with one that has the text; empty if no device has it."""
     first = next((d for d in devices if topology.may_feed[d]), None)
     if first is None:
         return ()

@@ -1,26 +1,26 @@
-"""Looks for another division of the model into stages: other boundaries, more stages or fewer. Pure.
+"""Search for another division of the model into stages: other boundaries, more stages or fewer. Pure.
 
-Such a change has a price, and there are two ways to pay it (`Change`). Either way the run stands still at a version
+Such a change has a price, and there are two ways to pay it (`Change`). In both the run halts at one version
 (`Plan.ends_at`): the pipeline drains, state travels, and the pipeline fills again.
 
-- *Ahead*: while training goes on, everybody fetches the layers that it does not hold. That takes several times as long
-  as with the lines alone, steps that need the lines are slower meanwhile, and the gain comes later. What is left for
-  the standstill are gradients, and layers that could not be followed.
-- *At once*: the run stands still until everything has travelled. Who lacks the same layers gives the others what has
-  come to it (`peer/handoff/relay.py`).
+- *Ahead*: peers fetch the layers that they lack while training goes on. This takes several times as long as with the
+  lines alone, steps that need the lines are slower meanwhile, and the gain comes later. Only gradients, and layers
+  whose updates a peer could not follow, are left for the halt.
+- *At once*: the run halts until all state has travelled. Peers that lack the same layers pass received parts on to each
+  other (`peer/handoff/relay.py`).
 
-Whichever costs less work is taken, and what a search finds must gain more than that within the time for which a layout
-is expected to last. The first way may turn out to be slower than was foreseen; what it costs then is compared again
-(`Change.stands_still`).
+The way that costs less work is taken, and the gain of a new layout must exceed this price within the time for which
+layouts are expected to last. Fetching ahead may turn out slower than estimated; `Change.stands_still` then compares the
+two ways again.
 
-**What a gain is worth.** A search takes the best of many layouts by figures that err, so it takes those whose figures
-err upwards, and what comes is nearer to the live layout than what was foreseen. With s, by which promises of the plans
-before have erred (`Snapshot.forecast_error`), and d, by which layouts that a search compares do differ, both in the
-logarithm, the mean of the true gain is
+**The value of a gain.** A search takes the best of many layouts by figures with errors, so it prefers layouts whose
+figures err upwards, and the real gain is smaller than the estimate. Let s be the error of the promises of earlier plans
+(`Snapshot.forecast_error`), and d the true spread of the layouts that a search compares, both in the logarithm. The
+mean of the true gain is
 
     log(1 + gain) d^2 / (d^2 + s^2)
 
-Source: regression to the mean, for normal errors; d is `FORECAST_ERROR`, as nobody knows better.
+Source: regression to the mean, for normal errors; d is assumed to be `FORECAST_ERROR`.
 """
 
 import math
@@ -40,64 +40,63 @@ from shoal.protocol.plan import Plan, Stage
 from shoal.protocol.topology import Floats, Topology
 
 AGREED_S = 1.0
-"""Seconds that a change of layout costs for coordination alone: one plan ends the old layout, another begins the new
-one, and each is reported, made and voted for. With heartbeats of 2 s that was 0.7 s beyond a step
-(`coordinator/MEASURED.md`)."""
+"""The seconds that a change of layout costs for coordination alone: a plan ends the old layout, another begins the new
+one. With heartbeats of 2 s it was 0.7 s beyond a step (`coordinator/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
-"""A peer keeps up with the gradients of so many of the layers that it has fetched as travel in this part of a step; the
-others it fetches in the standstill (`peer/MEASURED.md`)."""
+"""A peer keeps up with the gradients of the fetched layers that travel in this part of a step (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
-"""The part of a line that state fetched ahead has at least, while training uses the line all the time. A holder that
-sends state waits for a moment in which its line is quiet, but no more than four times as long as the state itself
-takes (`peer/handoff/server.py`). Steps that are bound by their lines are therefore foreseen to be 20 % slower
-meanwhile (17 % were seen in two-universities), others no slower (1 to 3 % were seen, `peer/MEASURED.md`)."""
+"""The least part of a line that state fetched ahead gets while training uses the line all the time. A holder waits for
+a moment in which its line is quiet, but no more than four times as long as the transfer itself takes
+(`peer/handoff/server.py`). Steps that are bound by their lines are therefore estimated to be 20 % slower meanwhile (17
+% measured in two-universities), others no slower (1 to 3 % measured, `peer/MEASURED.md`)."""
 FROM_ONE_TIMES = 1.6
-"""State that several peers lack and one alone has leaves it in so many times the time that its line takes for it once:
-what one of them is slow to pass on the others take from there again, and whoever is last has its own path alone (seen
-once: 148 s for 90 s, `coordinator/MEASURED.md`)."""
+"""The factor on the upload time of state with one holder and several peers that lack it: parts that one of them is slow
+to pass on are fetched again (measured once: 148 s for 90 s, `coordinator/MEASURED.md`)."""
 WORTH_MIN = 0.05
-"""What a gain in tokens/s must be worth (`expected_gain`), or nobody fetches anything for it."""
+"""The least expected gain in tokens/s (`expected_gain`) for which state is fetched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """The price of going from one layout to another, and the gain.
 
-    The price is in seconds of the new layout: so long it takes for the work that is not done because of the change.
+    The price is the work lost by the change, in seconds of the new layout.
     """
 
     gain: float
-    """The foreseen gain in tokens/s: 0.1 is 10 % more."""
+    """The estimated gain in tokens/s: 0.1 is 10 % more."""
     worth: float
-    """The gain to be expected, since forecasts err (`expected_gain`)."""
+    """The gain to expect after shrinking for forecast errors (`expected_gain`)."""
     drain_s: float
-    """How long the pipeline drains and fills: the way of a microbatch and the commit of either layout, with nothing
-    beside them, and the votes."""
+    """Seconds of draining and filling: a round trip and a commit in each layout, without load, plus `AGREED_S`."""
     travel_s: float
-    """How long state travels while the run stands still for it."""
+    """Seconds of travel if the run halts for all of it."""
     ahead_s: float
-    """How long it travels while training goes on."""
+    """Seconds of travel beside training."""
     meanwhile: float
-    """The rate of the live layout while state travels ahead, over that of the new one."""
+    """The rate of the live layout while state travels ahead, divided by that of the new layout."""
     left_s: float
-    """How long the run stands still after that, for what is left."""
+    """Seconds of halt after fetching ahead, for the rest of the state."""
 
     @property
     def price_s(self) -> float:
-        """What the cheaper way costs."""
+        """The price of the cheaper way."""
         return self.drain_s + min(self.travel_s, self._fetched_ahead_s(self.ahead_s))
 
     def stands_still(self, ahead_s: float | None = None) -> bool:
-        """Whether it costs less to stand still than to fetch ahead. Args: ahead_s: how long that is seen to take; None:
-        as foreseen. What has come by then does not matter: each way has the same part left to do."""
+        """True if halting at once costs less than fetching ahead.
+
+        Args: ahead_s: the seconds that fetching ahead is measured to take; None: as estimated. The part that has
+            arrived by then does not matter: both ways have the same part left to do.
+        """
         return self.travel_s <= self._fetched_ahead_s(self.ahead_s if ahead_s is None else ahead_s)
 
     def pays(self, horizon_s: float) -> bool:
-        """Whether the expected gain is `WORTH_MIN` or more, and more is done within `horizon_s` than without it."""
+        """True if the expected gain is at least `WORTH_MIN` and pays for the change within `horizon_s`."""
         return self.worth >= WORTH_MIN and self.work(horizon_s) > horizon_s
 
     def work(self, horizon_s: float) -> float:
-        """The work that is done within `horizon_s`, as the seconds that the live layout would take for it."""
+        """Return the work done within `horizon_s`, in seconds of the live layout."""
         return (1.0 + self.worth) * (horizon_s - self.price_s)
 
     def _fetched_ahead_s(self, ahead_s: float) -> float:
@@ -105,7 +104,7 @@ class Change:
 
 
 def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Placement:
-    """A plan's layout, by the numbers of `peers`; peers that are not there are left out."""
+    """Return a plan's layout with peers numbered as in `peers`; peers that are not in `peers` are left out."""
     number = {peer.peer: device for device, peer in enumerate(peers)}
     return Placement(
         stages=tuple(tuple(sorted(number[p] for p in stage.peers if p in number)) for stage in stages),
@@ -120,8 +119,8 @@ def change_to(
 
     Args:
         topology: of `snapshot.peers`, whose numbers the placements use.
-        worth_min: the least expected gain, relative. For a change below it the transfer of state, which is slow to
-            estimate, is not estimated.
+        worth_min: the least expected gain, relative. Below it the state transfer, which is slow to estimate, is
+            skipped.
     Returns: the change; None if its expected gain is below `worth_min`, or either placement is infeasible.
     """
     workload = snapshot.workload
@@ -151,7 +150,7 @@ def change_to(
 
 
 def worth_its_standstill(snapshot: Snapshot, topology: Topology, current: Placement, found: Placement) -> Change | None:
-    """The change from `current` to `found`, if it divides the layers otherwise and pays within the horizon."""
+    """Return the change from `current` to `found` if the bounds differ and it pays within the horizon; else None."""
     if found.bounds == current.bounds or not all(current.stages):
         return None
     change = change_to(snapshot, topology, current, found, worth_min=WORTH_MIN)
@@ -159,7 +158,7 @@ def worth_its_standstill(snapshot: Snapshot, topology: Topology, current: Placem
 
 
 def following_change(snapshot: Snapshot, live: Plan, following: Sequence[Stage]) -> Change | None:
-    """The change from a live plan's stages to those that follow; None: that cannot be said."""
+    """Return the change to the `following` stages; None if a stage has no known peer or a layout is infeasible."""
     current, found = (placement_of(stages, snapshot.peers) for stages in (live.stages, following))
     if not all(current.stages) or not all(found.stages):
         return None
@@ -167,7 +166,7 @@ def following_change(snapshot: Snapshot, live: Plan, following: Sequence[Stage])
 
 
 def lacking_bytes(workload: Workload, live: Plan, following: Sequence[Stage]) -> dict[PeerID, float]:
-    """The bytes of state that each member of `following` does not hold in the live plan."""
+    """Return for each member of `following` the bytes of state that it does not hold in the live plan."""
     lacking = {}
     for stage in following:
         for peer in stage.peers:
@@ -180,9 +179,8 @@ def lacking_bytes(workload: Workload, live: Plan, following: Sequence[Stage]) ->
 
 
 def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
-    """The gain in tokens/s, relative, by what is foreseen of a step. What a search goes by (`Cost.seconds`) errs
-    differently for different numbers of stages (`cost/foresight.py`). It is -1 where `found` is impossible, and
-    infinite where `live` alone is."""
+    """Return the relative gain in tokens/s by the foreseen step time; -1 if `found` is infeasible, infinite if only
+    `live` is. `Cost.seconds` would err differently for different numbers of stages (`cost/foresight.py`)."""
     if not math.isfinite(found.seconds):
         return -1.0
     if not math.isfinite(live.seconds):
@@ -192,14 +190,14 @@ def foreseen_gain(snapshot: Snapshot, live: Cost, found: Cost) -> float:
 
 
 def _gain(snapshot: Snapshot, current: Placement, live: Cost, found: Placement, cost: Cost) -> float:
-    """`foreseen_gain`, corrected by how the objective errs for either number of stages. It is not corrected upwards: a
-    layout that is quicker than its figures say has a figure that is wrong, which is no reason to move."""
+    """Return `foreseen_gain`, corrected by the objective's known bias for each number of stages. There is no upward
+    correction: if a layout is faster than its figures say, a figure is wrong, which is no reason to move."""
     before, after = (min(1.0, snapshot.forecast_bias.factor(len(each.stages))) for each in (current, found))
     return (1.0 + foreseen_gain(snapshot, live, cost)) * after / before - 1.0
 
 
 def expected_gain(gain: float, forecast_error: float) -> float:
-    """Shrink a relative gain by how far its forecast is believed. A gain of -1, an impossible layout, stays -1."""
+    """Shrink a relative gain by the trust in its forecast. -1, the gain of an infeasible layout, stays -1."""
     if gain <= -1.0:
         return -1.0
     trust = FORECAST_ERROR**2 / (FORECAST_ERROR**2 + forecast_error**2)
@@ -207,8 +205,8 @@ def expected_gain(gain: float, forecast_error: float) -> float:
 
 
 def seen_or_foreseen_s(snapshot: Snapshot, live: Cost) -> float:
-    """What a step of the live layout is reckoned to take. Where it is seen to be quicker than the figures of its
-    devices and links say, a figure is wrong, and nothing is gained by leaving what is quick."""
+    """Return the seconds of a step of the live layout, the lower of measurement and estimate. If the live layout is
+    faster than its figures say, a figure is wrong, and leaving a fast layout gains nothing."""
     if not snapshot.seen_tokens_per_s or not math.isfinite(live.seconds):
         return live.seconds
     return live.seconds * min(1.0, live.parts["tokens_per_s"] / snapshot.seen_tokens_per_s)
@@ -217,11 +215,12 @@ def seen_or_foreseen_s(snapshot: Snapshot, live: Cost) -> float:
 def fetch_s(
     topology: Topology, workload: Workload, current: Placement, found: Placement, *, together: bool = False
 ) -> float:
-    """Seconds until everybody has what it is to hold, with the lines for that alone: over the paths from a layer's
-    holders, from all of them at once, or over the busiest card, whichever takes longer.
+    """Return the seconds until all peers hold the layers of `found`, if the lines carry nothing else. It is the longest
+    of: the paths from all holders of a layer at once, the busiest card, and (if `together`) the upload of each stage's
+    state.
 
-    Args: together: who lacks the same layers gives the others what has come to it, and all others carry it over their
-        own paths (`peer/handoff/relay.py`), so that layers leave their holders once, over all paths from there.
+    Args: together: peers that lack the same layers pass received parts on to each other, and all other peers relay over
+        their own paths (`peer/handoff/relay.py`), so that layers leave their holders once, over all paths from there.
     """
     layer_bytes = np.array(workload.layer_state_bytes)
     _, card = np.unique(topology.card, return_inverse=True)
@@ -246,10 +245,10 @@ def fetch_s(
                 carriers = others[others != device] if together else mates
                 carried = np.minimum(rate[np.ix_(givers, carriers)].sum(axis=0), rate[carriers, device])
                 paths_s[device] += num_bytes / (rate[givers, device].sum() + carried.sum())
-                for who, part in ((givers, 1.0 - passed), (mates, passed)):
-                    parts = part * num_bytes * rate[who, device] / max(rate[who, device].sum(), 1.0)
-                    away = ~same_card[who, device]
-                    np.add.at(out, card[who[away]], parts[away])
+                for sources, part in ((givers, 1.0 - passed), (mates, passed)):
+                    parts = part * num_bytes * rate[sources, device] / max(rate[sources, device].sum(), 1.0)
+                    away = ~same_card[sources, device]
+                    np.add.at(out, card[sources[away]], parts[away])
                     into[card[device]] += parts[away].sum()
     cards_s = np.maximum(out[card] / topology.up_bytes_per_s, into[card] / topology.down_bytes_per_s)
     leave_s = [
@@ -263,10 +262,10 @@ def fetch_s(
 def _leave_s(
     topology: Topology, rate: Floats, givers: npt.NDArray[np.int64], num_bytes: float, lacking: set[int]
 ) -> float:
-    """Estimate the seconds in which `num_bytes` of state leave the peers that hold them, over all of their paths and
-    cards; `FROM_ONE_TIMES` as long where one peer gives to several.
+    """Estimate the seconds in which `num_bytes` of state leave their holders over all paths and cards; `FROM_ONE_TIMES`
+    as long if one peer gives to several.
 
-    Args: rate: bytes/s, [N, N], row = from. givers: who holds the state. lacking: who is to get it.
+    Args: rate: bytes/s, [N, N], row = from. givers: the holders. lacking: the receivers.
     """
     others = np.setdiff1d(np.arange(topology.num_devices), givers)
     _, one_of_each = np.unique(np.array(topology.card)[givers], return_index=True)
@@ -276,8 +275,8 @@ def _leave_s(
 
 
 def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:
-    """How much of `travel_s` is left for the standstill: of layers that were fetched ahead the gradient of one step,
-    the others whole."""
+    """Return the part of `travel_s` that is left for the halt: one step's gradient of fetched layers, and other
+    layers."""
     part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * travel_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
@@ -285,7 +284,7 @@ def left_s(workload: Workload, travel_s: float, *, step_s: float) -> float:
 
 
 def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) -> float:
-    """The part of a step in which the busiest device is sending something, one after the other over its paths."""
+    """Return the part of a step in which the busiest device sends, one transfer after the other over its paths."""
     topology = objective.topology
     members = np.array([device for stage in current.stages for device in stage])
     if len(members) < 2:
@@ -297,7 +296,7 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part: float) -> Topology:
-    """`topology` with so much of each line."""
+    """Return `topology` with `part` of each line's rate."""
     return replace(
         topology,
         bytes_per_s=part * topology.bytes_per_s,
@@ -307,7 +306,7 @@ def _with_part(topology: Topology, part: float) -> Topology:
 
 
 def _beside_training(topology: Topology, current: Placement, part: float) -> Topology:
-    """`topology` with so much of the lines of those who train. Spares have all of theirs."""
+    """Return `topology` with `part` of the line rates of peers that train. Spares keep all of theirs."""
     left = np.ones(topology.num_devices)
     left[[device for stage in current.stages for device in stage]] = part
     return replace(

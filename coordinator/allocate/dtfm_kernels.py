@@ -1,17 +1,18 @@
 """The compiled inner loop of the search on the DT-FM objective: annealing over explicit pipelines.
 
-A layout is the int64 [K, R] of `matching.py`, so a change is priced by the few sums it touches (0.4 us at 64
-devices, an exact evaluation 30 us) and the exact matching and order are needed at the ends only. Four kinds of change:
+A layout is the int64 [K, R] of `matching.py`, so a change is priced by the few sums it touches (0.4 us at 64 devices;
+an exact evaluation takes 30 us), and exact matching and order are computed at the ends only. There are four kinds of
+change:
 
-- two places exchange their devices;
-- two columns exchange a stretch of several stages. Without it a search freezes: where devices come in boxes, moving one
-  device of a box alone makes two boundaries slow, moving its whole stretch makes none slow;
-- two columns exchange everything below a boundary: the same groups, matched in another way;
-- a stretch of stages turns around: the same groups in another order.
+- Two places exchange their devices.
+- Two columns exchange a stretch of several stages. Without it a search freezes: where devices come in boxes, moving one
+  device of a box makes two boundaries slow, while moving its whole stretch makes none slow.
+- Two columns exchange all stages below a boundary: the same groups, matched in another way.
+- A stretch of stages is reversed: the same groups in another order.
 
-The objective is annealed with its two maxima replaced by root mean squares, which also see what is not the worst. It
-turns into the true one as the temperature falls. There are no transcendental functions here: square roots are exact to
-the last bit everywhere, powers and logarithms are not. The rules of `matching.py` hold too.
+The objective is annealed with its two maxima replaced by root mean squares, which also react to changes below the
+maximum; it turns into the true one as the temperature falls. No kernel uses transcendental functions: square roots are
+exact to the last bit on every machine, powers and logarithms are not. The rules of `matching.py` hold, too.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +21,11 @@ import numpy as np
 from numba import njit
 
 _REFRESH = 4096
-"""All running sums are computed again after so many trials, so that rounding cannot add up."""
+"""The number of trials after which all running sums are recomputed, so that rounding errors cannot accumulate."""
 _PROBES = 128
-"""How many trials only measure what a trial changes, to scale the temperature."""
+"""The number of first trials that only measure the size of changes, to scale the temperature."""
 _SMOOTH_END = 0.01
-"""The share of the smooth objective that stays to the end, to break ties."""
+"""The share of the smooth objective that remains at the end, to break ties."""
 
 
 class State(NamedTuple):
@@ -33,29 +34,29 @@ class State(NamedTuple):
     x: Any
     """int64 [K, R]"""
     sums: Any
-    """[K, R], dp of every place."""
+    """[K, R], the all-reduce seconds (dp) of each place."""
     row_worst: Any
     row_square: Any
-    """[K], the largest of `sums` and their squares added."""
+    """[K] each: the largest of a stage's `sums`, and the sum of their squares."""
     edge_worst: Any
     edge_mean: Any
-    """[K - 1], the longest hop of a boundary and the root mean square of all its hops."""
+    """[K - 1] each: the longest hop of a boundary, and the root mean square of all its hops."""
 
 
 class Links(NamedTuple):
-    """What never changes."""
+    """The fixed costs between devices."""
 
     share: Any
-    """[2, N, N], seconds of all-reduce between two mates of a small (0) or a full (1) stage; symmetric."""
+    """[2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage; symmetric."""
     hop: Any
     """[N, N], seconds from one device to one of the next stage; symmetric."""
     classes: Any
-    """int64 [N], devices of one number are interchangeable."""
+    """int64 [N]; devices with equal numbers are interchangeable."""
 
 
 @njit(cache=True)
 def draw(lots):
-    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014). `lots`: uint64 [1], which is advanced."""
+    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014). `lots`: uint64 [1], the state, which is advanced."""
     lots[0] += np.uint64(0x9E3779B97F4A7C15)
     z = lots[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -103,7 +104,7 @@ def _boundary(x, above, under, hop):
 
 @njit(cache=True)
 def _full(x, k):
-    """Say which all-reduce is the stage's: 1 if it has no hole, else 0."""
+    """Return the index into `Links.share` for the stage: 1 if it has no hole, else 0."""
     for c in range(x.shape[1]):
         if x[k, c] < 0:
             return 0
@@ -112,7 +113,7 @@ def _full(x, k):
 
 @njit(cache=True)
 def _row(x, k, share, sums):
-    """Write the dp of every place of a stage into sums[k]; a hole has 0."""
+    """Write the dp of each place of a stage into sums[k]; a hole has 0."""
     R, full = x.shape[1], _full(x, k)
     for c in range(R):
         total = 0.0
@@ -125,7 +126,7 @@ def _row(x, k, share, sums):
 
 @njit(cache=True)
 def _replaced(x, k, c, leaves, comes, share, old, sums):
-    """Do as `_row` does when `comes` takes the place of `leaves` at c, from the `old` sums. Neither is a hole."""
+    """Update as `_row` when device `comes` replaces `leaves` at column c, from the `old` sums. Neither is a hole."""
     total, full = 0.0, _full(x, k)
     for m in range(x.shape[1]):
         e = x[k, m]
@@ -158,7 +159,6 @@ def _refresh(s, links):
 
 @njit(cache=True)
 def _energy(s, devices, smooth):
-    """The objective, blended with its smooth form."""
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(len(s.row_worst)):
         dp = max(dp, s.row_worst[k])
@@ -185,7 +185,7 @@ def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
         if d < 0 or e < 0:
             differ = differ or d != e
             if k != j and d != e and not _full(x, j + i if d < 0 else k + i):
-                return bound + 1.0, 20 + length + R  # A stage has one hole at most.
+                return bound + 1.0, 20 + length + R  # A stage has at most one hole.
         else:
             differ = differ or links.classes[d] != links.classes[e]
     if not differ:
@@ -226,7 +226,7 @@ def _exchange(s, links, trial, kept, k, j, c, m, length, smooth, bound):
 
 @njit(cache=True)
 def _keep(s, kept):
-    """Keep all totals. These are loops, since numba's slice assignments cost more than the few numbers of a stage."""
+    """Save all totals by loops: numba's slice assignments cost more than copying so few numbers."""
     for k in range(len(s.row_worst)):
         kept[0, k], kept[1, k] = s.row_worst[k], s.row_square[k]
     for k in range(len(s.edge_worst)):
@@ -243,7 +243,6 @@ def _give_back(s, kept):
 
 @njit(cache=True)
 def _cross(s, links, k, c, m, smooth, bound):
-    """Exchange everything below stage k between the columns c and m."""
     x, K = s.x, len(s.x)
     worst, mean = s.edge_worst[k], s.edge_mean[k]
     x[k + 1, c], x[k + 1, m] = x[k + 1, m], x[k + 1, c]
@@ -262,7 +261,6 @@ def _cross(s, links, k, c, m, smooth, bound):
 
 @njit(cache=True)
 def _turn(s, links, i, j, smooth, bound):
-    """Turn the stages i..j around, i < j."""
     x, (K, R) = s.x, s.x.shape
     before, after = max(i - 1, 0), min(j, K - 2)
     kept = (s.edge_worst[before], s.edge_mean[before], s.edge_worst[after], s.edge_mean[after])
@@ -285,7 +283,7 @@ def _turn(s, links, i, j, smooth, bound):
 
 @njit(cache=True)
 def anneal(x, links, seed, work, heat, smooth):
-    """Change x in place, ever more greedily.
+    """Anneal x in place; the temperature falls to 0.
 
     Args:
         x: a layout of at least two stages.
@@ -310,7 +308,7 @@ def anneal(x, links, seed, work, heat, smooth):
         trials += 1
         probing = heat > 0.0 and probed < _PROBES
         u = np.float64(below(lots, 1 << 20)) / (1 << 20)
-        # 3 u^2 is 1 in the mean: the threshold is drawn without the logarithm that Metropolis needs.
+        # 3 u^2 has mean 1: the threshold is drawn without the logarithm that Metropolis needs.
         bound = -1.0 if probing else now + heat_now * 3.0 * u * u
         kind, new, cost = below(lots, 64), np.inf, 20
         if kind < 52:

@@ -1,5 +1,4 @@
-"""The DT-FM objective as an `Evaluator`, and the planner on top. Stages are equal, their order is exact, and every
-device is placed."""
+"""The DT-FM objective as an `Evaluator`, and its planner: equal stages, exact order, and no spares."""
 
 from collections.abc import Sequence
 from random import Random
@@ -16,27 +15,27 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import Floats, Topology, WorkloadEntry
 
 NO_PATH_S = 1e9
-"""It stands for infinity, since sums of it can be subtracted again."""
+"""Stands for infinity, since sums that contain it can be subtracted again."""
 _SHARE = 2_000_000
 _SHARE_PER_PAIR = 1_000
-"""The work of one local search, for N^2 pairs: 6 million at 64 devices, 12 million at 100. There a third of it finds
-layouts 2 % worse in the same time, and three times as much leaves a second's search few individuals."""
+"""The work of one local search: `_SHARE` plus `_SHARE_PER_PAIR` times N^2. At 100 devices (12 million), a third of it
+finds layouts 2 % worse in the same time; three times as much leaves a one-second search too few individuals."""
 _KERNEL_UNITS = 2
-"""The kernel does so many of its own units in a unit of `evolution.WORK_PER_SECOND`: 300 million a second."""
+"""The kernel's own units in one unit of `evolution.WORK_PER_SECOND`: the kernel does more than 200 million a second."""
 _POLISH = 8
-"""The last part of a local search, 1 / 8 of its work, starts from exact matching and order and accepts no loss."""
+"""The last 1 / 8 of a local search starts from exact matching and order and accepts no loss."""
 _HEAT = 0.3
-"""The first temperature at heat 1, in mean changes of a trial, and with the square of the heat below. 0.2 to 0.35 are
-alike, 1 is 1 % worse. Children of good parents want a quarter of it or less."""
+"""The first temperature at heat 1, in mean changes of a trial; it scales with the square of the heat. 0.2 to 0.35 give
+equal results, 1 is 1 % worse. Children of good parents want a quarter of it or less."""
 _POPULATION = 5
-"""How many individuals the search keeps. With 8, a search of one second has no time left after it has made them."""
+"""The number of individuals that the search keeps. With 8, making them takes all of a one-second search."""
 
 
 class DtfmEvaluator:
     """Implements `evolution.Evaluator`.
 
-    Stages are as equal as can be: N mod K of them hold one device more. No device is left out. The paper knows nothing
-    of a text, so it does not count which devices have it.
+    Stage sizes differ by at most one: N mod K stages hold one device more. No device is left out. The paper does not
+    model access to the text, so any device may hold stage 0.
 
     Raises: LocalError: more stages than devices.
     """
@@ -78,12 +77,12 @@ class DtfmEvaluator:
         return assignment[order]
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Devices drawn from stages that are too large, and the homeless, fill the stages that are too small."""
+        """Fill too small stages with homeless devices and with random devices of too large stages."""
         rng, K = Random(seed), self.num_stages
         result = assignment.copy()
         floor, extra = divmod(self.num_devices, K)
         sizes = np.bincount(result[result >= 0], minlength=K)
-        # The largest stages keep the one device more, since that takes the fewest moves.
+        # The largest stages get the extra device, since that takes the fewest moves.
         room = np.full(K, floor)
         room[sorted(range(K), key=lambda k: (-sizes[k], k))[:extra]] += 1
         loose = np.flatnonzero(result < 0).tolist()
@@ -116,7 +115,7 @@ class DtfmEvaluator:
     # --- layouts: int64 [K, R], see matching.py ---
 
     def stages(self, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
-        """The stages in the best order, each ascending."""
+        """Return the stages in the best order, each ascending."""
         x = self._layout(assignment)
         self._settle(x)
         return tuple(tuple(sorted(int(device) for device in row if device >= 0)) for row in x)
@@ -142,16 +141,16 @@ class DtfmEvaluator:
 
 
 def interchangeable(*costs: Floats) -> npt.NDArray[np.int64]:
-    """Classes of devices that cost the same with everybody else and between themselves.
+    """Return classes of devices that have equal costs with all other devices and with each other.
 
-    Args: costs: each float64 [N, N], symmetric. Returns: int64 [N], class by class of first appearance.
+    Args: costs: each float64 [N, N], symmetric. Returns: int64 [N], classes numbered by first appearance.
     """
     N = len(costs[0])
     classes = np.full(N, -1, dtype=np.int64)
     alike: dict[bytes, list[int]] = {}
     count = 0
     for device in range(N):
-        # Interchangeable devices have the same costs in some order; only such devices are compared one by one.
+        # Interchangeable devices have the same costs in some order, so only such devices are compared one by one.
         others = alike.setdefault(b"".join(np.sort(cost[device]).tobytes() for cost in costs), [])
         for other in others:
             rest = np.ones(N, dtype=np.bool_)
@@ -175,7 +174,7 @@ def plan_dtfm(
     work: int,
     start: Sequence[Placement] = (),
 ) -> tuple[Placement, Cost]:
-    """Find the cheapest layout on the DT-FM objective that `work` units find. Stages are in the best order, layers
+    """Find the cheapest layout on the DT-FM objective within `work` units. Stages are in the best order, and layers are
     dealt evenly.
 
     Args: start: placements of all devices on equal stages; the result costs no more than any of them.
@@ -189,8 +188,7 @@ def plan_dtfm(
 
 
 def even(stages: tuple[tuple[int, ...], ...], num_layers: int) -> Placement:
-    """A placement with layers dealt as evenly as can be; one a stage where the workload does not say how many there
-    are."""
+    """Return a placement with layers dealt evenly, at least one for each stage."""
     K = len(stages)
     layers = max(num_layers, K)
     return Placement(stages=stages, bounds=tuple(layers * k // K for k in range(K + 1)))

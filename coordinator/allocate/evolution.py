@@ -1,14 +1,14 @@
 """The evolutionary search, for any objective. It keeps a small population, children inherit whole stages, and each
 child is improved by local search.
 
-The objective comes as an `Evaluator`. It also knows which assignments are possible (how large a stage may get, which
-device may hold stage 0, whether a device may be left out), and it does the local search, since only it can price a
-change for a fraction of an evaluation.
+The objective is an `Evaluator`. It also knows which assignments are feasible (the size of a stage, the devices that may
+hold stage 0, whether a device may be left out), and it does the local search, since only it can price a change for a
+fraction of an evaluation.
 
-**Budgets are work, not seconds.** A unit is about one number touched by a kernel's inner loop; what a call costs is
+**Budgets are work, not seconds.** A unit is about one number touched by a kernel's inner loop; the cost of a call is
 counted, never timed. So the same evaluator, seed and work give the same assignment on any machine, bit for bit. A run
-with more work begins with the steps of the run with less, except for its last step: it may be stopped anywhere.
-`WORK_PER_SECOND` turns seconds into work.
+with more work begins with the same steps as a run with less, except for the last step of the shorter one, which is cut
+to the work left. `WORK_PER_SECOND` turns seconds into work.
 """
 
 import random
@@ -19,19 +19,17 @@ from typing import Protocol
 from shoal.coordinator.allocate.genome import Assignment, align, crossover, key, mutate
 
 WORK_PER_SECOND = 100_000_000
-"""Kernels do more units than this in a second of one core of the machines we measured (MEASURED.md), so a budget of S
-seconds takes at most S."""
+"""Kernels do more units in a second of one core (MEASURED.md), so a budget of S seconds takes at most S."""
 POPULATION = 8
-"""Individuals that the search keeps. A smaller population lacks alternatives for the crossover; a larger one leaves
-each too little of a search that lasts a second."""
+"""The number of individuals that the search keeps. A smaller population lacks alternatives for the crossover; a larger
+one leaves each individual too little of a one-second search."""
 _CHILD_WORK = 20_000
 _CHILD_WORK_PER_DEVICE = 200
-"""The units that the loop itself costs a child, since it is Python."""
+"""The units that one child costs the loop itself, which is Python."""
 _MUTANTS = 0.35
-"""This share of children has one parent and a mutation; the others have two parents."""
+"""The share of children with one parent and a mutation; the others have two parents."""
 _WARM_HEAT = 0.5
-"""The local search of children starts less hot than that of newcomers: hot enough to leave the parents' local minimum,
-cool enough to keep what was inherited."""
+"""The heat of a child's local search: it leaves the parents' local minimum, but keeps what was inherited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,6 @@ class Improved:
     assignment: Assignment
     cost: float
     work: int
-    """The units that were spent."""
 
 
 class Evaluator(Protocol):
@@ -50,25 +47,22 @@ class Evaluator(Protocol):
     num_devices: int
     num_stages: int
     classes: Assignment
-    """int64 [N]. Devices of one number are interchangeable: exchanging them changes no cost. It is safe to let all
-    differ."""
+    """int64 [N]. Devices with equal numbers are interchangeable at no cost. All different is always safe."""
     draws: int
-    """The number of random starts of which the cheapest is improved. More than one is worth its work where the start
-    decides much of the result."""
+    """The number of random starts of which the cheapest is improved; more pay where the start decides much."""
     share: int
-    """The work that is worth giving to one call of `improve`: about as much as it needs to reach a good local
-    minimum."""
+    """The useful work for one call of `improve`: about as much as it needs to reach a good local minimum."""
 
     def cost(self, assignment: Assignment) -> float:
-        """The true objective of a feasible assignment, exact; inf if it is impossible."""
+        """Return the exact true objective of a feasible assignment; inf if it is impossible."""
         ...
 
     def random(self, seed: int) -> Assignment:
-        """A feasible start; different seeds should give very different starts."""
+        """Return a feasible start; different seeds should give very different starts."""
         ...
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """Make an assignment feasible with few changes: homes for the `genome.HOMELESS`, stage sizes, and stage 0.
+        """Make an assignment feasible with few changes: stages for the `genome.HOMELESS`, stage sizes, and stage 0.
 
         Args: assignment: int64 [N] of stages, `LEFT_OUT` and `HOMELESS`; any sizes, empty stages too.
         """
@@ -78,17 +72,15 @@ class Evaluator(Protocol):
         """Search locally on the true objective, from a feasible assignment.
 
         Args:
-            work: stop soon after so many units.
-            heat: 0 accepts improvements only, and then never returns anything worse than `assignment`; 1 is for starts
-                of no value.
+            work: stop soon after this number of units.
+            heat: 0 accepts improvements only and never returns anything worse than `assignment`; 1 is for random
+                starts.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best assignment of a search."""
-
     assignment: Assignment
     cost: float
     work: int
@@ -98,14 +90,14 @@ class Found:
 
 @dataclass(slots=True)
 class _Population:
-    """The individuals, at most `size` of them, best first. No two are the same up to names."""
+    """The individuals, at most `size`, best first. No two are the same up to names."""
 
     evaluator: Evaluator
     size: int
     members: list[tuple[float, bytes, Assignment]] = field(default_factory=list)
 
     def add(self, cost: float, assignment: Assignment) -> bool:
-        """Add an individual. Returns: whether it is the best now."""
+        """Add an individual. Returns: True if it is now the best."""
         name = key(assignment, self.evaluator.classes, self.evaluator.num_stages)
         twin = next((index for index, member in enumerate(self.members) if member[1] == name), None)
         if twin is not None:
@@ -118,7 +110,6 @@ class _Population:
         return self.members[0][2] is assignment
 
     def parent(self, rng: random.Random) -> Assignment:
-        """Draw two and take the better one."""
         return self.members[min(rng.randrange(len(self.members)) for _ in range(2))][2]
 
 
@@ -131,7 +122,7 @@ def evolve(
     keep: int = POPULATION,
     share: int | None = None,
 ) -> Found:
-    """Search until `work` units are spent, or a little more: the last local search is cut to what is left.
+    """Search until `work` units are spent, or a little more: the last local search is cut to the work left.
 
     Args:
         start: feasible assignments to begin with, such as the current plan. The result is never worse than the best of

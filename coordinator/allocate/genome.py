@@ -1,9 +1,9 @@
-"""Assignments of devices to stages, and what evolution does to them. Pure; randomness is passed in.
+"""Assignments of devices to stages, and the operators of the evolutionary search. Pure; randomness is passed in.
 
-An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. Two assignments are the same individual if they
-differ only in the names of their stages, or in which of several interchangeable devices is where. Then their `key` is
-equal. `align` renames one assignment to look as much as possible like another, so that a child of two good parents is
-not noise (Falkenauer 1992 on grouping problems: inherit groups, not genes).
+An assignment is int64 [N]: the stage of each device, or `LEFT_OUT`. Two assignments are the same individual, with equal
+`key`, if they differ only in the names of their stages or by an exchange of interchangeable devices. `align` renames
+one assignment to agree as much as possible with another, so that the child of two good parents is not noise (Falkenauer
+1992 on grouping problems: inherit groups, not genes).
 """
 
 import random
@@ -16,13 +16,14 @@ Assignment = npt.NDArray[np.int64]
 LEFT_OUT = -1
 """The device holds nothing, on purpose."""
 HOMELESS = -2
-"""The device has lost its stage in a crossover or mutation; `Evaluator.repair` finds it another."""
+"""The device lost its stage in a crossover or mutation; `Evaluator.repair` finds another."""
 
 
 def key(assignment: Assignment, classes: Assignment, num_stages: int) -> bytes:
-    """A name that is equal for assignments that differ only in the names of stages and of interchangeable devices.
+    """Return a name that is equal for assignments that differ only in the names of stages and of interchangeable
+    devices.
 
-    Args: classes: int64 [N], devices of one number are interchangeable.
+    Args: classes: int64 [N], devices with equal numbers are interchangeable.
     """
     placed = assignment >= 0
     stages = sorted(np.sort(classes[placed & (assignment == stage)]).tobytes() for stage in range(num_stages))
@@ -33,8 +34,8 @@ def align(first: Assignment, second: Assignment, classes: Assignment, num_stages
     """Rename the stages of `second`, and exchange interchangeable devices, so that it agrees with `first` on most
     devices.
 
-    Stages are paired by largest overlap first. That is not always the pairing of the largest total overlap, but it
-    keeps the most alike stages together, which is what a crossover wants, and it takes N + K^2 log K.
+    Stages are paired by largest overlap first. This does not always give the largest total overlap, but it keeps the
+    most similar stages together, as a crossover needs, and it takes N + K^2 log K.
     """
     num_classes = int(classes.max()) + 1
     counts = [_counts(parent, classes, num_stages, num_classes) for parent in (first, second)]
@@ -51,7 +52,6 @@ def align(first: Assignment, second: Assignment, classes: Assignment, num_stages
 
 
 def _counts(assignment: Assignment, classes: Assignment, num_stages: int, num_classes: int) -> Assignment:
-    """int64 [K, classes]: how many devices of each class a stage holds."""
     placed = assignment >= 0
     flat = assignment[placed] * num_classes + classes[placed]
     counts: Assignment = np.bincount(flat, minlength=num_stages * num_classes).reshape(num_stages, num_classes)
@@ -59,7 +59,7 @@ def _counts(assignment: Assignment, classes: Assignment, num_stages: int, num_cl
 
 
 def _exchange(first: Assignment, second: Assignment, classes: Assignment) -> Assignment:
-    """Exchange places inside each class of `second`, so that most devices are where `first` has them."""
+    """Exchange devices inside each class of `second`, so that most are where `first` has them."""
     result = second.copy()
     order = np.argsort(classes, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(classes[order])) + 1):
@@ -84,7 +84,7 @@ def _exchange(first: Assignment, second: Assignment, classes: Assignment) -> Ass
 def crossover(first: Assignment, second: Assignment, num_stages: int, rng: random.Random) -> Assignment:
     """Take some stages of `first` whole, and the others from `second`, which must be aligned to it.
 
-    A device is `HOMELESS` if `first` has it in a stage that came from `second`, and `second` has it in one that came
+    A device is `HOMELESS` if `first` has it in a stage that comes from `second`, and `second` has it in one that comes
     from `first`.
     """
     kept = np.zeros(num_stages, dtype=np.bool_)
@@ -96,7 +96,7 @@ def crossover(first: Assignment, second: Assignment, num_stages: int, rng: rando
 
 
 def mutate(assignment: Assignment, num_stages: int, rng: random.Random) -> Assignment:
-    """Exchange or move one to a few devices, or dissolve a stage and seed it anew. Devices may come out `HOMELESS`."""
+    """Exchange or move one to a few devices, or dissolve a stage and seed it anew. Devices may become `HOMELESS`."""
     child = assignment.copy()
     devices = len(child)
     kind = rng.randrange(3)

@@ -1,11 +1,11 @@
-"""The allocator by rules: it balances measured speed over stages, and lets a peer stay once it is placed. Pure.
+"""The rule-based allocator: it balances measured speed over stages and keeps placed peers in place. Pure.
 
-The first plan cuts the model so that the most expensive stage is cheapest, into the fewest stages that fit into the
-peers' memory where their number is free. It deals the peers out, fastest first, each to the stage with the least speed
-for its cost (longest processing time first, Graham 1969) that it has the memory for. Later plans keep the
-boundaries and every peer's place, because state is expensive to move. Newcomers go to the poorest stage, or back to
-their old one if that is about as poor. A stage that lost its last holder gets a spare, a newcomer, or a member of the
-richest stage. A peer that leaves is left out.
+The first plan cuts the model so that the most expensive stage is as cheap as possible; if the number of stages is free,
+it takes the fewest that fit into the peers' memory. It deals the peers out, fastest first, each to the stage with the
+least speed for its cost that it has the memory for (longest processing time first, Graham 1969). Later plans keep the
+boundaries and each peer's stage, because moving state is expensive. A newcomer joins the poorest stage, or its old
+stage if that is about as poor. A stage that lost its last holder gets a spare, a newcomer, or a member of the richest
+stage. A draining peer is left out once another member holds its stage's state.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,12 +24,12 @@ from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.plan import Member, Plan, Stage
 
 FIRST_PLAN = "first plan: "
-"""The reason of a first plan begins with this."""
+"""The prefix of a first plan's reason."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """A stage while it is being filled. `holders` includes peers that drain and may not go yet."""
+    """A stage while it is being filled. `holders` includes draining peers that must stay for now."""
 
     index: int
     first_layer: int
@@ -37,9 +37,8 @@ class Slot:
     cost: float
     holders: list[MeasuredPeer] = field(default_factory=list)
     needed_bytes: float = 0.0
-    """The memory that a holder needs at least, for the stage's state and a step of it."""
+    """The least memory of a holder: the stage's state and one step on it."""
     unreachable: frozenset[Pair] = frozenset()
-    """The pairs of peers that cannot reach each other."""
 
     @property
     def stayers(self) -> list[MeasuredPeer]:
@@ -48,17 +47,17 @@ class Slot:
 
     @property
     def wealth(self) -> float:
-        """The stayers' speed for the stage's cost; the stage with the least limits the pipeline."""
+        """The stayers' FLOP/s per unit of the stage's cost; the stage with the least limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
-        """Whether `peer` may hold this stage: it has the memory, and for stage 0 the text, and reaches all holders."""
+        """True if `peer` may hold this stage: it has the memory, and for stage 0 the text, and reaches all holders."""
         able = (peer.has_data or self.index > 0) and peer.memory_bytes >= self.needed_bytes
         return able and reaches_all(peer, self.holders, self.unreachable)
 
 
 Choose = Callable[[Sequence[Slot], Sequence[Slot], MeasuredPeer], Slot]
-"""(all slots, those that it may serve, a newcomer) -> one of the latter."""
+"""(all slots, the slots that the newcomer may serve, the newcomer) -> one of the second."""
 
 
 class GreedyAllocator:
@@ -79,8 +78,8 @@ class GreedyAllocator:
         """Make a layout.
 
         Args:
-            aside: spares that are to stay spares.
-            choose: says where a newcomer helps most; by speed if None.
+            aside: spares that stay spares.
+            choose: picks the stage where a newcomer helps most; by speed if None.
         Raises: NoLayout.
         """
         by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -90,7 +89,7 @@ class GreedyAllocator:
         if snapshot.num_stages is not None:
             return self._filled(snapshot, _cut(snapshot, snapshot.num_stages), None, seed=seed)
         most = min(len(snapshot.layer_costs), sum(not peer.draining for peer in snapshot.peers), STAGES_MAX)
-        why = NoLayout("nobody is here")
+        why = NoLayout("no peer is here")
         for num_stages in range(1, most + 1):
             try:
                 return self._filled(snapshot, _cut(snapshot, num_stages), None, seed=seed)
@@ -108,7 +107,7 @@ class GreedyAllocator:
         aside: Collection[PeerID] = (),
         choose: Choose | None = None,
     ) -> Layout:
-        """Fill the stages. Args: as of `arrange`; slots: the stages with those who hold them already."""
+        """Fill the stages. Args: as of `arrange`; slots: the stages with their present holders."""
         by_id = {peer.peer: peer for peer in snapshot.peers}
         placed = {peer.peer for slot in slots for peer in slot.holders}
         newcomers = sorted(
@@ -133,19 +132,18 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
     able = [peer for peer in peers if peer.memory_bytes >= slot.needed_bytes]
     if not able and peers:
         needed, most = slot.needed_bytes / 1e9, max(peer.memory_bytes for peer in peers) / 1e9
-        return f"stage {slot.index} takes {needed:.1f} GB of memory, and nobody has more than {most:.1f} GB"
+        return f"stage {slot.index} takes {needed:.1f} GB of memory, and no peer has more than {most:.1f} GB"
     what = "has the run's text" if slot.index == 0 else "is free"
-    return f"nobody {what} to hold stage {slot.index}"
+    return f"no peer {what} to hold stage {slot.index}"
 
 
 def _cut(snapshot: Snapshot, num_stages: int) -> list[Slot]:
-    """Empty stages for a first plan."""
     bounds = partition(snapshot.layer_costs, num_stages)
     return [_slot(snapshot, num_stages, index, first, last, []) for index, (first, last) in enumerate(pairwise(bounds))]
 
 
 def _slot(snapshot: Snapshot, num_stages: int, index: int, first: int, last: int, holders: list[MeasuredPeer]) -> Slot:
-    """Each stage is taken to have its part of the peers."""
+    """Make one slot. Its memory need is computed for an equal part of the peers as members."""
     members = max(1, len(snapshot.peers) // num_stages)
     w = snapshot.workload
     needed_bytes = w.resident_bytes(first, last, members=members) if w is not None else 0.0
@@ -154,8 +152,7 @@ def _slot(snapshot: Snapshot, num_stages: int, index: int, first: int, last: int
 
 
 def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPeer]) -> list[Slot]:
-    """The stages of `previous` with those of their holders that are still here, less those that have to leave because
-    they cannot reach others (`separated`)."""
+    """Return the stages of `previous` with their live holders, without those that `separated` removes."""
     slots = [
         _slot(
             snapshot,
@@ -163,7 +160,7 @@ def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPee
             index,
             stage.first_layer,
             stage.last_layer,
-            # A stage-0 holder whose text turned out to be another one cannot serve it any more.
+            # A stage-0 holder with a different text cannot serve stage 0 any more.
             [peer for p in stage.peers if (peer := by_id.get(p)) and (index > 0 or peer.has_data)],
         )
         for index, stage in enumerate(previous.stages)
@@ -177,8 +174,8 @@ def slots_of(snapshot: Snapshot, previous: Plan, by_id: dict[PeerID, MeasuredPee
 
 
 def _with_room(slot: Slot, snapshot: Snapshot) -> list[MeasuredPeer]:
-    """The holders of a stage, less those that have found that its state is too much for them, as long as another one
-    has it. (Of placed experts nobody knows beforehand how many a member will hold.)"""
+    """Return the holders of a stage without those that lack the memory for it, provided that a remaining one has its
+    state. With placed experts all holders stay, since the memory that a member needs is not known beforehand."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
     has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
     is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
@@ -186,20 +183,20 @@ def _with_room(slot: Slot, snapshot: Snapshot) -> list[MeasuredPeer]:
 
 
 def may_serve(slots: Sequence[Slot], slot: Slot, peer: MeasuredPeer) -> bool:
-    """Whether `peer` may hold this stage and would reach somebody of each neighbouring stage."""
+    """True if `peer` may hold this stage and reaches a member of each neighbouring stage."""
     return slot.admits(peer) and not is_cut_off(peer, slot.index, [s.holders for s in slots], slot.unreachable)
 
 
 def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choose) -> tuple[PeerID, ...]:
-    """Give each newcomer to the poorest stage that it may serve. Returns: those that may serve none, in order."""
+    """Give each newcomer to a stage that it may serve, empty stages first. Returns: the peers that may serve none."""
     waiting = list(newcomers)
     spares: list[PeerID] = []
     while waiting:
         open_slots = [slot for slot in slots if not slot.stayers] or list(slots)
         able = [peer for peer in waiting if may_serve(slots, slots[0], peer)]
         if not slots[0].stayers and able:
-            # Stage 0 comes first, while peers that can serve it are not spent elsewhere. The slowest is enough to begin
-            # with where text is rare; where everyone has it the fastest goes wherever it helps most.
+            # Stage 0 comes first, while peers that can serve it are still free. Where text is rare its slowest owner is
+            # enough to begin with; where all have it, the fastest peer goes wherever it helps most.
             peer = able[0] if len(able) == len(waiting) else able[-1]
             slots[0].holders.append(peer)
             waiting.remove(peer)
@@ -215,7 +212,7 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
 
 
 def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-    """The poorest stage; or a home of the peer's that is no richer than the poorest would become."""
+    """Return the poorest stage, or one of the peer's homes that is no richer than the poorest stage would become."""
     poorest = min(fitting, key=lambda slot: (slot.wealth, slot.index))
     bound = poorest.wealth + peer.flop_per_s / poorest.cost
     homes = [slot for slot in fitting if slot.index in peer.homes and slot.wealth <= bound]
@@ -225,8 +222,7 @@ def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) 
 def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
     """Give each stage without stayers a member of the richest stage that can spare one.
 
-    Stage 0 may take the only holder of another stage if nobody else can read the text: the other stage is rescued
-    later.
+    Stage 0 may take the only holder of another stage if no other peer has the text: the other stage is rescued later.
     """
     enough = sum(len(slot.stayers) for slot in slots) >= len(slots)
     moved: list[tuple[PeerID, int]] = []
@@ -249,7 +245,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """What moving `peer` away costs its stage: 3 all its holders, 2 its state, 1 its leader, 0 nothing."""
+    """Return the loss to a stage if `peer` moves away: 3 all its holders, 2 its state, 1 its leader, 0 nothing."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
@@ -259,7 +255,7 @@ def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
 
 
 def _release(slots: Sequence[Slot]) -> None:
-    """Let draining peers go where a stayer holds the state; keep the first of them where none does."""
+    """Release draining peers where a stayer holds the state; where none does, keep one of them."""
     for slot in slots:
         leaving = [peer for peer in slot.holders if peer.draining]
         if any(peer.synced_stage == slot.index for peer in slot.stayers):
@@ -270,7 +266,7 @@ def _release(slots: Sequence[Slot]) -> None:
 
 
 def stage_of(slot: Slot) -> Stage:
-    """The plan's stage, with shares by speed."""
+    """Return the slot as a plan's stage, with work shares by speed and bandwidth shares by upload."""
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (
@@ -286,7 +282,6 @@ def _reason(
     moved: Sequence[tuple[PeerID, int]],
     unreachable: frozenset[Pair],
 ) -> str:
-    """One sentence on what the layout changes."""
     now = {peer for stage in stages for peer in stage.peers} | set(spares)
     if previous is None:
         return first_reason(len(now), len(stages))
@@ -300,17 +295,17 @@ def _reason(
         for one, other in sorted(unreachable)
         if displaced & now & {one, other} and {one, other} <= before
     ]
-    # A sentence for people must not make the plan of a large swarm outgrow its message.
+    # A sentence for people must not make the plan of a large swarm too large for its message.
     shown = parts[:4] + ([f"{len(parts) - 4} more changes"] if len(parts) > 4 else [])
     return ", ".join(shown) or NO_MOVES
 
 
 def first_reason(num_peers: int, num_stages: int) -> str:
-    """The reason of a first plan."""
+    """Return the reason of a first plan."""
     peers, stages = ("peer" if num_peers == 1 else "peers"), ("stage" if num_stages == 1 else "stages")
     return f"{FIRST_PLAN}{num_peers} {peers} on {num_stages} {stages}"
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:
-    """Break ties between equally fast peers without favouring a name."""
+    """Break ties between equally fast peers independently of their names."""
     return blake3(f"{seed}/{peer}".encode()).digest(length=8)

@@ -1,8 +1,9 @@
-"""Large swarms are clustered, solved and refined. A swarm of clusters is a swarm again, of fewer and larger units.
+"""Large swarms are clustered, solved and refined. A swarm of clusters is again a swarm, of fewer and larger units.
 
-Devices that are near each other and alike become one unit of a coarse topology: speeds and cards add up, the paths
-between two units are as many as pairs of their devices, and memory is the smallest. The search runs on a hundred units,
-then, from that result, on ten times as many, and on the devices themselves where there are not too many.
+Devices that are near each other and alike become one unit of a coarse topology: their speeds and cards add up, two
+units have a path for each pair of their devices, and the unit's memory is the smallest. The search runs on about a
+hundred units, then from that result on eight times as many, and last on the devices themselves if they are not too
+many.
 """
 
 from dataclasses import dataclass
@@ -14,31 +15,29 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Floats, Ints, Topology
 
 UNITS = 128
-"""The coarsest level has so many units: the search does as well with them as it does for so many devices, in a
-second."""
+"""The number of units on the coarsest level, few enough for a good result within a second."""
 FINER = 8
 FLAT_MAX = 2048
-"""Up to so many devices the last level is the devices themselves: a move among n members of a stage costs n^2."""
+"""Up to this number the last level is the devices themselves: a move among n members of a stage costs n^2."""
 _NEIGHBOURHOODS = 48
 _NEAR = 0.05
-"""A device that is nearer to a leader than this part of the largest distance is in its neighbourhood."""
+"""A device that is nearer to a leader than this part of the largest distance belongs to its neighbourhood."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Level:
-    """One view of a swarm."""
+    """A view of a swarm as units."""
 
     topology: Topology
-    """The topology of U units. flop_per_s and cards are of all devices of the unit together; memory, latency and paths
-    of one."""
+    """The topology of U units. flop_per_s and cards are the sums over a unit's devices, memory is the smallest, and
+    latency and paths are those of its first device."""
     weight: Ints
-    """[U], devices in each unit."""
     unit_of: Ints
     """[N], the unit of each device."""
 
 
 def levels(topology: Topology, workload: Workload) -> list[Level]:
-    """The levels from the coarsest to the finest; a small swarm has only that of single devices."""
+    """Return the levels from the coarsest to the finest; a small swarm has only the level of single devices."""
     n = topology.num_devices
     near = _neighbourhoods(topology, workload.cut_bytes) if n > 2 * UNITS else np.zeros(n, dtype=np.int64)
     views = []
@@ -52,15 +51,14 @@ def levels(topology: Topology, workload: Workload) -> list[Level]:
 
 
 def refine(assignment: Assignment, coarse: Level, fine: Level) -> Assignment:
-    """The stages of the finer units in a coarse assignment: each goes where the first of its devices is."""
+    """Return the stages of finer units from a coarse assignment: each unit goes to the stage of its first device."""
     _, first = np.unique(fine.unit_of, return_index=True)
     finer: Assignment = assignment[coarse.unit_of[first]]
     return finer
 
 
 def coarsen(assignment: Assignment, level: Level) -> Assignment:
-    """The stages of units in an assignment of devices: each goes where most of its devices are, to the lowest stage
-    among equals."""
+    """Return the stages of units: each goes to the stage of most of its devices, the lowest among equals."""
     lowest = int(assignment.min())
     votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)
     np.add.at(votes, (level.unit_of, assignment - lowest), 1)
@@ -69,8 +67,8 @@ def coarsen(assignment: Assignment, level: Level) -> Assignment:
 
 
 def _neighbourhoods(topology: Topology, frame_bytes: float) -> Ints:
-    """[N]: leaders are taken one after the other, each the device that is farthest from all before (Gonzalez 1985), and
-    every device belongs to the nearest one. The distance is the seconds of a frame there and back."""
+    """Return [N], the neighbourhood of each device: that of the nearest leader, by the seconds of a frame there and
+    back. Each leader is the device farthest from all leaders before it (Gonzalez 1985)."""
     n = topology.num_devices
     distance = np.full(n, np.inf)
     nearest = np.zeros(n, dtype=np.int64)
@@ -97,7 +95,7 @@ def _exchange_s(topology: Topology, leader: int, frame_bytes: float) -> Floats:
 
 
 def _coarse(topology: Topology, near: Ints, units: int) -> Level:
-    """Cut each neighbourhood, ordered by text, memory, card and speed, into slices of about N / units."""
+    """Cut each neighbourhood, ordered by text, memory, card and speed, into slices of about N / units devices."""
     n = topology.num_devices
     order = np.lexsort(
         (np.arange(n), topology.flop_per_s, topology.card, topology.memory_bytes, topology.may_feed, near)

@@ -1,8 +1,8 @@
-"""Gives a place to devices that a search has left out, where no step becomes slower by that. Pure.
+"""Give a place to devices that a search has left out, where no step becomes slower by it. Pure.
 
-The objective reckons with means. By it a stage that is not the longest gains nothing from one more member, so a search
-may leave a device out that could work. But jobs come unevenly, and where several stages take about as long as the
-longest one each waits for the others. A stage with time to spare catches up after such a wait.
+The objective uses means, by which only the longest stage gains from one more member, so a search may leave a useful
+device out. But microbatches arrive unevenly, and where several stages take about as long as the longest, each waits for
+the others. A stage with spare time catches up after such a wait.
 """
 
 import math
@@ -13,14 +13,14 @@ from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 
 TRIED = 16
-"""The number of devices without a place that are tried: each costs an evaluation for each stage."""
+"""The number of unplaced devices that are tried: each costs an evaluation for each stage."""
 ROUNDING = 1e-6
-"""Costs that differ by less, as a part, are the same."""
+"""Costs with a smaller relative difference count as equal."""
 
 
 def with_idle_devices(objective: ThroughputObjective, placement: Placement) -> Placement:
-    """Return `placement` with left-out devices added where neither T nor the foreseen step becomes longer. The fastest
-    device is tried first, and it joins the stage that computes longest of those where it costs nothing."""
+    """Return `placement` with left-out devices added where neither T nor the foreseen step time grows. The fastest
+    device is tried first; it joins the longest-computing stage where it costs nothing."""
     topology, workload = objective.topology, objective.workload
     cost = objective.cost(placement)
     left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))

@@ -1,4 +1,4 @@
-"""What every allocator is given, and what it must do."""
+"""The inputs and the duties of every allocator."""
 
 import math
 from dataclasses import dataclass
@@ -15,13 +15,12 @@ from shoal.protocol.messages import Advert
 from shoal.protocol.plan import Plan
 
 SPEED_MAX = 1e15
-"""A claim is cut at so many FLOP/s or bytes/s, so that sums stay finite. What others were measured to do bounds what a
-claim is worth (`measured`)."""
+"""The limit on claimed FLOP/s or bytes/s, so that sums stay finite. Measurements limit a claim's value (`measured`)."""
 
 HORIZON_S = 600.0
-"""A layout is expected to last so long at least. Volunteers come and go."""
+"""The least time that a layout is expected to last: volunteers come and go."""
 FORECAST_ERROR = 0.1
-"""`Snapshot.forecast_error` before any layout has been compared with what its plan promised."""
+"""`Snapshot.forecast_error` before any layout has been compared with its plan's promise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +33,20 @@ class MeasuredPeer:
     memory_bytes: int
     has_data: bool
     card_bytes_per_s: float = 0.0
-    """What its network card sends over all links at once, as it says; 0: not known."""
+    """The claimed rate of its network card over all links at once; 0: unknown."""
     machine: str = ""
-    """Peers that name the same one share a network card, as they say. Empty: not known."""
+    """Peers with the same claimed machine share a network card. Empty: unknown."""
     draining: bool = False
     failure_probability: float = 0.0
-    """The chance that it is lost without a good-bye within `failure_records.HORIZON_S`."""
+    """The probability of loss without a good-bye within `failure_records.HORIZON_S`."""
     synced_stage: int | None = None
-    """The stage whose state it holds."""
+    """The stage of the state that it holds."""
     homes: tuple[int, ...] = ()
-    """The stages at which it would begin sooner than elsewhere: it holds their state, held it last, or has it on
-    disk."""
+    """The stages where it would start sooner than elsewhere: it holds their state, held it last, or has it on disk."""
 
     @classmethod
     def of(cls, peer: PeerID, advert: Advert, *, draining: bool, synced_stage: int | None) -> "MeasuredPeer":
-        """Make one from what `peer` says of itself; impossible numbers are replaced by the smallest possible."""
+        """Make one from the advert of `peer`; impossible numbers become the smallest possible."""
         return cls(
             peer=peer,
             flop_per_s=_rate(advert.flop_per_s),
@@ -64,32 +62,30 @@ class MeasuredPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All that a layout may depend on, besides the plan before it and a seed."""
+    """All inputs of a layout, besides the previous plan and a seed."""
 
     peers: tuple[MeasuredPeer, ...]
     """The peers, in the order of their identifiers."""
     layer_costs: tuple[float, ...]
-    """The FLOP a token of each decoder layer, with embedding and head at the ends."""
+    """The FLOP per token of each decoder layer, with embedding and head at the ends."""
     num_stages: int | None
-    """How many stages there are to be; None: the allocator chooses."""
+    """The required number of stages; None: the allocator chooses."""
     workload: Workload | None = None
-    """What a step asks of the devices; a search needs it, and `network`, besides the rest."""
+    """The demand of a step on the devices; a search needs it and `network`."""
     network: MeasuredNetwork | None = None
-    """What lies between `peers`, in their order."""
+    """The links between `peers`, in their order."""
     unreachable: frozenset[Pair] = frozenset()
-    """The pairs of peers that cannot reach each other: no group has both, and no microbatch goes from one to the
-    other."""
+    """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
-    """How fast the live layout is, by what was committed; 0: it has made too few steps. Figures of devices and links
-    that say less than this of it are wrong."""
+    """The rate of the live layout by its commits; 0: too few steps. A lower rate by the devices' figures is wrong."""
     forecast_error: float = FORECAST_ERROR
-    """The quadratic mean of log(seen / promised tokens/s) over the layouts of this run (`calibration`)."""
+    """The root mean square of log(seen / promised tokens/s) over the layouts of this run (`calibration`)."""
     forecast_bias: ForecastBias = UNBIASED
-    """The objective errs by so much in this run, for each number of stages."""
+    """The objective's bias in this run, for each number of stages."""
     horizon_s: float = HORIZON_S
-    """How long a layout is expected to last: what pays later than that is not worth moving for."""
+    """Seconds that a layout is expected to last: a gain that comes later does not justify a move."""
     going_back_s: float = 0.0
-    """What is lost when a stage's last holder dies: the work since the last snapshot, and the way back to it."""
+    """Seconds lost when a stage's last holder dies: the work since the last snapshot, and the way back to it."""
 
     def __post_init__(self) -> None:
         ids = [peer.peer for peer in self.peers]
@@ -98,15 +94,15 @@ class Snapshot:
 
 
 class NoLayout(ShoalError):
-    """These peers cannot hold the model; the sentence says what is missing."""
+    """These peers cannot hold the model; the message says what is missing."""
 
 
 class Allocator(Protocol):
     """Makes layouts."""
 
     def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
-        """Make a layout for the swarm as it is, within milliseconds. The function is pure: the same arguments give the
-        same layout, bit for bit.
+        """Make a layout for the present swarm, within milliseconds. Pure: the same arguments give the same layout, bit
+        for bit.
 
         Raises: NoLayout.
         """
@@ -115,22 +111,19 @@ class Allocator(Protocol):
 
 @runtime_checkable
 class Searching(Allocator, Protocol):
-    """An allocator that answers a change at once by hardly moving anybody, and then looks for something better."""
+    """An allocator that answers a change at once with hardly any moves, and searches for a better layout afterwards."""
 
     def prepare(self) -> None:
-        """Do what the first search would have to do first, such as a minute of compiling.
-
-        Raises: ImportError.
-        """
+        """Do slow preparations of the first search now, such as a minute of compiling. Raises: ImportError."""
         ...
 
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
-        """Look for a better layout than `previous`, or for a first one. The function is pure; it may take seconds, and
-        run in a thread of its own.
+        """Search for a better layout than `previous`, or for a first one. Pure; it may take seconds and run in its own
+        thread.
 
-        Args: snapshot: with workload and network; of exactly the members of `previous`, if there is one.
-        Returns: (layout, why); None: there is none that is worth its moves.
-        Raises: ImportError: what searches is not installed. LocalError: the snapshot is impossible.
+        Args: snapshot: with workload and network; its peers are exactly the members of `previous`, if there is one.
+        Returns: (layout, why); the layout is None if none is worth its moves.
+        Raises: ImportError: the search's packages are not installed. LocalError: the snapshot is impossible.
         """
         ...
 

@@ -1,18 +1,16 @@
-"""The live coordinator's allocator: it repairs at once and searches behind that. Pure.
+"""The live coordinator's allocator: it repairs at once, then searches in the background. Pure.
 
-A change is answered within milliseconds by the greedy rules (`greedy.py`): lost peers are replaced from the spares,
-nobody else moves, and shares follow the throughput objective. A newcomer is a spare at first, since nothing is known of
-its links and the state that it would fetch takes its holders' uplinks from the step; only a stage with a lone holder
-takes one in at once, where that pays. A search (`planner.py`) then looks for something better, with newcomers or
-without, which must earn its moves:
+The greedy rules (`greedy.py`) answer a change within milliseconds: spares replace lost peers, no other peer moves, and
+shares follow the throughput objective. A newcomer is a spare at first, since its links are unknown and its state
+download takes its holders' uplinks from the step; only a stage with a single holder takes a newcomer at once, where
+that pays. A search (`planner.py`) then looks for a better layout, with or without newcomers. Its moves must satisfy:
 
-- What its gain is worth (`dividing.expected_gain`) is `MARGIN` of tokens/s or more, beyond what noise could pretend.
-- It should be faster than the live layout is seen to be.
-- Over the time for which it should last (`Snapshot.horizon_s`) it gains more than the swarm loses while peers fetch
-  other layers.
-- Boundaries stay, since a stage whose boundaries move has no holder from which its state could come.
-- Only a peer that holds its stage's state moves, or stands aside; at least half of each stage's holders stay.
-- Nobody moves while a peer drains, which has its own rules.
+- The expected gain (`dividing.expected_gain`) is at least `MARGIN` of tokens/s, more than noise.
+- The new layout should be faster than the live layout is measured to be.
+- Over the expected life of a layout (`Snapshot.horizon_s`) it gains more than the swarm loses while peers fetch layers.
+- Boundaries stay, since a stage with new boundaries has no holder from which its state could come.
+- Only a peer that holds its stage's state moves or becomes a spare; at least half of each stage's holders stay.
+- No peer moves while a peer drains, which has its own rules.
 """
 
 import math
@@ -60,28 +58,25 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology, make_topology
 
 MARGIN = 0.05
-"""The gain in tokens/s. Figures are averages over 16 reports, so noise of +-10 % in each report is 1.5 % in them."""
+"""The least gain in tokens/s. Figures are averages over 16 reports, so noise of +-10 % in a report is 1.5 % in them."""
 STAY = 0.5
-"""A search leaves this part of a stage's holders there, rounded up: a peer that comes must be able to fetch the
-state."""
+"""A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
-"""A search that moves single peers leaves no stage with fewer holders if it had as many, and a stage that has fewer
-takes in a newcomer at once, if that slows the others down by less than the lone holder's death would (`alone.py`)."""
+"""The fewest holders that a search of single moves leaves in a stage, if it had as many. A stage with fewer takes a
+newcomer at once, if that slows the step by less than the expected loss of a single holder (`alone.py`)."""
 STATE_PART = 0.5
-"""The part of its holders' lines that state on its way takes, reckoned with."""
+"""The assumed part of its holders' lines that travelling state takes."""
 SMALL_DEVICES = 32
-"""A search over fewer devices spends in proportion less than the planner's own budget: there is less to find."""
+"""A search over fewer devices gets proportionally less than the planner's own budget: there is less to find."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
-"""The search for a first layout spends so many times what a later one does, but at most this much, which is 3 s of one
-core: boundaries move only by a standstill, so what it misses by bad luck is kept until a division makes up for that.
-It is proportionally less again for a small swarm."""
+"""The search for a first layout gets `FIRST_TIMES` the work of a later one, up to `FIRST_WORK_MAX`, 3 s of one core: a
+bad first division stays until a halt pays for a better one. A small swarm gets proportionally less again."""
 FIRST_HORIZON_S = 3600.0
-"""A run whose members must fetch frozen weights before they train begins with the layout that makes most steps in so
-many seconds, the fetching included."""
+"""The time over which a first layout counts its steps if members must first fetch frozen weights."""
 BASE_TIMES = 3.0
-"""Fetching those weights takes so many times what the lines allow, since at first one peer alone has them. (16 homes:
-128 s for a third of 4.8 GB, and 456 s were seen; 384 s for all of it, and 850 s later nobody else had it.)"""
+"""The factor on the line-limited time of fetching those weights, since at first only one peer has them. (16 homes: a
+third of 4.8 GB took 456 s, 128 s by the lines; all of it, 384 s by the lines, was not there after 850 s.)"""
 
 
 REPLACED_COST = 0.01
@@ -89,16 +84,14 @@ REPLACED_COST = 0.01
 does not bound the step it gains nothing by itself, but it frees another holder to move to a stage that needs one."""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
-"""The shares of a layout that stays are set anew once one is so many times off; below the second figure they say
-little."""
+"""Shares are set again once one is off by the factor `SHARE_DRIFT`; below `SHARE_MIN` the ratio means little."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
-"""If there are more at once than these two numbers they are dealt by their speeds: each place tried for each of them
-costs an evaluation."""
+"""Above these numbers newcomers are dealt by speed, and spares are not tried: each trial costs evaluations."""
 
 
 class EvolutionaryAllocator:
-    """Implements `Searching`. Without numba there is no search, and layouts are those of the greedy rules."""
+    """Implements `Searching`. Without numba there is no search, and the greedy rules make the layouts."""
 
     def __init__(self) -> None:
         self._greedy = GreedyAllocator()
@@ -137,7 +130,7 @@ class EvolutionaryAllocator:
 
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
         if any(peer.draining for peer in snapshot.peers):
-            return None, "somebody is leaving"
+            return None, "a peer is leaving"
         try:
             if previous is None:
                 return _first(snapshot, seed)
@@ -149,28 +142,28 @@ class EvolutionaryAllocator:
 
 
 def _unless_slower(snapshot: Snapshot, previous: Plan, found: tuple[Layout | None, str]) -> tuple[Layout | None, str]:
-    """Drop a layout that should be no faster than the live one is seen to be. The figures say less of the live one than
-    it makes, so they are wrong, and no reason to move. Where nobody moves there is nothing to lose: other shares alone
-    are never dropped."""
+    """Drop a layout that should be no faster than the live one is measured to be: its figures are wrong, and no reason
+    to move. A layout that moves no peer is never dropped, since new shares alone cost nothing."""
     layout, _ = found
     if layout is not None and layout.places() == places_of(previous):
         return found
     promised = foresee(snapshot, layout.stages) if layout is not None else None
     if promised is None or promised.tokens_per_s > snapshot.seen_tokens_per_s:
         return found
-    told = f"{promised.tokens_per_s:,.0f} tokens/s, and {snapshot.seen_tokens_per_s:,.0f} are seen"
-    return None, f"stays: what was found should make {told}"
+    told = f"{promised.tokens_per_s:,.0f} tokens/s, and the live one makes {snapshot.seen_tokens_per_s:,.0f}"
+    return None, f"stays: the layout found should make {told}"
 
 
 class _Place:
-    """Knows where a newcomer helps most by the throughput objective, which takes its network into account."""
+    """Finds where a newcomer helps most by the throughput objective, which includes its network."""
 
     def __init__(self, topology: Topology, workload: Workload) -> None:
         self._workload, self._topology = workload, topology
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """The best stage for a newcomer. A home of the newcomer's is as good if it costs less than `MARGIN` more."""
+        """Return the best stage for a newcomer, or the best of its homes within `MARGIN` of that. Stages with too few
+        holders come first."""
         fitting = [slot for slot in fitting if len(slot.stayers) < HOLDERS_MIN] or fitting
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
@@ -180,12 +173,11 @@ class _Place:
         return min(near or fitting, key=lambda slot: (seconds[slot.index], slot.index))
 
     def seconds(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> dict[int, float]:
-        """The seconds of a step with `peer` in a stage, for each stage; inf where that is impossible."""
+        """Return the seconds of a step with `peer` in a stage, for each stage; inf if impossible."""
         stages, device = self._stages(slots), self._number[peer.peer]
         return {slot.index: self._cost(slots, with_device(stages, slot.index, device)) for slot in fitting}
 
     def seconds_now(self, slots: Sequence[Slot]) -> float:
-        """The seconds of a step of those who stay; inf where that is impossible."""
         return self._cost(slots, self._stages(slots))
 
     def _stages(self, slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
@@ -199,12 +191,11 @@ class _Place:
 def _aside(
     snapshot: Snapshot, previous: Plan | None, place: _Place | None, *, with_newcomers: bool
 ) -> tuple[PeerID, ...]:
-    """The spares that are not needed now, because they would slow the others down. As many as were lost since the
-    previous plan, or as stages have lone holders to whom a second one is worth it, take part: those that help most, and
-    none that makes a step longer by more than `REPLACED_COST`. Who has lost its place because it cannot reach others is
-    one more of them.
+    """Return the spares that stay spares. As many peers take part as were lost since the previous plan, or as
+    single-holder stages profit from a second holder: those that help most, and none that lengthens the step by more
+    than `REPLACED_COST`. A peer that lost its place because it cannot reach others counts as a spare.
 
-    Args: with_newcomers: who is new is a spare too; else everybody who is new takes part.
+    Args: with_newcomers: newcomers are spares, too; else all of them take part.
     """
     if previous is None:
         return ()
@@ -238,7 +229,7 @@ def _aside(
 
 
 def _num_lacking(snapshot: Snapshot, slots: Sequence[Slot], free: Sequence[MeasuredPeer], place: _Place | None) -> int:
-    """How many stages are without a holder that stays, or have a lone one to whom one of `free` is worth adding."""
+    """Count the stages without a stayer, or with a single one if adding a peer of `free` pays."""
     lacking = [slot for slot in slots if len(slot.stayers) < HOLDERS_MIN]
     if place is None or any(not slot.stayers for slot in slots):
         return len(lacking)
@@ -252,8 +243,7 @@ def _num_lacking(snapshot: Snapshot, slots: Sequence[Slot], free: Sequence[Measu
 
 
 def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
-    """A first layout. Raises: NoLayout, LocalError."""
-    from shoal.coordinator.allocate.planner import plan, plan_each  # numba, which takes seconds to import
+    from shoal.coordinator.allocate.planner import plan, plan_each  # numba takes seconds to import
 
     topology, workload = topology_of(snapshot), snapshot.workload
     assert workload is not None
@@ -271,8 +261,8 @@ def _first(snapshot: Snapshot, seed: int) -> tuple[Layout, str]:
 
 
 def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
-    """Return the mean seconds a step over `FIRST_HORIZON_S`; inf if no step ends by then. Steps begin when every member
-    has fetched the adapters' base: what bounds that is the slowest member's downlink or all uplinks together."""
+    """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. Steps begin when every
+    member has fetched the adapters' base; the slowest member's downlink or the sum of all uplinks bounds that."""
     topology, base = objective.topology, objective.workload.memory.base
     assert base is not None
     into_s, total_bytes, up_bytes_per_s = 0.0, 0.0, 0.0
@@ -287,7 +277,6 @@ def _mean_step_s(objective: ThroughputObjective, placement: Placement) -> float:
 
 
 def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | None, str]:
-    """A better layout than the live plan's. Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan
     from shoal.coordinator.allocate.staying import best_with_stayers
     from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
@@ -309,7 +298,7 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
         bounds=tuple(range(len(slots) + 1)),
     )
     if not all(current.stages):
-        return None, f"nobody at stage {current.stages.index(())} has its state yet"
+        return None, f"no member of stage {current.stages.index(())} has its state yet"
     searched, _ = plan(
         topology,
         workload,
@@ -346,11 +335,11 @@ def _better(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout | Non
 def _pays(
     objective: ThroughputObjective, current: Placement, found: Placement, before_s: float, horizon_s: float
 ) -> bool:
-    """Say whether it pays to move to the placement `found`: whether the swarm makes more steps in the next `horizon_s`
-    seconds, the move included, than if it stays with `current`, where a step takes `before_s` seconds.
+    """True if moving to `found` pays: in the next `horizon_s` seconds the swarm makes more steps, the move included,
+    than with `current`, where a step takes `before_s` seconds.
 
-    Until the movers compute, only those who stay work, and what travels takes half of their lines. A mover computes
-    once its state is there; if that takes long and the run has light members, once its weights are.
+    Until the movers compute, only the stayers work, and travelling state takes half of their lines. A mover computes
+    once it has its state, or, if that takes long and the run has learners, once it has its weights.
     """
     travel_s = fetch_s(objective.topology, objective.workload, current, found) / STATE_PART
     if travel_s > LIGHT_STATE_S:
@@ -363,7 +352,7 @@ def _pays(
 
 
 def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placement) -> Topology:
-    """What is left of `topology` to the steps while members of `stay` give their stage's state to those who come."""
+    """Return the line rates that remain for steps while members of `stay` send their stage's state to newcomers."""
     left = np.ones(topology.num_devices)
     for stayers, members in zip(stay, found.stages, strict=True):
         if len(members) > len(stayers):
@@ -373,7 +362,7 @@ def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placemen
 
 
 def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:
-    """The live layout with the shares that today's figures ask for, if these are far from the plan's."""
+    """Return the live layout with shares by the current figures, if these are far from the plan's; else None."""
     assert snapshot.workload is not None
     topology = topology_of(snapshot)
     if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):
@@ -390,8 +379,8 @@ def _shared_anew(snapshot: Snapshot, previous: Plan) -> Layout | None:
 
 
 def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str] | None:
-    """The layout with other boundaries that is worth its change most, if one is, or that has the number of stages which
-    the run asks for where the live plan has not. Raises: NoLayout, LocalError."""
+    """Return the layout with other boundaries that is most worth its change. If none is, but the run asks for another
+    number of stages than the live plan has, return the best of that number; else None. Raises: NoLayout, LocalError."""
     from shoal.coordinator.allocate.planner import plan_each
 
     topology, workload = topology_of(snapshot), snapshot.workload
@@ -425,7 +414,6 @@ def _divided(snapshot: Snapshot, previous: Plan, seed: int) -> tuple[Layout, str
 def _stages_of(
     snapshot: Snapshot, topology: Topology, workload: Workload, placement: Placement
 ) -> tuple[tuple[Stage, ...], tuple[PeerID, ...]]:
-    """The stages of a placement in the words of the plan, and who has no place."""
     slots = [
         Slot(index, first, last, 1.0, [snapshot.peers[device] for device in stage])
         for index, (stage, (first, last)) in enumerate(zip(placement.stages, pairwise(placement.bounds), strict=True))
@@ -435,7 +423,7 @@ def _stages_of(
 
 
 def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
-    """The workload as if each stage were one layer: whoever plans with it cannot move a boundary."""
+    """Return the workload with each stage as one layer, so that no planner can move a boundary."""
 
     def sums(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[stage.first_layer : stage.last_layer]) for stage in stages)
@@ -451,8 +439,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of a placement into the stages. A peer that stays keeps its rank, and so does one that was not
-    free to move; newcomers come behind them."""
+    """Put the devices of a placement into the stages. Peers that stay or could not move keep their rank."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]

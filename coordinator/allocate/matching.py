@@ -1,10 +1,10 @@
-"""Matches two stages and orders all of them, exactly and compiled, as the DT-FM objective needs it.
+"""Exact compiled matching of two stages and ordering of all stages, for the DT-FM objective.
 
-A layout is int64 [K, R] of devices: row = stage in pipeline order, column = who hands to whom; -1 is the hole of a
-stage that is one smaller than the largest. Two neighbouring stages with a hole in different columns hand over between
-the two devices that are left; a device opposite the only hole shares the nearest partner.
+A layout is int64 [K, R] of devices: row = stage in pipeline order, column = one pipeline; -1 is the hole of a stage
+that is one smaller than the largest. Where two neighbouring stages have holes in different columns, the two devices
+opposite the holes send to each other; a device opposite the only hole shares the nearest partner.
 
-There is no fastmath, no parallel loop, and sums have a fixed order, so the result is the same bit for bit on any
+There is no fastmath and no parallel loop, and sums have a fixed order, so the result is the same bit for bit on any
 machine. A kernel here calls only kernels of this file, because numba's cache of a function does not notice a change in
 another file that it calls.
 """
@@ -13,17 +13,17 @@ import numpy as np
 from numba import njit
 
 ORDER_EXACT_MAX = 13
-"""The largest number of stages whose order is solved exactly. At 13, half of Held and Karp's table takes 0.3 ms."""
+"""The limit for solving the order of stages exactly. At 13, half of Held and Karp's table takes 0.3 ms."""
 
 
 @njit(cache=True)
 def match(hop, rows, num_rows, columns, num_columns, partner):
-    """Find a bottleneck matching that leaves no row out, num_rows <= num_columns; it takes O(rows * columns^2).
+    """Find a bottleneck matching of all rows, num_rows <= num_columns, in O(rows * columns^2).
 
-    Rows join one after the other, each along the augmenting path whose longest edge is shortest. That is optimal: where
-    all rows so far can be matched within a bound, so can the next, by an alternating path within the same bound.
+    Rows join one after the other, each along the augmenting path whose longest edge is shortest. This is optimal: if
+    the rows so far can be matched within a bound, so can the next, by an alternating path within the same bound.
 
-    Args: partner: int64, filled: index into `rows` of each index into `columns`, or -1. Returns: the longest edge.
+    Args: partner: int64, filled: for each index into `columns` an index into `rows`, or -1. Returns: the longest edge.
     """
     slack = np.empty(num_columns)
     way = np.empty(num_columns, np.int64)
@@ -64,7 +64,7 @@ def match(hop, rows, num_rows, columns, num_columns, partner):
 
 @njit(cache=True)
 def members(row, out):
-    """Copy the devices of a stage, holes skipped. Returns: how many."""
+    """Copy the devices of a stage without holes. Returns: their number."""
     count = 0
     for device in row:
         if device >= 0:
@@ -75,7 +75,7 @@ def members(row, out):
 
 @njit(cache=True)
 def handover(hop, a, num_a, b, num_b, partner):
-    """Match two stages: each member of the larger has a partner. Returns: (longest hop, whether a is the rows)."""
+    """Match two stages: each member of the larger has a partner. Returns: (longest hop, True if a is the rows)."""
     flip = num_a > num_b
     rows, num_rows, columns, num_columns = (b, num_b, a, num_a) if flip else (a, num_a, b, num_b)
     bound = match(hop, rows, num_rows, columns, num_columns, partner)
@@ -90,9 +90,9 @@ def handover(hop, a, num_a, b, num_b, partner):
 
 @njit(cache=True)
 def open_path(cost, order):
-    """Find the shortest path through all K nodes, both ends free; above `ORDER_EXACT_MAX` by 2-opt.
+    """Find the shortest path through all K nodes with free ends; above `ORDER_EXACT_MAX` nodes by 2-opt.
 
-    Held and Karp (1962), met in the middle: only sets of up to half the nodes are visited, then each with the rest.
+    Held and Karp (1962), met in the middle: only sets of up to half the nodes are expanded, then joined with the rest.
 
     Args: cost: float64 [K, K], symmetric. order: int64 [K], filled; a start for the 2-opt. Returns: its length.
     """
@@ -156,7 +156,6 @@ def _unwind(cost, best, mask, last, order):
 
 @njit(cache=True)
 def _two_opt(cost, order):
-    """Reverse stretches while that shortens the path."""
     K = len(cost)
     better = True
     while better:
@@ -181,11 +180,15 @@ def _two_opt(cost, order):
 
 @njit(cache=True)
 def price(x, share, hop, groups, sizes, order):
-    """Price a layout's groups exactly, whatever their order and columns.
+    """Price a layout's groups exactly, independently of their order and columns.
 
-    Args: share: float64 [2, N, N], seconds of all-reduce between two mates of a small (0) or a full (1) stage.
-        hop: float64 [N, N], symmetric. groups: int64 [K, R], filled: members of each stage of x, ascending.
-        sizes: int64 [K], filled. order: int64 [K], filled: the best order. Returns: (dp, pp).
+    Args:
+        share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
+        hop: float64 [N, N], symmetric.
+        groups: int64 [K, R], filled: the members of each stage of x, ascending.
+        sizes: int64 [K], filled.
+        order: int64 [K], filled: the best order.
+    Returns: (dp, pp).
     """
     K, R = x.shape
     partner = np.empty(R, np.int64)
@@ -209,7 +212,7 @@ def price(x, share, hop, groups, sizes, order):
 def settle(x, share, hop):
     """Put the stages of x in the best order and the devices in the best columns, in place.
 
-    Args: those of `price`. Returns: (dp, pp, work).
+    Args: as of `price`. Returns: (dp, pp, work).
     """
     K, R = x.shape
     groups = np.empty((K, R), np.int64)
@@ -230,7 +233,7 @@ def settle(x, share, hop):
 
 @njit(cache=True)
 def _columns(x, k, above, num_above, under, num_under, partner, above_is_rows):
-    """Write stage k of x so that partners share a column; who has none gets the column that is left."""
+    """Write stage k of x so that partners share a column; a device without a partner gets the free column."""
     R = x.shape[1]
     column = np.empty(num_above, np.int64)
     for c in range(R):
@@ -256,7 +259,7 @@ def _columns(x, k, above, num_above, under, num_under, partner, above_is_rows):
 
 @njit(cache=True)
 def slowest_member(group, size, share):
-    """The dp of one stage: the largest sum over the other members."""
+    """Return the dp of one stage: the largest sum over the other members."""
     worst = 0.0
     for i in range(size):
         total = 0.0

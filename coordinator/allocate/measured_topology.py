@@ -1,23 +1,23 @@
-"""A snapshot as the topology that objectives and searches work on: measured where it was, estimated where not.
+"""The topology of a snapshot, for objectives and searches: measured values where known, estimates elsewhere.
 
-| unknown                  | estimate                                                                                |
-|--------------------------|-----------------------------------------------------------------------------------------|
-| latency i -> j           | what the triangle allows: between the largest |ia - aj| and the least ia + aj over all  |
-|                          | a that both were measured towards, near the upper end where some a is near i or j       |
-| rate i -> j              | the least of i's best rate out, j's best rate in, and what links between peers near i   |
-|                          | and near j carry where their own ends could do more: a line between two towns; less     |
-|                          | where most links of i, or towards j, are slower than these say, or most links towards i |
-|                          | where few of its own are known                                                          |
-| a peer without figures   | what it claims; else the swarm's median; else `DEFAULT_LATENCY_S`, `DEFAULT_BYTES_PER_S`|
-| rate of a network card   | what has gone out over several links at once, or its best link with another machine; as |
-|                          | much comes in, or what its best link brings                                             |
-| rate of a link that was  | the estimate if that is more: the far end may have been busy                            |
-| probed less than 3 times |                                                                                         |
-| rate inside a machine   | the usual one inside machines                                                           |
-| who shares a card        | peers that name one machine and are near each other                                     |
-| unreachable pairs        | there is no path, rate 0                                                                |
+| unknown                   | estimate                                                                               |
+|---------------------------|----------------------------------------------------------------------------------------|
+| latency i -> j            | by the triangle: between the largest |ia - aj| and the least ia + aj over all a with   |
+|                           | both measured; nearer to the upper bound                                               |
+| rate i -> j               | the least of i's best rate out, j's best rate in, and the rate of links between peers  |
+|                           | near i and peers near j that are slower than their own ends (a line between two towns);|
+|                           | lower if most links of i, or towards j, are slower than this, or most links towards i  |
+|                           | if few of its own are known                                                            |
+| a peer without figures    | its claim; else the swarm's median; else `DEFAULT_LATENCY_S`, `DEFAULT_BYTES_PER_S`    |
+| rate of a network card    | the rate out over several links at once, or its best link to another machine; the same |
+|                           | rate in, or its best link in                                                           |
+| rate of a link probed     | the estimate if it is higher: the far end may have been busy                           |
+| less than 3 times         |                                                                                        |
+| rate inside a machine     | the median rate inside machines                                                        |
+| which peers share a card  | peers that claim the same machine and are near each other                              |
+| unreachable pairs         | no path: rate 0                                                                        |
 
-Memory is a claim: nobody else can measure it.
+Memory is a claim: no other peer can measure it.
 """
 
 import numpy as np
@@ -28,27 +28,26 @@ from shoal.protocol.topology import Floats, Ints, Topology, make_topology
 
 DEFAULT_LATENCY_S = 0.05
 DEFAULT_BYTES_PER_S = 1.25e9
-"""10 Gbit/s where nothing is known of any link, so that compute and memory decide. (With 100 Mbit/s large stages had
-better not be replicated: two peers of 32 equal ones got 20 of 24 layers.)"""
+"""10 Gbit/s where no link is known, so that compute and memory decide. (With 100 Mbit/s, replicating large stages looks
+bad: two peers of 32 equal ones got 20 of 24 layers.)"""
 SAME_MACHINE_S = 0.001
-"""Two peers that name one machine are believed if their latency is less."""
+"""Two peers that claim the same machine are believed if their latency is lower."""
 CARD_MAX = 16.0
-"""A card is believed to carry so many times what its best link carries."""
+"""A card is believed to carry at most this multiple of its best link."""
 NEAR_S = 0.004
-"""Links say something of another link whose ends are nearer than about this."""
+"""The distance scale within which links predict the rate of another link."""
 LIMITED = 0.75
-"""Something lies between two places if so large a part of the links between them carries less than its ends could. The
-rest are links that were busy when they were probed."""
+"""A bottleneck lies between two places if more than this part of their links are slower than their ends."""
 _POWER = 4.0
-"""The exponent of the mean over such links: the faster ones count, since a probe errs low."""
+"""The exponent of the mean over such links: the faster ones weigh more, since a probe errs low."""
 SLOW_LINKS_MIN = 4
-"""Where so many links of a peer are slower than those beside them, its others are believed to be slow too."""
+"""A peer with at least this number of links slower than their estimates is believed to be slow on its others, too."""
 CENSORED = 0.7
-"""A link that carries so much of what its ends could do says nothing of what lies between them."""
+"""A link that reaches this part of the rate of its ends says nothing about the path between them."""
 
 
 def topology_of(snapshot: Snapshot) -> Topology:
-    """The topology of a snapshot; devices are in the order of `snapshot.peers`. Raises: LocalError."""
+    """Return the topology of a snapshot; devices are in the order of `snapshot.peers`. Raises: LocalError."""
     peers, network = snapshot.peers, snapshot.network
     assert network is not None
     n = len(peers)
@@ -93,7 +92,7 @@ def topology_of(snapshot: Snapshot) -> Topology:
 
 
 def _latencies(measured: Floats) -> Floats:
-    """[N, N] seconds, without gaps and symmetric."""
+    """Return [N, N] seconds, without gaps and symmetric."""
     n = len(measured)
     known = measured.copy()
     np.fill_diagonal(known, 0.0)
@@ -111,21 +110,20 @@ def _latencies(measured: Floats) -> Floats:
 
 
 def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
-    """[N], the same number for peers behind one network card."""
+    """Return [N], equal numbers for peers behind one network card."""
     first: dict[str, int] = {}
     card = np.arange(len(peers))
     for index, peer in enumerate(peers):
         if not peer.machine:
             continue
         other = first.setdefault(peer.machine, index)
-        if not latency[index, other] >= SAME_MACHINE_S:  # they may not have been measured towards each other
+        if not latency[index, other] >= SAME_MACHINE_S:  # the two may not have been measured towards each other
             card[index] = other
     return card
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """[N, N] bytes/s of what lies between i's surroundings and j's, as far as measured links say; inf: nothing in the
-    way."""
+    """Return [N, N] bytes/s between i's surroundings and j's, as measured links show; inf: no bottleneck."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():
@@ -145,10 +143,10 @@ def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats
 
 
 def _slower(ratio: Floats) -> Floats:
-    """[N], in [0, 1]: how much slower the links from each peer are than their surroundings let one think, in the
-    median, where that is true of most that are known. A card that carries much over all of them makes none quicker.
+    """Return [N], in [0, 1]: the median ratio by which the links from each peer are slower than estimated, if most
+    known ones are; else 1. A fast card does not raise it.
 
-    Args: ratio: [N, N], known over estimated; NaN where nothing is known.
+    Args: ratio: [N, N], known over estimated; NaN: unknown.
     """
     seen, slow = (~np.isnan(ratio)).sum(axis=1), (ratio < CENSORED).sum(axis=1)
     is_slow = (slow >= SLOW_LINKS_MIN) & (slow > LIMITED * seen)
@@ -159,14 +157,14 @@ def _slower(ratio: Floats) -> Floats:
 
 
 def _of_card(rates: Floats, card: Ints) -> Floats:
-    """[N], the best that is known of anybody behind the same card; NaN where nothing is."""
+    """Return [N], the best known value of any peer behind the same card; NaN if none."""
     best = np.full(len(rates), np.nan)
     np.fmax.at(best, card, rates)
     return best[card]
 
 
 def _best(matrix: Floats) -> Floats:
-    """[N], the largest of what is known of each row; NaN where nothing is."""
+    """Return [N], the largest known value of each row; NaN if none."""
     best = np.full(len(matrix), np.nan)
     known = ~np.isnan(matrix).all(axis=1)
     if known.any():
@@ -175,7 +173,7 @@ def _best(matrix: Floats) -> Floats:
 
 
 def _medians(matrix: Floats) -> Floats:
-    """[N], the median of what is known of each row; NaN where nothing is."""
+    """Return [N], the median of the known values of each row; NaN if none."""
     medians = np.full(len(matrix), np.nan)
     known = ~np.isnan(matrix).all(axis=1)
     if known.any():
@@ -184,7 +182,7 @@ def _medians(matrix: Floats) -> Floats:
 
 
 def _or(values: Floats, claims: Floats) -> Floats:
-    """Fill gaps: `values`, then `claims`, then the median of what is known, then `DEFAULT_BYTES_PER_S`."""
+    """Fill gaps in `values`: with `claims`, then the median of the known values, then `DEFAULT_BYTES_PER_S`."""
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
     return np.where(np.isnan(values), float(np.median(known)) if len(known) else DEFAULT_BYTES_PER_S, values)

@@ -1,7 +1,7 @@
-"""Exchanges devices of a placement that are as good in each other's places, so that less state travels. Pure.
+"""Exchange equally good devices of a placement so that less state travels. Pure.
 
-A search for another division into stages looks for what is quickest, and to it two equal devices are the same. The one
-that has held the first eight of twelve layers should keep them, so that fewer bytes travel.
+A search for another division minimises the step time, for which two equal devices are the same. But the device that has
+held the first eight of twelve layers should keep them, so that fewer bytes travel.
 """
 
 from dataclasses import replace
@@ -13,17 +13,16 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.protocol.topology import Floats, Ints
 
 TRIED = 64
-"""A search tries so many exchanges, those first that save most: each costs an evaluation."""
+"""The limit on tried exchanges, those that save most first: each costs an evaluation."""
 AS_GOOD = 1.001
-"""A step may take so many times what it took before all exchanges: two devices that were measured are never quite
-equal."""
+"""The limit on step time, relative to the step before all exchanges: two measured devices are never quite equal."""
 
 
 def nearer(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
     """Exchange devices between stages of `found`, and with spares, while that saves bytes of state.
 
-    Args: current: who holds which layers now; devices of the topology of `objective`.
-    Returns: a placement with the bounds of `found`, whose steps take at most `AS_GOOD` times as long.
+    Args: current: the present placement, over the devices of the topology of `objective`.
+    Returns: a placement with the bounds of `found`; its steps take at most `AS_GOOD` times as long.
     """
     lacks = _lacking_bytes(objective, current, found)
     limit_s = AS_GOOD * objective.cost(found).seconds
@@ -33,7 +32,7 @@ def nearer(objective: ThroughputObjective, current: Placement, found: Placement)
     refused: set[tuple[int, int]] = set()
     for _ in range(TRIED):
         here = lacks[np.arange(len(at)), at]
-        there = lacks[:, at]  # what each would lack in the other's place
+        there = lacks[:, at]  # the bytes that each would lack in the other's place
         saves = np.triu(here[:, None] + here[None, :] - there - there.T, 1)
         for pair in refused:
             saves[pair] = 0.0
@@ -51,10 +50,8 @@ def nearer(objective: ThroughputObjective, current: Placement, found: Placement)
 
 
 def _lacking_bytes(objective: ThroughputObjective, current: Placement, found: Placement) -> Floats:
-    """The state that each of N devices would have to fetch for each of the K stages of `found`.
-
-    Returns: float [N, K + 1], bytes. The last column is that of a device without a stage: zeros.
-    """
+    """Return float [N, K + 1]: the bytes of state that each device would have to fetch for each stage of `found`. The
+    last column is for a device without a stage: zeros."""
     layer_bytes: Floats = np.array(objective.workload.layer_state_bytes)
     held = np.zeros((objective.topology.num_devices, len(layer_bytes)))
     for stage, first, last in zip(current.stages, current.bounds, current.bounds[1:], strict=False):

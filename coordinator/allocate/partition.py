@@ -1,4 +1,4 @@
-"""Where to cut the model: contiguous stages whose most expensive one is as cheap as can be."""
+"""Cuts of the model into contiguous stages, with the most expensive one as cheap as possible."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,11 +6,11 @@ from itertools import accumulate
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Boundaries 0 = b[0] < b[1] < … < b[num_stages] = len(costs), exact, by dynamic programming in O(K · L²).
+    """Return boundaries 0 = b[0] < b[1] < … < b[num_stages] = len(costs), exact, by dynamic programming in O(K · L²).
 
     Minimises the largest stage's cost; among those cuts the sum of squares, which keeps the other stages even; among
-    those the earlier boundaries. In two passes: of two prefixes the one with the cheaper most expensive stage need not
-    be the better beginning once a later stage is the most expensive.
+    those the earlier boundaries. Two passes are needed: the prefix with the cheaper largest stage need not be the
+    better beginning once a later stage is the most expensive.
     """
     total = [0.0, *accumulate(costs)]
     largest, _ = _cut(total, num_stages, max, lambda cost: cost)
@@ -21,7 +21,7 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def _cut(
     total: Sequence[float], num_stages: int, join: Callable[[float, float], float], price: Callable[[float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The cut with the smallest price; a stage's price is that of its cost, the cut's price all of them joined."""
+    """Return the cheapest cut: `join` combines the prices of the stages' costs."""
     num_layers = len(total) - 1
     assert 0 < num_stages <= num_layers
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}  # of the first j layers in k stages

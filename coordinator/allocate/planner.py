@@ -1,4 +1,4 @@
-"""The throughput planner. It takes a swarm and a workload and says which device holds which layers.
+"""The throughput planner: decides which device holds which layers.
 
 It is pure: the same arguments give the same placement on any machine, bit for bit. It scores with
 `cost.throughput.ThroughputObjective`.
@@ -36,16 +36,16 @@ def plan(
     horizon_s: float = 600.0,
     gain_min: float = 0.02,
 ) -> tuple[Placement, Cost]:
-    """Search for the placement with the shortest time to a loss: tokens/s, less what staleness costs.
+    """Search for the placement with the shortest time to a given loss: tokens/s, less the cost of staleness.
 
     Args:
-        num_stages: None: several are tried, the best is taken; with a `current`, its number.
+        num_stages: None: several are tried and the best is taken; with a `current`, its number.
         work: a budget in units of `evolution.WORK_PER_SECOND`, not in seconds; None: `default_work`.
-        current: where everybody is, empty stages allowed; the search begins there, and what a device has to fetch to
-            hold other layers counts as lost work, spread over `horizon_s`.
-        gain_min: what a change must gain beyond that (relative), else `current` is returned as it is.
-    Returns: (placement, its cost as `ThroughputObjective` has it, without the cost of moving there).
-    Raises: NoLayout: no placement of so many stages is possible.
+        current: the present placement, empty stages allowed. The search begins there, and the time of fetching other
+            layers counts as lost work, spread over `horizon_s`.
+        gain_min: the least relative gain of a change beyond that, else `current` is returned unchanged.
+    Returns: (placement, its `ThroughputObjective` cost, without the cost of moving there).
+    Raises: NoLayout: no placement on `num_stages` stages is possible.
     """
     now = _with_newcomers(topology, workload, current)
     if num_stages is None and current is not None:
@@ -77,10 +77,10 @@ def plan_each(
     work: int,
     bias: ForecastBias = UNBIASED,
 ) -> list[Placement]:
-    """The best placement that is found of each number of stages, the best of all first: what is best may be too dear
-    to go to.
+    """Return the best placement found for each number of stages, the best of all first: moving to the best may cost too
+    much.
 
-    Args: as of `plan`; bias: by how much the objective errs, for each number of stages: numbers are compared by it.
+    Args: as of `plan`; bias: the objective's bias by number of stages, which corrects comparisons between numbers.
     Raises: NoLayout: there is none.
     """
     search = _Search(topology, workload, seed=seed, current=None, horizon_s=math.inf, bias=bias)
@@ -94,17 +94,16 @@ def plan_each(
 
 
 _FINALISTS = 2
-"""How many numbers of stages the search goes on with after it has tried all of them."""
+"""The search goes on with this many numbers of stages after a first try of all."""
 
 
 def default_work(num_devices: int) -> int:
-    """The units for about half a second with 64 devices, 3 s with 1,000, 30 s with 10,000, on one core."""
+    """Return the units for about half a second with 64 devices, 3 s with 1,000, 30 s with 10,000, on one core."""
     return 40_000_000 + 300_000 * num_devices
 
 
 def _with_newcomers(topology: Topology, workload: Workload, current: Placement | None) -> tuple[Placement, Cost] | None:
-    """`current` with newcomers and spares in the stages where they help, and nobody else moved. Returns: None if there
-    is no current placement or it cannot be mended."""
+    """Return `current` with newcomers and spares where they help; None if there is none or it cannot be repaired."""
     if current is None:
         return None
     try:
@@ -114,8 +113,6 @@ def _with_newcomers(topology: Topology, workload: Workload, current: Placement |
 
 
 class _Search:
-    """One call of `plan`."""
-
     def __init__(
         self,
         topology: Topology,
@@ -141,7 +138,7 @@ class _Search:
         return found, seconds, sum(did for _, _, did in tried)
 
     def each(self, num_stages: int | None, work: int) -> list[tuple[Placement | None, float, int]]:
-        """All that is tried, the best first: (placement, seconds with moving, work spent)."""
+        """Return all tries, the best first: (placement, seconds with moving, work spent)."""
         if num_stages is not None:
             return [self._solve(num_stages, work)]
         choices = self._choices()
@@ -154,8 +151,8 @@ class _Search:
         return sorted(tried, key=lambda each: self._foreseen_s(*each[:2]))
 
     def _foreseen_s(self, found: Placement | None, seconds: float) -> float:
-        """The seconds by which numbers of stages are compared: what is foreseen decides, since the search's own T is
-        one to climb by, and by how much the run has shown that to err."""
+        """Return the seconds that compare numbers of stages: the foreseen step, not the search's T, which is made for
+        climbing, corrected by the bias seen in this run."""
         cost = None if found is None else ThroughputObjective(self._topology, self._workload).cost(found)
         if found is None or cost is None or not math.isfinite(cost.seconds):
             return math.inf
@@ -167,12 +164,13 @@ class _Search:
         if t.num_devices < k:
             return f"{t.num_devices} devices cannot hold {k} stages"
         if not t.may_feed.any():
-            return "nobody has the run's text to hold stage 0"
+            return "no device has the run's text to hold stage 0"
         have, need = float(t.memory_bytes.sum()) / 1e9, w.resident_bytes(0, w.num_layers, members=1) / 1e9
-        return f"the model does not fit: it takes {need:.1f} GB and what is in flight, all devices have {have:.1f} GB"
+        return (
+            f"the model does not fit: it takes {need:.1f} GB and activations in flight, all devices have {have:.1f} GB"
+        )
 
     def _choices(self) -> list[int]:
-        """The numbers of stages that are tried."""
         most = min(self._workload.num_layers, self._topology.num_devices, STAGES_MAX)
         return [k for k in _STAGE_CHOICES if k < most] + [most]
 
@@ -204,8 +202,8 @@ class _Search:
         return Placement(stages=stages, bounds=bounds), found.cost, spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """A placement that is possible, where some devices do not reach others; None: everybody reaches everybody, or
-        none is found. Of random groups none may be possible, and a search begins nowhere then."""
+        """Return a feasible placement where some devices do not reach others: random groups may all be infeasible
+        there, so a search would have no start. None if all reach each other, or none is found."""
         t = self._topology
         num_paths = int((t.bytes_per_s > 0.0).sum())
         if num_paths >= t.num_devices * (t.num_devices - 1):
@@ -217,7 +215,7 @@ class _Search:
         return found
 
     def _evaluator(self, level: Level, num_stages: int) -> ThroughputEvaluator:
-        """An evaluator for one level; moving is counted for single devices only."""
+        """Make the evaluator of one level; the cost of moving counts for single devices only."""
         flat = len(level.weight) == self._topology.num_devices
         return ThroughputEvaluator(
             level.topology,

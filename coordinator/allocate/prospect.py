@@ -1,4 +1,4 @@
-"""Says how fast a layout should be with the figures of today, what bounds it, and how its tensors travel. Pure."""
+"""Estimates of a layout's speed and bottleneck by the current figures, and its tensor formats. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from shoal.protocol.wire_format import Formats
 def foresee(
     snapshot: Snapshot, stages: Sequence[Stage], wire: WireBytes | None = None, *, synchronous: bool = False
 ) -> Foreseen | None:
-    """How fast the stages should be by the throughput objective; None: it cannot say.
+    """Return the layout's speed and bottleneck by the throughput objective; None if they cannot be computed.
 
     Args:
         snapshot: with workload and network. Peers that are not in it are left out of the stages.
-        wire: what tensors take as they travel; None: all what the snapshot's workload says.
-        synchronous: without anything that runs ahead (s_max = 0).
+        wire: the bytes of travelling tensors; None: as in the snapshot's workload.
+        synchronous: without running ahead (s_max = 0).
     """
     workload = snapshot.workload
     assert workload is not None
@@ -41,12 +41,13 @@ def foresee(
 def choose_formats(
     snapshot: Snapshot, stages: Sequence[Stage], takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
-    """How the stages' tensors are to travel (`cost/format_choice.py`). Where nobody can say, all in the thinnest way.
+    """Choose the formats in which the stages' tensors travel (`cost/format_choice.py`); the thinnest if a stage has no
+    known peer.
 
     Args:
         snapshot: as `foresee`.
-        takes: the formats among which to choose.
-        kept: the formats that the stages have now.
+        takes: the formats to choose from.
+        kept: the present formats of the stages.
     """
     assert snapshot.workload is not None
     placement = placement_of(stages, snapshot.peers)

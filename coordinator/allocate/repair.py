@@ -1,7 +1,7 @@
-"""Mends a placement at once: holes are filled, spares join where they help, and boundaries stay.
+"""Repair a placement at once: fill empty stages, add spares where they help, and keep the boundaries.
 
-It neither searches nor compiles anything. Candidates are ranked by their speed for the stage's cost, which needs no
-evaluation, and few of them are evaluated, so it takes milliseconds. What is best is the search's business.
+There is no search and no compiled code. Candidates are ranked by their speed per stage cost, which needs no evaluation,
+and few are evaluated, so it takes milliseconds. Finding the best layout is the search's task.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.topology import Topology
 
 _TRIES = 5
-"""Evaluations that joining spares may take; each takes 2 ms with 64 devices."""
+"""The limit on evaluations for joining spares; each takes 2 ms with 64 devices."""
 _GAIN_MIN = 1e-3
 
 
 def take_in(topology: Topology, workload: Workload, objective: Objective, current: Placement) -> tuple[Placement, Cost]:
-    """`current` with a member for every empty stage, and with spares where they make a step shorter.
+    """Return `current` with a member for every empty stage, and with spares where they shorten the step.
 
-    Raises: NoLayout: a stage stays empty, or what results is impossible.
+    Raises: NoLayout: a stage stays empty, or the result is infeasible.
     """
     stages = [list(stage) for stage in current.stages]
     stages[0] = [d for d in stages[0] if topology.may_feed[d]]
@@ -43,7 +43,7 @@ def take_in(topology: Topology, workload: Workload, objective: Objective, curren
 
 
 class _Mending:
-    """A placement that is being mended. `stages` may be replaced while `with_a_spare` is iterated."""
+    """A placement under repair. `stages` may be replaced while `with_a_spare` is iterated."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class _Mending:
         return Placement(stages=tuple(tuple(sorted(stage)) for stage in self.stages), bounds=self._bounds)
 
     def fill(self, k: int) -> None:
-        """Give the empty stage k the fastest spare, or the fastest member of the stage with most speed to spare.
+        """Give the empty stage k the fastest spare, or the fastest member of the stage with the most spare speed.
 
-        Raises: NoLayout: nobody can hold it.
+        Raises: NoLayout: no device can hold it.
         """
         spares = [d for d in self._spares() if self._fits(d, k)]
         if spares:
@@ -78,10 +78,10 @@ class _Mending:
                 self.stages[donor].remove(chosen)
                 self.stages[k].append(chosen)
                 return
-        raise NoLayout(f"nobody is left who could hold stage {k}")
+        raise NoLayout(f"no device is left that can hold stage {k}")
 
     def with_a_spare(self) -> Iterator[Placement]:
-        """Candidates, the most promising first: each has one more spare in the poorest stage that it fits into."""
+        """Yield candidates, the most promising first: each adds one spare to the poorest stage that it fits into."""
         for spare in sorted(self._spares(), key=lambda d: (-self._topology.flop_per_s[d], d)):
             open_to = [k for k in range(len(self.stages)) if self._fits(spare, k)]
             if open_to and spare in self._spares():
@@ -90,7 +90,6 @@ class _Mending:
                 yield Placement(stages=tuple(tuple(sorted(stage)) for stage in stages), bounds=self._bounds)
 
     def _wealth(self, k: int) -> float:
-        """How many microbatch forwards stage k does in a second."""
         return float(self._topology.flop_per_s[self.stages[k]].sum()) / self._flop[k] if self.stages[k] else 0.0
 
     def _spares(self) -> list[int]:
@@ -105,7 +104,7 @@ class _Mending:
         return enough and (k > 0 or bool(self._topology.may_feed[device])) and self._reaches(device, k)
 
     def _reaches(self, device: int, k: int) -> bool:
-        """Whether there is a path both ways to each member of stage k, and to somebody of each neighbouring stage."""
+        """True if `device` has paths both ways to each member of stage k and to a member of each neighbouring stage."""
         rate = self._topology.bytes_per_s
         meets = (rate[device] > 0.0) & (rate[:, device] > 0.0)
         near = [self.stages[n] for n in (k - 1, k + 1) if 0 <= n < len(self.stages) and self.stages[n]]

@@ -1,8 +1,8 @@
-"""Finds the members of a layout that have to leave it because they cannot reach those with whom they work. Pure.
+"""Choose the members that must leave a layout because they cannot reach the members they work with. Pure.
 
-All members of a stage reduce with each other, so none of them may be out of another's reach. A microbatch needs one
-member of each stage, so a member must reach somebody of the stage before and of the stage behind. Who goes is decided
-by rule, at once: whoever is out of reach for most. Where a search finds a better place for it, it goes there later.
+All members of a stage all-reduce with each other, so each must reach every other. A microbatch visits one member of
+each stage, so a member must reach at least one member of the stage before and of the stage after. The rule decides at
+once: the member that fails to reach most others leaves. A search may find a better place for it later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,14 +12,14 @@ from shoal.coordinator.reachability import Pair, pair_of
 
 
 def reaches_all(peer: MeasuredPeer, others: Iterable[MeasuredPeer], unreachable: frozenset[Pair]) -> bool:
-    """Whether `peer` can reach each of `others`."""
+    """True if `peer` can reach each of `others`."""
     return not unreachable or all(pair_of(peer.peer, other.peer) not in unreachable for other in others)
 
 
 def is_cut_off(
     peer: MeasuredPeer, index: int, groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]
 ) -> bool:
-    """Whether `peer` at stage `index` reaches nobody of a neighbouring stage that has members."""
+    """True if `peer` at stage `index` reaches no member of a neighbouring stage that has members."""
     if not unreachable:
         return False
     near = (groups[k] for k in (index - 1, index + 1) if 0 <= k < len(groups))
@@ -27,8 +27,8 @@ def is_cut_off(
 
 
 def separated(groups: Sequence[Sequence[MeasuredPeer]], unreachable: frozenset[Pair]) -> list[MeasuredPeer]:
-    """Choose the members of `groups` that have to leave, so that all who stay can reach their whole group and somebody
-    of each neighbouring one. The last member of a group never leaves."""
+    """Choose the members of `groups` that must leave so that each remaining one reaches its whole group and a member of
+    each neighbouring one. The last member of a group never leaves."""
     if not unreachable:
         return []
     left = [list(group) for group in groups]
@@ -47,7 +47,7 @@ def _next(groups: list[list[MeasuredPeer]], unreachable: frozenset[Pair]) -> tup
         return sum(not reaches_all(peer, [other], unreachable) for other in others)
 
     candidates = [
-        # Who holds the stage's state stays before who does not; else the slower one goes.
+        # A peer without the stage's state leaves before one with it; among equals the slower one leaves.
         ((lost(peer, group), lost(peer, everybody), peer.synced_stage != index, -peer.flop_per_s, rank), index, peer)
         for index, group in enumerate(groups)
         if len(group) > 1

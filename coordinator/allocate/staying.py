@@ -1,10 +1,9 @@
-"""Turns what a search has found into what a live swarm can do in one plan: enough holders of each stage stay in it.
+"""Turn a search result into moves that one plan may make: enough holders of each stage stay in it.
 
-A peer that comes to a stage fetches its state from those that stay, in seconds to minutes, and a stage whose last
-holder dies takes the whole run back to a snapshot: newcomers do not count until they have the state. The search knows
-nothing of that, and its result with some devices put back may be worse than what there is. So moves that keep enough
-holders are climbed from there, and from the current placement, by the compiled objective. What one plan may not do a
-later one can.
+A newcomer to a stage fetches its state from the stayers, in seconds to minutes, and if a stage's last holder dies the
+run goes back to a snapshot: newcomers do not count until they have the state. The search ignores this, and its result
+with some devices put back may be worse than the current placement. So a hill climb starts from there, and one from the
+current placement, over moves that keep enough holders, by the compiled objective. A later plan can do the rest.
 """
 
 import math
@@ -16,27 +15,27 @@ from shoal.coordinator.allocate.throughput_search import ThroughputEvaluator
 from shoal.coordinator.cost.placement import Placement
 
 EVALUATIONS_MAX = 4000
-"""Each climb with up to `DEVICES` devices takes so many evaluations, 0.2 s of one core; with more devices, in
-proportion fewer."""
+"""The evaluations of a climb with up to `DEVICES` devices, 0.2 s of one core; proportionally fewer with more devices.
+"""
 DEVICES = 64
 TRIED_DEVICES = 128
-"""Where there are more devices, the fastest one goes back and no other is tried."""
+"""The limit on devices up to which all are tried; above it the fastest goes back."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """What one plan must keep, by stage."""
+    """The holders that one plan must keep, by stage."""
 
     home: Assignment
     stayers: tuple[int, ...]
-    """How many holders of each stage's state must stay."""
+    """The number of holders of each stage's state that must stay."""
 
     def broken(self, at: Assignment, k: int) -> bool:
-        """Whether too few holders of stage k stay in `at`."""
+        """True if too few holders of stage k stay in `at`."""
         return int(((self.home == k) & (at == k)).sum()) < self.stayers[k]
 
     def keep(self, at: Assignment, device: int) -> bool:
-        """Whether the stage that `device` has in `at` cannot let it go."""
+        """True if the stage of `device` in `at` cannot let it go."""
         k = int(at[device])
         return int(self.home[device]) == k and int(((self.home == k) & (at == k)).sum()) <= self.stayers[k]
 
@@ -44,13 +43,13 @@ class _Needs:
 def best_with_stayers(
     evaluator: ThroughputEvaluator, current: Placement, found: Placement, *, stay: float, holders_min: int = 1
 ) -> tuple[Placement, float]:
-    """The best placement that keeps enough holders.
+    """Return the best placement that keeps enough holders.
 
     Args:
         evaluator: of the swarm, with `current` as its current placement.
-        stay: the part of each stage's holders that stays there, rounded up.
-        holders_min: no stage that has as many holders may be left with fewer, not even until newcomers have its state.
-    Returns: (placement with the bounds of `current`, its seconds a step, what moving costs included).
+        stay: the part of each stage's holders that stays, rounded up.
+        holders_min: a stage with this many holders keeps at least as many, even until newcomers have its state.
+    Returns: (placement with the bounds of `current`, its seconds a step, the cost of moving included).
     """
     home = evaluator.assignment_of(current)
     needs = _Needs(
@@ -66,9 +65,9 @@ def best_with_stayers(
 
 
 def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, bounds: Sequence[int]) -> None:
-    """Send leavers back home while their stage lacks holders, each time the one that costs least. `goal` is changed.
+    """Send leavers back home while their stage lacks holders, the one that costs least first. `goal` is changed.
 
-    A device that goes back may be missed at the stage that it leaves. It never leaves home again, so this loop ends.
+    A device that goes back may be missed at the stage that it leaves. It never leaves home again, so the loop ends.
     """
     while lacking := [k for k in range(len(needs.stayers)) if needs.broken(goal, k)]:
         for k in lacking:
@@ -80,14 +79,12 @@ def _put_back(evaluator: ThroughputEvaluator, goal: Assignment, needs: _Needs, b
 
 
 def _price(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
-    """What it costs to send `device` back to stage k."""
     if len(at) > TRIED_DEVICES:
         return -float(evaluator.topology.flop_per_s[device])
     return _moved(evaluator, at, device, k, bounds)
 
 
 def _moved(evaluator: ThroughputEvaluator, at: Assignment, device: int, k: int, bounds: Sequence[int]) -> float:
-    """The seconds a step with `device` in stage `k`."""
     before, at[device] = int(at[device]), k
     seconds = evaluator.evaluate(at, bounds)
     at[device] = before

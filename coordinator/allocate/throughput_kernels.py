@@ -1,13 +1,12 @@
 """The compiled inner loops of the search on the throughput objective: its cost, stage by stage, and local search.
 
-The formula is that of `cost/throughput.py`, where it is explained; a test holds the two against each other. Here a
-unit is a device, or in the coarse view of a large swarm a cluster of `weight` alike devices that are taken together.
-Only what a move touches is computed again: the paths of the stages that gained or lost a member and of their
-neighbours, then the times of those stages, then the flows between them.
+`cost/throughput.py` explains the formula; a test compares the two. A unit is a device, or in the coarse view of a large
+swarm a cluster of `weight` alike devices. Only values that a move changes are computed again: the paths of the stages
+that gained or lost a member and of their neighbours, then the times of those stages, then the flows between them.
 
-This file is long because numba's cache of a function does not notice a change in another file that it calls.
-No fastmath, no parallel loops, no transcendental functions, integer randomness of our own, sums in the order of
-members: the same result bit for bit on any machine.
+This file is long because numba's cache of a function does not notice a change in another file that it calls. There is
+no fastmath, no parallel loop and no transcendental function, random integers are our own, and sums run in the order of
+members: the result is the same bit for bit on any machine.
 """
 
 from typing import Any, NamedTuple
@@ -15,51 +14,49 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-_njit: Any = njit  # whose types leave two of its options out
+_njit: Any = njit  # the types of njit lack two of its options
 _kernel = _njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
 _inner = _njit(cache=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
-"""Python calls only a `_kernel`. A wrapper that takes 60 arrays out of a tuple is a third of what a function costs to
-compile: with a wrapper for each function the first search on a machine took 42 s of CPU, without them it takes 27."""
+"""Only a `_kernel` is called from Python. A wrapper that unpacks a tuple of 60 arrays is a third of a function's
+compile time: the first search on a machine took 42 s of CPU with a wrapper for each function, and takes 27 s without.
+"""
 FLOW_ROUNDS = 6
 IMPOSSIBLE = 1e9
-"""Costs from here on are of placements that cannot be; more is further from one that can."""
+"""Costs from here on belong to infeasible placements; a higher cost is further from feasible."""
 _LATENCIES = 4.0
 _STEP_FLOP = 20.0
 _WINDOW_GAIN = 1.5
 _GUIDE = 0.03
-"""Local search looks at the cost, and adds so much of the mean stage, of the mean member's reduction and of the chain:
-most moves do not touch what is slowest, and yet are for the better or the worse."""
+"""Local search minimises the cost plus this part of the mean stage, the mean member's reduction and the chain: most
+moves do not touch the slowest stage, and yet improve or worsen the placement."""
 _HEAT = 0.08
-"""A search at heat 1 begins by accepting placements that are up to so much worse."""
+"""A search at heat 1 begins by accepting placements that are up to this part worse."""
 
 
 FLOP, WEIGHT, MEMORY, UP, DOWN, FETCH_RATE, CARRIES = range(7)
-"""The rows of what is known of a unit: its FLOP/s; how many devices it is; one device's bytes of memory, and bytes/s of
-its card in both directions; the bytes/s at which it gets the state of other layers; its share of its stage's work now,
-which stands still meanwhile."""
+"""The rows of `Problem.units`: FLOP/s; number of devices; one device's bytes of memory, and of its card's bytes/s in
+both directions; the bytes/s of fetching other layers' state; its share of its stage's work, which pauses meanwhile."""
 HOME_FIRST, HOME_LAST = range(2)
-"""The rows of the layers of which a unit has the state in the current plan."""
+"""The rows of `Problem.home`: the range of layers that a unit holds with state in the current plan."""
 FLOP_TO, PARAMETERS_TO, HELD_TO, EXPERT_TO, JOB_TO = range(5)
-"""The rows of the sums over the layers before a bound. `EXPERT_TO` has the parameters of one placed expert, `JOB_TO`
-the bytes that the running job takes."""
+"""The rows of `Problem.layers`, sums over the layers before a bound. `EXPERT_TO` has the parameters of one placed
+expert, `JOB_TO` the fixed bytes of the running job."""
 MICROBATCHES, JOB_PER_FLOP, LOSS_PER_FLOP, S_MAX, HORIZON_S = range(5)
 CUT_BYTES, GRADIENT_BYTES, RESIDENT_BYTES, STATE_BYTES, WORKSPACE_BYTES = range(5, 10)
-"""The positions in the array that says what one step asks of the devices. A job takes `JOB_PER_FLOP` forwards, at the
-last stage `LOSS_PER_FLOP`. `CUT_BYTES` are an activation's; the three after it are a parameter's: its gradient on the
-wire, all that is in memory of it, and its state. `WORKSPACE_BYTES` are a stage's."""
+"""The positions in `Problem.costs`, the demand of one step. A microbatch takes `JOB_PER_FLOP` forwards, at the last
+stage `LOSS_PER_FLOP`. `CUT_BYTES` are per activation. The next three are per parameter: its gradient on the wire, its
+total in memory, and its state. `WORKSPACE_BYTES` are per stage."""
 OUT_RATE, IN_RATE, AWAY_OUT, AWAY_IN, PART, REDUCED, LOAD, SLOPE, OFFSET, TAKEN, CARD = range(11)
-"""The rows of what the cost needs to know of a unit. `REDUCED` has the bytes over its card for each byte of its stage's
-gradient."""
+"""The rows of `State.loads`, by unit. `REDUCED` has the bytes over its card for each byte of its stage's gradient."""
 PATH_UNIT, LATENCY, SECONDS, FREE, COMMIT, JOB, STRAIN, FLOW, HOP = range(9)
-"""The rows of what the cost needs to know of a stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two
-members. `STRAIN` has the mean member's seconds of the reduction where `COMMIT` has the largest. `FLOW` and `HOP` are of
-the stage and the next one."""
+"""The rows of `State.times`, by stage. `PATH_UNIT` is the largest (p_d + p_e) / path rate between two members, `STRAIN`
+the mean member's seconds of the reduction. `FLOW` and `HOP` are between the stage and the next one."""
 PATHS, STAGES, PAIRS = range(3)
-"""The rows that say what of a stage is to be computed again."""
+"""The rows of `State.dirty`: the values of a stage to compute again."""
 
 
 class Problem(NamedTuple):
-    """What never changes during a search. There are N units, L layers and C network cards."""
+    """The constants of a search. There are N units, L layers and C network cards."""
 
     units: Any
     """[7, N]"""
@@ -71,7 +68,7 @@ class Problem(NamedTuple):
     """[C], bytes/s of the slower direction."""
     shared_cards: bool
     feeds: Any
-    """bool [N], whether a unit has the run's text."""
+    """bool [N], True if a unit has the run's text."""
     latency: Any
     rate: Any
     """[N, N], of one path."""
@@ -80,21 +77,22 @@ class Problem(NamedTuple):
     layers: Any
     """[5, L + 1]"""
     beyond: Any
-    """[devices + 1], how many placed experts a member of a stage of so many devices holds beyond its slots."""
+    """[devices + 1], the number of placed experts that a member of a stage of this many devices holds beyond its slots.
+    """
     costs: Any
     """[10]"""
 
 
 class State(NamedTuple):
-    """A placement of N units on K stages, and all that its cost is made of."""
+    """A placement of N units on K stages, and the parts of its cost."""
 
     stage: Any
     at: Any
-    """int64 [N], the stage of each unit or -1, and its place among the members."""
+    """int64 [N]: the stage of each unit or -1, and its position among the members."""
     members: Any
-    """int64 [K, N], of which the first `count` are the members of a stage."""
+    """int64 [K, N]; the first `count` are the members of a stage."""
     count: Any
-    """int64 [K]"""
+    """int64 [K], the number of members."""
     bounds: Any
     """int64 [K + 1], the layers at which the model is cut."""
     loads: Any
@@ -150,7 +148,7 @@ def exchange_rates(latency, rate, weight, frame_bytes, credit_bytes, q):
 
 @_inner
 def _scan_paths(P, S, k):
-    """Work out the rates of stage k's members to both neighbours, and how they share its reduction. Returns: work."""
+    """Compute the rates of stage k's members to both neighbours, and their parts of its reduction. Returns: work."""
     K = len(S.count)
     work = 0
     for neighbour in (k - 1, k + 1):
@@ -222,7 +220,7 @@ def _scan_mates(P, S, k):
 
 @_inner
 def _loads(P, S, k, first, last):
-    """Work out what each member of stage k sends over its card in a step, if its layers were these."""
+    """Compute the bytes that each member of stage k sends over its card in a step, with layers first to last - 1."""
     gradient = P.costs[GRADIENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
     speed = 0.0
     for a in range(S.count[k]):
@@ -236,7 +234,7 @@ def _loads(P, S, k, first, last):
 
 @_inner
 def _card_part(P, S, d):
-    """The bytes/s of its card that are unit d's."""
+    """Return unit d's part of its card, bytes/s."""
     rate = P.card_rate[P.card[d]]
     if not P.shared_cards or S.loads[LOAD, d] <= 0.0:
         return rate
@@ -245,15 +243,15 @@ def _card_part(P, S, d):
 
 @_inner
 def _job(P, first, last):
-    """The FLOP of a microbatch there and back, as `Workload.job_flop` has it."""
+    """Return the FLOP of a microbatch there and back, as `Workload.job_flop` does."""
     per_flop = P.costs[LOSS_PER_FLOP] if last == P.layers.shape[1] - 1 else P.costs[JOB_PER_FLOP]
     return per_flop * (P.layers[FLOP_TO, last] - P.layers[FLOP_TO, first])
 
 
 @_inner
 def _saturate(P, S, k, first, last):
-    """Work out T_stage of stage k with these layers, and the card, slope, offset and taken of its members. Returns:
-    (seconds, seconds of the reduction alone)."""
+    """Compute T_stage of stage k, and its members' card, slope, offset and taken. Returns: (T_stage, reduction) in
+    seconds."""
     M = P.costs[MICROBATCHES]
     n = S.count[k]
     job = _job(P, first, last)
@@ -300,7 +298,6 @@ def _saturate(P, S, k, first, last):
 
 @_inner
 def _time_stage(P, S, k):
-    """Work out the seconds, free rate, commit and mean job of stage k. Returns: work."""
     first, last = S.bounds[k], S.bounds[k + 1]
     seconds, _ = _saturate(P, S, k, first, last)
     S.times[SECONDS, k] = seconds
@@ -328,7 +325,7 @@ def _time_stage(P, S, k):
 
 @_inner
 def _hop_s(P, d, e):
-    """The seconds of an activation and its gradient between two units."""
+    """Return the seconds of an activation and its gradient between two units."""
     forth, back = np.float64(P.rate[d, e]), np.float64(P.rate[e, d])
     if P.card[d] != P.card[e]:
         forth = min(forth, P.units[UP, d], P.units[DOWN, e])
@@ -339,7 +336,7 @@ def _hop_s(P, d, e):
 
 @_inner
 def _pair(P, S, k):
-    """Work out the flow and the mean hop between stages k and k + 1. Returns: work."""
+    """Compute the flow and the mean hop between stages k and k + 1. Returns: work."""
     n, m = S.count[k], S.count[k + 1]
     supply = np.empty(n)
     demand = np.empty(m)
@@ -374,7 +371,7 @@ def _pair(P, S, k):
 
 @_inner
 def _fill(P, S, k, supply, demand):
-    """Do as `cost/flow.py` does. Returns: work."""
+    """Compute the flow as `cost/flow.py` does, where some paths are too thin. Returns: work."""
     n, m = len(supply), len(demand)
     flow = np.zeros((n, m))
     left, room = supply.copy(), demand.copy()
@@ -417,9 +414,9 @@ def _fill(P, S, k, supply, demand):
 
 @_kernel
 def evaluate(P, S, work):
-    """Compute again what is dirty. Returns: (cost with moving, what local search looks at).
+    """Compute all dirty values again. Returns: (cost with moving, the guide of local search).
 
-    Args: work: int64 [1], to which what it took is added.
+    Args: work: int64 [1], to which the work done is added.
     """
     K = len(S.count)
     for k in range(K):
@@ -493,7 +490,7 @@ def _sum_up(P, S, work):
 
 @_inner
 def _paced(P, S, flow_s, issue_s, uneven, ahead):
-    """Pace the pipeline with so many steps ahead of the versions. Returns: (T, T_chain)."""
+    """Pace the pipeline with `ahead` steps ahead of the versions. Returns: (T, T_chain)."""
     K = len(S.count)
     trip = tail = 0.0
     for k in range(K - 1, -1, -1):
@@ -510,7 +507,7 @@ def _paced(P, S, flow_s, issue_s, uneven, ahead):
 
 @_inner
 def _reduce_s(P, S, k, flow_s):
-    """The seconds of the reduction on what activations leave of the cards; they leave all if `flow_s` is inf."""
+    """Return the seconds of the reduction on the card rate that activations leave: all of it if `flow_s` is inf."""
     first, last = S.bounds[k], S.bounds[k + 1]
     gradient = P.costs[GRADIENT_BYTES] * (P.layers[PARAMETERS_TO, last] - P.layers[PARAMETERS_TO, first])
     seconds = S.times[PATH_UNIT, k] * gradient
@@ -533,7 +530,7 @@ def _reduce_s(P, S, k, flow_s):
 
 @_inner
 def _resident(P, S, k, first, last):
-    """The bytes of stage k's state at a member, if its layers were these, as `Workload.resident_bytes` has them."""
+    """Return the bytes of stage k's state at a member, as `Workload.resident_bytes` does."""
     devices = 0.0
     for a in range(S.count[k]):
         devices += P.units[WEIGHT, S.members[k, a]]
@@ -545,7 +542,6 @@ def _resident(P, S, k, first, last):
 
 @_inner
 def _memory(P, S, step_s):
-    """The largest needed / present of any unit's memory."""
     most = trip = 0.0
     K = len(S.count)
     for k in range(K - 1, -1, -1):
@@ -566,8 +562,8 @@ def _memory(P, S, step_s):
 
 @_kernel
 def moving_s(P, S):
-    """The seconds of the whole swarm's work that it costs to get here from the current plan: what each unit leaves
-    undone while it fetches the layers that it has not. Newcomers did nothing before, so they cost nothing."""
+    """Return the seconds of the whole swarm's work that moving here from the current plan costs: the work that each
+    unit does not do while it fetches missing layers. Newcomers did no work before, so they cost nothing."""
     lost_s = 0.0
     if P.costs[HORIZON_S] == np.inf:
         return 0.0
@@ -592,8 +588,8 @@ def moving_s(P, S):
 @_kernel
 def cut(P, S, work):
     """Set the bounds for which the slowest stage of these members is fastest, exactly: dynamic programming over all
-    cuts, each stage's time being that of `_saturate` with its own members. What does not fit in memory with two
-    microbatches held counts as impossible. Needs the paths scanned; on shared cards it takes the loads as they are."""
+    cuts, each stage timed by `_saturate` with its own members. Stages that do not fit in memory with two microbatches
+    held are infeasible. The paths must have been scanned; shared cards keep their present loads."""
     K, L = len(S.count), P.layers.shape[1] - 1
     best = np.full((K + 1, L + 1), np.inf)
     since = np.zeros((K + 1, L + 1), np.int64)
@@ -603,7 +599,7 @@ def cut(P, S, work):
         for a in range(S.count[k]):
             memory = min(memory, P.units[MEMORY, S.members[k, a]])
         for last in range(k + 1, L - (K - k - 1) + 1):
-            # This goes backwards, the shortest stage first, so that a longer one must be better, not as good.
+            # Backwards, the shortest stage first, so that a longer one must be strictly better.
             for first in range(last - 1, k - 1, -1):
                 if not best[k, first] < best[k + 1, last]:
                     continue
@@ -618,7 +614,7 @@ def cut(P, S, work):
                     best[k + 1, last] = joined
                     since[k + 1, last] = first
                 elif seconds > best[k + 1, last]:
-                    break  # More layers still would only take longer.
+                    break  # More layers would only take longer.
     last = L
     for k in range(K - 1, -1, -1):
         S.bounds[k + 1] = last
@@ -635,7 +631,7 @@ RELOCATE, EXCHANGE, LAYER, RENAME, CARRY = 0, 1, 2, 3, 4
 
 @_kernel
 def build(P, S, stage, bounds):
-    """Make S this placement, everything dirty. Members come in ascending order."""
+    """Set S to this placement, all dirty. Members come in ascending order."""
     S.count[:] = 0
     for d in range(len(stage)):
         k = stage[d]
@@ -678,8 +674,8 @@ def _relocate(S, d, k):
 @_inner
 def _apply(S, kind, x, y):
     """Make a move. RELOCATE puts unit x into stage y. EXCHANGE swaps the stages of units x and y. LAYER gives a layer
-    of stage x to stage y, and those between shift. RENAME swaps the members of stages x and y. CARRY swaps their
-    numbers of layers too."""
+    of stage x to stage y and shifts those between. RENAME swaps the members of stages x and y. CARRY also swaps their
+    numbers of layers."""
     if kind == RELOCATE:
         _relocate(S, x, y)
     elif kind == EXCHANGE:
@@ -712,7 +708,6 @@ def _apply(S, kind, x, y):
 
 @_inner
 def _copy(A, B):
-    """Copy what `evaluate` has computed, and what it still has to compute, from A to B."""
     for row in range(len(A.loads)):
         for d in range(len(A.stage)):
             B.loads[row, d] = A.loads[row, d]
@@ -726,7 +721,7 @@ def _copy(A, B):
 
 @_inner
 def _slowest(P, S):
-    """The stage that would gain most from more members or fewer layers."""
+    """Return the stage that would gain most from more members or fewer layers."""
     slowest, where = 0.0, 0
     for k in range(len(S.count)):
         seconds = S.times[SECONDS, k]
@@ -739,13 +734,13 @@ def _slowest(P, S):
 
 @_inner
 def _burden(S, k):
-    """The member of stage k that is slowest in its reduction."""
-    worst, who = -1.0, S.members[k, 0]
+    """Return the member of stage k with the slowest reduction."""
+    worst, slowest = -1.0, S.members[k, 0]
     for a in range(S.count[k]):
         d = S.members[k, a]
         if S.loads[REDUCED, d] / S.loads[CARD, d] > worst:
-            worst, who = S.loads[REDUCED, d] / S.loads[CARD, d], d
-    return who
+            worst, slowest = S.loads[REDUCED, d] / S.loads[CARD, d], d
+    return slowest
 
 
 @_inner
@@ -782,10 +777,12 @@ def _propose(P, S, random):
 
 @_kernel
 def improve(P, S, B, seed, limit, heat, best_stage, best_bounds):
-    """Local search from the placement in S until `limit` units are spent. B: a State to keep copies in.
+    """Search locally from the placement in S until `limit` units are spent.
 
-    A worse placement is accepted up to a threshold that falls to 0 with what is spent, times a draw from [0, 1).
-    Fills best_stage and best_bounds. Returns: (the best cost, work). S is left where the search has ended.
+    A worse placement is accepted up to a threshold that falls to 0 as work is spent, times a draw from [0, 1). Fills
+    best_stage and best_bounds; S is left at the end of the search.
+
+    Args: B: a State for copies. Returns: (the best cost, work).
     """
     random = np.full(1, np.uint64(seed), np.uint64)
     work = np.zeros(1, np.int64)

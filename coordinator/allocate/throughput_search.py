@@ -1,8 +1,8 @@
-"""The throughput objective as an `Evaluator`: assignments whose labels are places in the pipeline, cut by exact DP.
+"""The throughput objective as an `Evaluator`: labels of assignments are positions in the pipeline, cut by exact DP.
 
-`evolution.evolve` takes individuals that differ only in the names of stages for one and keeps the cheaper. Here names
-are positions, so it keeps the better order. Bounds are no part of an individual: they are the exact cut for its groups
-(or those of the current plan where moving state costs more than that gains), mended by local search.
+`evolution.evolve` treats individuals that differ only in the names of stages as one and keeps the cheaper. Here names
+are positions, so it keeps the better order. Bounds are not part of an individual: they are the exact cut for its groups
+(or the current plan's, where moving state costs more than a new cut gains), improved by local search.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ class ThroughputEvaluator:
     """Implements `evolution.Evaluator`.
 
     Args:
-        weight: int64 [N], how many alike devices each of the topology stands for (`hierarchy.py`); 1 if None. Then
-            flop_per_s and cards are of all of them together, memory and paths of one.
+        weight: int64 [N], the number of alike devices behind each of the topology's (`hierarchy.py`); 1 if None. With
+            it flop_per_s and cards are sums, memory and paths those of one device.
         current: the placement in force: moving state costs.
         horizon_s: the time over which that cost is spread.
     """
@@ -70,8 +70,8 @@ class ThroughputEvaluator:
         return self._cut(assignment)[0]
 
     def random(self, seed: int) -> Assignment:
-        """A random start. Devices near each other stand side by side in a row, and the row is dealt out stage by stage,
-        or in turns, or both, so that each stage gets about as much speed. One start in four ignores distance."""
+        """Return a random start. A row of devices, neighbours side by side, is dealt out stage by stage, or in turns,
+        or both, so that each stage gets about equal speed. One start in four ignores distance."""
         rng = Random(seed)
         row = self._able(self._row(rng), rng)
         num_blocks = rng.choice([1, 1, 2, 4, self.num_stages])
@@ -97,7 +97,7 @@ class ThroughputEvaluator:
         return self.repair(assignment, seed=rng.getrandbits(63))
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
-        """The homeless get the stage with the least speed, and an empty stage gets the slowest device of the
+        """Give homeless devices to the stage with the least speed, and empty stages the slowest device of the
         richest."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
@@ -127,7 +127,7 @@ class ThroughputEvaluator:
         )
         if not found < before and heat == 0.0:
             stage, found_bounds = assignment.copy(), bounds
-        # Members are in the order of devices, as `cost` has them: the last bit of a sum depends on it.
+        # Members are in the order of devices, as in `cost`: the last bit of a sum depends on it.
         cost, _, again = self._cut_work(stage, found_bounds)
         return Improved(assignment=stage, cost=cost, work=spent + int(did) + again)
 
@@ -145,7 +145,7 @@ class ThroughputEvaluator:
         return Placement(stages=stages, bounds=tuple(int(bound) for bound in bounds))
 
     def evaluate(self, assignment: Assignment, bounds: Sequence[int] | Ints) -> float:
-        """The cost with these bounds, moving included."""
+        """Return the cost with these bounds, moving included."""
         work = np.zeros(1, dtype=np.int64)
         self._kernels.build(self.problem, self._state, assignment, np.asarray(bounds, dtype=np.int64))
         cost, _ = self._kernels.evaluate(self.problem, self._state, work)
@@ -158,7 +158,7 @@ class ThroughputEvaluator:
         return self._known[assignment.tobytes()]
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
-        """(cost, bounds, work): the cheapest of the exact cut, the current plan's and one that a search has found."""
+        """Return (cost, bounds, work) by the cheapest of the exact cut, the current plan's and `known`."""
         name = assignment.tobytes()
         kernels, problem, state = self._kernels, self.problem, self._state
         work = np.zeros(1, dtype=np.int64)
@@ -183,7 +183,6 @@ class ThroughputEvaluator:
         return cost, bounds, int(work[0])
 
     def _find_one(self, fixed: Assignment, k: int) -> None:
-        """Find a device for the empty stage k."""
         speed = self.topology.flop_per_s
         able = np.ones(self.num_devices, dtype=np.bool_) if k > 0 else self.topology.may_feed.copy()
         for left in np.flatnonzero(able & (fixed == LEFT_OUT)):
@@ -196,8 +195,7 @@ class ThroughputEvaluator:
             fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
 
     def _row(self, rng: Random) -> list[int]:
-        """A random device, then always the nearest that is left (by round trip with an activation). One row in four is
-        shuffled."""
+        """Return a random device followed by always the nearest remaining one. One row in four is shuffled."""
         row = list(range(self.num_devices))
         if rng.random() < 0.25:
             rng.shuffle(row)
@@ -215,8 +213,7 @@ class ThroughputEvaluator:
         return row
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Often leave out those whose network is worst. One of them makes a whole reduction slow, so where several are
-        in one stage no single move gets better."""
+        """Often leave out the devices with the worst network: with several in one stage no single move helps."""
         dice = rng.random()
         if dice < 0.25:
             # Take a few that are near each other.
@@ -240,7 +237,7 @@ class ThroughputEvaluator:
         self._kernels.exchange_rates(
             t.latency_s, t.bytes_per_s, self._weight, w.cut_bytes, float(STREAM_CREDIT_BYTES), q
         )
-        costs = (  # in the order of the kernels' places
+        costs = (  # in the order of the kernels' positions
             w.microbatches,
             1.0 + w.backward_per_forward,
             w.loss_per_forward,
@@ -278,8 +275,7 @@ class ThroughputEvaluator:
 
 
 def _homes(topology: Topology, workload: Workload, current: Placement | None) -> tuple[Ints, Floats, Floats]:
-    """(the first and last layer that each device holds now [2, N], the rate at which it would get others [N], its share
-    of its stage's work [N])."""
+    """Return (each device's layers [2, N], its rate of fetching others [N], its share of its stage's work [N])."""
     n = topology.num_devices
     home, fetch_rate, carries = np.zeros((2, n), dtype=np.int64), np.ones(n), np.zeros(n)
     if current is None:
@@ -296,7 +292,7 @@ def _homes(topology: Topology, workload: Workload, current: Placement | None) ->
 
 
 def _state(problem: "Problem", num_stages: int) -> "State":
-    """An empty placement on so many stages, of which everything is to be computed."""
+    """Return an empty placement on `num_stages` stages, with all values dirty."""
     from shoal.coordinator.allocate.throughput_kernels import CARD, HOP, PAIRS, State
 
     n, K = len(problem.card), num_stages

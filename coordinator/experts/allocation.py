@@ -1,7 +1,7 @@
-"""How many replicas each expert gets: slots follow the load, and no expert has fewer than `min_replicas`. Pure.
+"""The number of replicas of each expert: slots follow the load, with at least `min_replicas` each. Pure.
 
-A slot is a unit of work: an expert with r slots has its tokens cut in r parts, whichever nodes hold them. So counts may
-exceed the number of nodes; a node that then holds an expert twice keeps one copy of it and computes two parts.
+A slot is a unit of work: r slots cut an expert's tokens in r parts, on any nodes. So counts may exceed the number of
+nodes; a node that holds an expert twice keeps one copy of it and computes two parts.
 """
 
 import heapq
@@ -12,16 +12,16 @@ from shoal.protocol.errors import LocalError
 
 
 def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int) -> tuple[int, ...]:
-    """Give each slot beyond the minimum to the expert that then has the largest load per replica.
+    """Give each slot beyond the minimum to the expert with the largest load per replica so far.
 
-    No counts have a less busy busiest replica: each earlier slot was given at a load above the final largest one.
+    No other counts have a less busy busiest replica: each slot was given at a load above the final largest one.
 
     Args:
-        loads: tokens or any other measure an expert, finite and >= 0.
+        loads: tokens or any other measure of each expert, finite and >= 0.
         num_slots: all are given.
         min_replicas: >= 1.
     Returns: int [E], sums to `num_slots`; of equal loads the lower expert comes first.
-    Raises: LocalError: loads are no loads, or there are too few slots.
+    Raises: LocalError: a load is invalid, or there are too few slots.
     """
     _check(loads, num_slots, min_replicas)
     replicas = [min_replicas] * len(loads)
@@ -35,9 +35,9 @@ def replica_counts(loads: Sequence[float], *, num_slots: int, min_replicas: int)
 
 
 def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) -> float:
-    """The largest load per replica, over the load of each slot if all were equal: 1 is ideal.
+    """Return the largest load per replica, divided by the load of each slot if all were equal: 1 is ideal.
 
-    An expert without replicas has no busiest one and counts nothing. Returns: >= 0; 1 where nothing is loaded.
+    Experts without replicas are ignored. Returns: >= 0; 1 if there is no load.
     """
     total, num_slots = math.fsum(loads), sum(replicas)
     if total <= 0.0 or num_slots == 0:
@@ -46,10 +46,10 @@ def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) 
 
 
 def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
-    """The most different nodes that every one of the experts can be on at once.
+    """Return the largest number of different nodes that each of the experts can be on at once.
 
     A node with c slots holds at most min(c, E) experts, and E experts need f nodes each. By Gale and Ryser these two
-    conditions and f <= N are all it takes, since all experts need the same number.
+    conditions and f <= N are sufficient, since all experts need the same number.
     """
     if num_experts == 0:
         return len(slots)

@@ -1,9 +1,9 @@
-"""Simulated annealing over placements of experts, and the costs that it minimises. Pure.
+"""Simulated annealing over placements of experts, and its cost functions. Pure.
 
-Theory of operation. Counts and slots are fixed, so every move exchanges replicas between nodes: one pair, as many pairs
-as it takes to give one expert the holders of another, or all that two nodes hold. (Losses coincide where all holders
-are shared; one replica at a time the way there leads through worse placements.) A cost sees only the experts' holders,
-as masks. Budgets are iterations, never seconds: the same seed gives the same placement on any machine.
+Theory of operation. Counts and slots are fixed, so every move exchanges replicas between nodes: one pair, the pairs
+that give one expert the holders of another, or all replicas of two nodes. (Losses coincide where all holders are
+shared; moving there one replica at a time leads through worse placements.) A cost sees only the experts' holders, as
+masks. Budgets are iterations, never seconds: the same seed gives the same placement on any machine.
 """
 
 import math
@@ -25,23 +25,23 @@ from shoal.coordinator.experts.recovery import (
 )
 
 BROKEN = 1e3
-"""The cost of each distinct set of holders that is smaller than was promised: more than anything else can be worth."""
+"""The cost of each distinct set of holders below the promised size: more than any gain elsewhere."""
 SHORT = 10.0
-"""The cost of falling behind what is asked for at some number of failures, per unit of probability."""
+"""The cost of exceeding the wanted losses at some number of failures, per unit of probability."""
 TWICE = 1e-6
-"""The cost of an expert that is twice on one node: less than any set of failures, so it only decides between equals."""
+"""The cost of an expert that is twice on one node: less than any set of failures, so it only breaks ties."""
 ALIGN_SHARE, TRADE_SHARE = 0.3, 0.1
-"""These shares of all moves; the other moves are single exchanges."""
+"""The shares of these moves; all others are single exchanges."""
 
 Cost = Callable[[Sequence[int]], float]
-"""The cost of the experts' holders, as masks; finite."""
+"""(the holders of each expert, as masks) -> a finite cost."""
 
 
 @dataclass(kw_only=True)
 class UniformCost:
-    """The chance of a loss if any nodes fail alike, averaged over how many of at most 12 nodes fail.
+    """The probability of a loss if all nodes fail alike, averaged over the number of failed nodes; at most 12 nodes.
 
-    Falling behind `wanted_K` costs extra. At index k it says how many sets of k nodes may at most lose something.
+    Exceeding `wanted_K` costs extra: entry k is the largest wanted number of sets of k nodes with a loss.
     """
 
     num_nodes: int
@@ -58,7 +58,7 @@ class UniformCost:
         return cost + BROKEN * _broken(masks, self.promised)
 
     def counts(self, masks: Sequence[int]) -> list[int]:
-        """[N + 1]: at k, the sets of k nodes whose failure loses something."""
+        """Return [N + 1]: entry k is the number of sets of k failed nodes with a loss."""
         lost = 0
         for mask in set(masks):
             family = self._sets.get(mask)
@@ -68,14 +68,14 @@ class UniformCost:
         return [(lost & level).bit_count() for level in levels(self.num_nodes)]
 
     def is_met(self, masks: Sequence[int]) -> bool:
-        """Whether the placement is behind `wanted_K` nowhere and keeps the promise."""
+        """True if the placement keeps the promise and exceeds `wanted_K` nowhere."""
         counts = self.counts(masks)
         return all(counts[k] <= self.wanted_K[k] for k in range(self.num_nodes)) and not _broken(masks, self.promised)
 
 
 @dataclass(kw_only=True)
 class ExactCost:
-    """The logarithm of the probability of a loss, for at most 12 nodes, each with its own chance of failure."""
+    """The logarithm of the probability of a loss, for at most 12 nodes, each with its own failure probability."""
 
     chance: Sequence[float]
     promised: int
@@ -97,7 +97,7 @@ class ExactCost:
 
 @dataclass(kw_only=True)
 class SummedCost:
-    """The logarithm of the sum over distinct sets of holders. It is an upper bound, and close where losses are rare."""
+    """The logarithm of the sum over distinct sets of holders: an upper bound, close where losses are rare."""
 
     chance: Sequence[float]
     promised: int
@@ -118,7 +118,7 @@ class SummedCost:
 
     def _term(self, mask: int) -> float:
         if mask.bit_count() < self.promised:
-            return 2.0  # no probability is this large
+            return 2.0  # larger than any probability
         return math.prod(self.chance[node] for node in nodes_of(mask))
 
 
@@ -129,13 +129,12 @@ def _broken(masks: Sequence[int], promised: int) -> int:
 def anneal(
     placement: ExpertPlacement, num_experts: int, cost: Cost, *, iterations: int, temperature: float, rng: random.Random
 ) -> tuple[float, ExpertPlacement]:
-    """Search from `placement`. Returns: (its cost with `TWICE`, the best placement that was met); never worse than
-    where it began."""
+    """Search from `placement`. Returns: (cost with `TWICE`, placement) of the best one met, the start included."""
     table = _Table(placement, num_experts)
     if len(placement) < 2 or num_experts < 2:
         return cost(table.masks) + TWICE * table.num_twice(), placement
     now = best = cost(table.masks) + TWICE * table.num_twice()
-    since_best: list[_Exchange] = []  # These are undone at the end, which is cheaper than a copy at every improvement.
+    since_best: list[_Exchange] = []  # undone at the end, which is cheaper than a copy at every improvement
     for i in range(iterations):
         moves = table.propose(rng)
         if not moves:
@@ -155,7 +154,7 @@ def anneal(
 
 
 def part_twins(placement: ExpertPlacement, num_experts: int, cost: Cost) -> ExpertPlacement:
-    """Take experts apart that are twice on a node, by single exchanges that cost nothing."""
+    """Separate experts that are twice on a node, by single exchanges that cost nothing."""
     table = _Table(placement, num_experts)
     now = cost(table.masks)
     for i, a in [(i, a) for i, experts in enumerate(placement) for a in sorted(set(experts)) if experts.count(a) > 1]:
@@ -171,16 +170,14 @@ def part_twins(placement: ExpertPlacement, num_experts: int, cost: Cost) -> Expe
 
 
 _Exchange = tuple[int, int, int, int]
-"""(node, expert it gives away, other node, expert that one gives away)."""
+"""(node, the expert it gives away, other node, the expert that it gives away)"""
 
 
 class _Table:
-    """A placement that changes in place."""
-
     def __init__(self, placement: ExpertPlacement, num_experts: int) -> None:
         self.slots = [list(experts) for experts in placement]
         self.times = [[0] * len(placement) for _ in range(num_experts)]
-        """[E][N]: how often a node holds an expert."""
+        """[E][N]: the number of times that a node holds an expert."""
         for node, experts in enumerate(placement):
             for expert in experts:
                 self.times[expert][node] += 1
@@ -218,7 +215,7 @@ class _Table:
             self.exchange(i, b, j, a)
 
     def exchanges_apart(self, i: int, a: int) -> list[tuple[int, int]]:
-        """(node, expert): the exchanges for `a` on `i` after which neither expert is twice on its node."""
+        """Return (node, expert): the exchanges for `a` on `i` after which neither expert is twice on its node."""
         return [
             (j, b)
             for j, held in enumerate(self.slots)
@@ -228,7 +225,7 @@ class _Table:
         ]
 
     def _align(self, a: int, b: int, rng: random.Random, moves: list[_Exchange]) -> None:
-        """Give `a` the holders of `b` as far as its replicas go; what it displaces goes where it came from."""
+        """Give `a` the holders of `b` as far as its replicas go; a displaced expert goes where `a` was."""
         leaving = nodes_of(self.masks[a] & ~self.masks[b])
         entering = nodes_of(self.masks[b] & ~self.masks[a])
         rng.shuffle(leaving)
@@ -242,7 +239,7 @@ class _Table:
                 moves.append((i, a, j, displaced))
 
     def _trade(self, i: int, j: int, rng: random.Random, moves: list[_Exchange]) -> None:
-        """Let two nodes give each other all they hold, as far as the smaller one's slots go."""
+        """Exchange all replicas of two nodes, up to the smaller one's slots."""
         mine, theirs = list(self.slots[i]), list(self.slots[j])
         rng.shuffle(mine)
         rng.shuffle(theirs)

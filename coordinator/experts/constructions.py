@@ -1,9 +1,9 @@
-"""Placements of experts by rule: the search starts from them, and is measured against them. Pure.
+"""Placements of experts by rule: starts and baselines of the search. Pure.
 
 `mro` is the paper's. It takes experts in ascending order of replicas, in groups as large as a node has slots. Each
-group takes as many whole nodes as its rarest expert has replicas, so all of the group is lost with the same set of
-nodes, and with no other. `spread` deals the replicas of one expert after the other round the nodes. `levelled` keeps
-the promise of `min_replicas` different holders wherever that can be kept.
+group takes as many whole nodes as its rarest expert has replicas, so one set of nodes, and no other, loses the whole
+group. `spread` deals the replicas of one expert after the other round the nodes. `levelled` gives each expert
+`min_replicas` different holders wherever that is possible.
 """
 
 import heapq
@@ -13,25 +13,23 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 
 
 def mro_fits(replicas: Sequence[int], slots: Sequence[int]) -> bool:
-    """Whether each group finds as many nodes as its rarest expert has replicas, which is the premise of the paper's
-    proof.
-
-    The premise is about equal nodes; without them there is no proof to rely on.
-    """
+    """True if each group finds as many nodes as its rarest expert has replicas, and all slots are equal: the premise of
+    the paper's proof."""
     if len(set(slots)) != 1 or slots[0] == 0:
         return False
     return sum(sorted(replicas)[:: slots[0]]) <= len(slots)
 
 
 def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] | None = None) -> ExpertPlacement:
-    """Place by maximum rank overlap; what is left over fills the remaining slots one after the other.
+    """Place by maximum rank overlap; the remaining replicas fill the remaining slots in order.
+
+    With unequal slots a group is as large as the smallest of its nodes.
 
     Args:
         replicas: int [E], sums to the slots.
         slots: int [N], of each node.
-        order: the nodes, those of the rarest experts first; default: as they are.
-    With unequal slots a group is as large as the smallest of its nodes.
-    Source: Lazarus, arXiv 2407.04656, on expert placement, which does not say how the remaining slots are filled.
+        order: the nodes, those for the rarest experts first; default: as they are.
+    Source: Lazarus, arXiv 2407.04656, on expert placement. It does not say how the remaining slots are filled.
     """
     table = _Table(replicas, slots)
     table.put_groups(range(len(slots)) if order is None else order)
@@ -47,9 +45,9 @@ def mro(replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int] |
 def mixed(
     replicas: Sequence[int], slots: Sequence[int], *, order: Sequence[int], num_groups: int | None, packed: bool
 ) -> ExpertPlacement:
-    """Place the first so many groups (None: all) as `mro` does, and the rest of the experts apart from each other.
+    """Place the first `num_groups` groups (None: all) as `mro` does, and the other experts apart from each other.
 
-    Args: packed: each goes to the fullest node that lacks it, not to the emptiest.
+    Args: packed: each replica goes to the fullest node that lacks the expert, not to the emptiest.
     """
     table = _Table(replicas, slots)
     table.put_groups(order, num_groups)
@@ -58,7 +56,7 @@ def mixed(
 
 
 def spread(replicas: Sequence[int], slots: Sequence[int]) -> ExpertPlacement:
-    """Place one expert after the other, most replicas first, each replica on the next node that has room."""
+    """Place one expert after the other, most replicas first, each replica on the next node with room."""
     table = _Table(replicas, slots)
     node = 0
     for expert in reversed(_rarest_first(replicas)):
@@ -71,11 +69,10 @@ def spread(replicas: Sequence[int], slots: Sequence[int]) -> ExpertPlacement:
 
 
 def levelled(replicas: Sequence[int], slots: Sequence[int], *, min_replicas: int) -> ExpertPlacement:
-    """Place first the minimum of each expert, then the rest, each replica on a node with most room that lacks the
-    expert.
+    """Place the minimum of each expert, then the rest, each replica on the node with the most room that lacks it.
 
-    Gale and Ryser's theorem rests on taking the nodes with most room: if all experts can have `min_replicas` different
-    holders (`allocation.attainable_min_replicas`), here they do.
+    By Gale and Ryser's theorem, if all experts can have `min_replicas` different holders
+    (`allocation.attainable_min_replicas`), choosing the nodes with the most room gives them these.
     """
     table = _Table(replicas, slots)
     for expert, count in enumerate(replicas):
@@ -85,7 +82,7 @@ def levelled(replicas: Sequence[int], slots: Sequence[int], *, min_replicas: int
 
 
 class _Table:
-    """A placement in the making."""
+    """A placement under construction."""
 
     def __init__(self, replicas: Sequence[int], slots: Sequence[int]) -> None:
         assert sum(replicas) == sum(slots), "every slot holds a replica"
@@ -93,9 +90,9 @@ class _Table:
         self.left = list(replicas)
         self.room = list(slots)
         self.held: list[dict[int, int]] = [{} for _ in slots]
-        """How often each node holds which expert."""
+        """[N] of expert -> the number of times that the node holds it."""
         self.settled: list[set[int]] = [set() for _ in slots]
-        """The groups among them, which must stay."""
+        """[N], the experts of each node that came in groups; they must stay."""
 
     def put(self, expert: int, node: int) -> None:
         self.held[node][expert] = self.held[node].get(expert, 0) + 1
@@ -116,7 +113,7 @@ class _Table:
             num_groups = None if num_groups is None else num_groups - 1
 
     def deal(self, *, packed: bool) -> None:
-        """Place what is left, most replicas first: those have the least choice."""
+        """Place the remaining replicas, most replicas first: these experts have the least choice."""
         for expert in reversed(_rarest_first(self.replicas)):
             self.deal_one(expert, self.left[expert], packed=packed)
         for expert in range(len(self.left)):
@@ -130,8 +127,8 @@ class _Table:
             self.put(expert, node)
 
     def _squeeze_in(self, expert: int) -> None:
-        """All nodes with room hold the expert. So another node's replica goes to such a node to make room, or the
-        expert is held twice."""
+        """Place a replica where all nodes with room hold its expert: free another node's slot, or hold the expert
+        twice."""
         node = max(range(len(self.room)), key=lambda node: (self.room[node], -node))
         for other, held in enumerate(self.held):
             if expert not in held:

@@ -1,9 +1,8 @@
-"""The plan's groups of experts: which members hold which expert of each stage, by the load that is measured. Pure.
+"""The plan's expert groups: which members of a stage hold which expert, by measured load. Pure.
 
-The members of a stage hold its experts. The placement stays while it will do (`replan.py`). A member that a plan names
-anew takes the state from members that still have it, and these stay until then. Where layers come to other stages their
-experts come with them: a member keeps the experts that it had of the layers of its new stage, and each layer takes its
-part of the measured loads along.
+The placement stays while it is good enough (`replan.py`). A newly named member fetches the state from present holders,
+which stay until then. If layers move to other stages, their experts move along: a member keeps its experts of the
+layers of its new stage, and each layer takes its part of the measured loads along.
 """
 
 from collections import Counter
@@ -23,15 +22,15 @@ Bounds = tuple[tuple[int, int], ...]
 """The layers of each stage."""
 
 LOOK_STEPS = 50
-"""Loads are looked at again after so many steps."""
+"""The number of steps between two looks at the loads."""
 COUNT_MAX = 1 << 53
-"""No peer has sent more tokens than that."""
+"""The limit on a peer's token count."""
 SHARE_MIN = 0.01
-"""Every holder has at least this share of an expert's tokens, or it would be no member."""
+"""The least share of a holder in an expert's tokens: a member needs some."""
 HANDED_OVER_MAX = 4096
-"""How many loads of all stages are handed over: 36 KB of a message."""
+"""The limit on handed-over loads of all stages: 36 KB of a message."""
 FADE = 0.9
-"""An older load counts for so much a heartbeat later: a few dozen heartbeats are remembered."""
+"""The factor on older loads at each heartbeat: a few dozen heartbeats are remembered."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,42 +39,41 @@ class ExpertPlaces:
 
     Args:
         num_experts: of each layer.
-        slots: experts that a member of a stage holds; 0: they are not placed.
-        min_replicas: holders of each expert, where the stage has so many members. Members hold more than `slots` where
-            that takes more.
+        slots: experts that a member of a stage holds; 0: experts are not placed.
+        min_replicas: holders of each expert, up to the stage's members; members hold more than `slots` if this needs
+            it.
     """
 
     num_experts: int
     slots: int
     min_replicas: int = 2
     records: FailureRecords = field(default_factory=FailureRecords)
-    """How likely each member fails."""
+    """The failure probability of each member."""
     _loads: dict[int, list[float]] = field(default_factory=dict)
-    """The recent tokens of each expert, for each stage of `_bounds`."""
+    """Stage of `_bounds` -> recent tokens of each expert."""
     _bounds: Bounds = ()
-    """The bounds of the live plan; empty: none has come."""
     _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
     _looked: tuple[int, int] = (0, 0)
     """(era, version) at the last look."""
 
     def obey(self, plan: Plan) -> None:
-        """A plan is live: what is measured belongs to its stages from now on."""
+        """Start to count for the stages of a plan that is now live."""
         bounds = tuple(stage.layers for stage in plan.stages)
         if bounds != self._bounds:
             self._loads = self._loads_within(bounds)
             self._bounds = bounds
-            self._told.clear()  # who counts for a new stage begins at zero
+            self._told.clear()  # counts for a new stage begin at zero
 
     def hear(self, peer: PeerID, heartbeat: Heartbeat) -> None:
-        """Add up what a peer's microbatches have sent to each expert since it last said so."""
+        """Add the tokens that a peer's microbatches have sent to each expert since its last heartbeat."""
         if not self.slots or heartbeat.stage is None or not 0 <= heartbeat.stage < STAGES_MAX:
             return
         counts = heartbeat.loads
         if len(counts) != self.num_experts or not all(0 <= count < COUNT_MAX for count in counts):
             return
-        before = self._told.get(peer, counts)  # what it has sent in the time of another coordinator says little of now
+        before = self._told.get(peer, counts)  # counts from another coordinator's time say little about now
         if any(now < then for now, then in zip(counts, before, strict=True)):
-            before = (0,) * self.num_experts  # it has begun anew
+            before = (0,) * self.num_experts  # the peer has restarted
         self._told[peer] = counts
         loads = self._loads.get(heartbeat.stage, [0.0] * self.num_experts)
         self._loads[heartbeat.stage] = [
@@ -83,37 +81,34 @@ class ExpertPlaces:
         ]
 
     def loads(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """The loads by stage and expert, for the next coordinator; none for a model with more experts than a message
-        takes."""
+        """Return the loads by stage and expert, for the next coordinator; none if they would be too many."""
         if not self.slots or num_stages * self.num_experts > HANDED_OVER_MAX:
             return ()
         return tuple(tuple(self._loads.get(stage, ())) for stage in range(num_stages))
 
     def take_over(self, loads: Sequence[Sequence[float]]) -> None:
-        """Take what the coordinator before us has measured: without it every share would change for nothing."""
+        """Take the previous coordinator's measurements: without them every share would change for nothing."""
         for stage, counts in enumerate(loads[:STAGES_MAX]):
             if len(counts) == self.num_experts and all(0.0 <= count < COUNT_MAX for count in counts):
                 self._loads[stage] = list(counts)
 
     def rest(self) -> None:
-        """The role is elsewhere: another peer counts what is sent from now on, and what we know is old when the role
-        returns."""
+        """Forget all counts when the role moves elsewhere: they will be old when it returns."""
         self._told.clear()
         self._loads.clear()
 
     def forget_strangers(self, members: Set[PeerID]) -> None:
-        """Forget peers of which nothing is counted any more; a peer that comes back begins anew."""
+        """Forget peers that are no longer members; a peer that returns starts anew."""
         self._told = {peer: counts for peer, counts in self._told.items() if peer in members}
 
     def load_shares(self, stage: int) -> list[float]:
-        """Each expert's share of the tokens that `stage` has sent of late: float [E] that sums to 1, or all 0 if nobody
-        told."""
+        """Return each expert's share of the stage's recent tokens: float [E], sums to 1, or all 0 without reports."""
         loads = self._loads.get(stage, [0.0] * self.num_experts)
         total = sum(loads)
         return [load / total for load in loads] if total > 0.0 else [0.0] * self.num_experts
 
     def is_due(self, live: Plan, version: int) -> bool:
-        """Whether it is time to look whether the load has moved, which is once every so many steps."""
+        """True once every `LOOK_STEPS` steps and at a new era: time to check whether the load has moved."""
         era, looked = self._looked
         if not live.experts or (era == live.era and looked <= version < looked + LOOK_STEPS):
             return False
@@ -123,12 +118,12 @@ class ExpertPlaces:
     def place(
         self, stages: Sequence[Stage], before: Plan | None, *, sequence: int, begins: bool = False
     ) -> tuple[ExpertGroup, ...]:
-        """The groups of every stage.
+        """Return the groups of all stages.
 
         Args:
-            before: the plan before it, if those that hold experts by it still have their state.
-            begins: an era begins with the plan, so that everybody takes its places with it. The stages may be others
-                than those of `before`.
+            before: the previous plan, if its expert holders still have their state.
+            begins: an era begins with the plan, so all members take their places with it. The stages may differ from
+                those of `before`.
         """
         if not self.slots:
             return ()
@@ -154,11 +149,11 @@ class ExpertPlaces:
         *,
         begins: bool,
     ) -> list[ExpertGroup]:
-        """Args: measured: the loads; None: nobody has told."""
+        """Args: measured: the loads; None: no reports."""
         min_replicas = min(self.min_replicas, len(stage.members))
         is_measured = measured is not None and sum(measured) > 0.0
         if groups and not begins and not is_measured and _is_whole(groups, stage, min_replicas):
-            return list(groups)  # until somebody has measured where tokens go, what there is will do
+            return list(groups)  # until loads are measured, the present groups are good enough
         slots = max(self.slots, -(-self.num_experts * min_replicas // len(stage.members)))
         slots = min(slots, self.num_experts)
         current: dict[PeerID, list[int]] = {}
@@ -166,7 +161,7 @@ class ExpertPlaces:
         for entry in groups:
             for member in entry.members:
                 if begins and member.peer not in stage.peers:
-                    continue  # it has gone to another stage, where it is of use
+                    continue  # this member has moved to another stage
                 current.setdefault(member.peer, []).append(entry.expert)
                 since[entry.expert, member.peer] = sequence if begins else member.since
         nodes: dict[str, Node] = {
@@ -179,7 +174,7 @@ class ExpertPlaces:
         return _groups(index, stage, chosen, loads, since, sequence)
 
     def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
-        """The measured loads by stage, for stages with these bounds: each layer takes its part along."""
+        """Return the measured loads by stage for these bounds: each layer takes its part along."""
         if not self._bounds or bounds == self._bounds:
             return self._loads
         moved: dict[int, list[float]] = {}
@@ -194,7 +189,7 @@ class ExpertPlaces:
 
 
 def _held_within(before: Plan, index: int, stage: Stage) -> list[ExpertGroup]:
-    """Who held each expert of any of the layers of `stage`, whoever has most of them first, as groups of that stage."""
+    """Return groups for `stage` with the previous holders in any of its layers, the holder of most layers first."""
     groups = []
     for expert in range(before.num_experts):
         held: Counter[PeerID] = Counter()
@@ -211,13 +206,12 @@ def _held_within(before: Plan, index: int, stage: Stage) -> list[ExpertGroup]:
 
 
 def _loads_meant(groups: Sequence[ExpertGroup], num_experts: int) -> list[float]:
-    """The loads for which the placement in force would be right."""
+    """Return the loads for which the present placement would be right."""
     return [float(len(entry.members)) for entry in groups] if groups else [1.0] * num_experts
 
 
 def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) -> bool:
-    """Whether the groups' holders are the stage's members, all of them, and each expert is on as many as it should
-    be."""
+    """True if the holders are exactly the stage's members and each expert has at least `min_replicas`."""
     holders = {peer for entry in groups for peer in entry.peers}
     return holders == {*stage.peers} and all(len(entry.members) >= min_replicas for entry in groups)
 
@@ -225,9 +219,9 @@ def _is_whole(groups: Sequence[ExpertGroup], stage: Stage, min_replicas: int) ->
 def _filled(
     current: Mapping[PeerID, Sequence[int]], nodes: Mapping[str, Node], slots: int, loads: Sequence[float]
 ) -> dict[str, tuple[int, ...]]:
-    """Guess what fills each member's slots: a plan says who holds an expert, not in how many slots. A member with room
-    has more of what is busiest, as when it was placed. (Lost: more of each in turn. The busiest replica seemed too
-    busy, and quiet swarms moved on and on.)"""
+    """Guess how each member's slots are filled, since a plan names only the holders. Free slots take the busiest
+    experts, as at placement. (Lost: more of each in turn: the busiest replica seemed too busy, and quiet swarms kept
+    moving.)"""
     filled = {peer: list(experts) for peer, experts in current.items()}
     replicas: Counter[int] = Counter()
     holders: dict[int, list[PeerID]] = {}
@@ -255,7 +249,6 @@ def _groups(
     since: Mapping[tuple[int, PeerID], int],
     sequence: int,
 ) -> list[ExpertGroup]:
-    """The groups of one stage in the plan's words."""
     members = {member.peer: member for member in stage.members}
     placement = tuple(tuple(chosen.get(peer, ())) for peer in stage.peers)
     speeds = [member.share for member in stage.members]

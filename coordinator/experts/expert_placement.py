@@ -1,7 +1,7 @@
-"""Says which node holds which expert, so that there are the fewest ways to lose one. Pure.
+"""Choose which node holds which expert, so that the fewest sets of failures lose an expert. Pure.
 
-Where the nodes are alike and the paper's premise holds, its placement is optimal and there is nothing to search.
-Everywhere else many placements are constructed, and the best few of them annealed. On up to 12 nodes costs are exact.
+Where the nodes are alike and the paper's premise holds, its placement is optimal and no search runs. Elsewhere many
+placements are constructed and the best few are annealed. On up to 12 nodes costs are exact.
 """
 
 import random
@@ -14,19 +14,19 @@ from shoal.coordinator.experts.constructions import levelled, mixed, mro, mro_fi
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_of_masks
 
 NODES_SEARCHED_EXACTLY_MAX = 12
-"""A cost takes about 10 us for so many nodes; each node more doubles the time."""
+"""A cost takes about 10 us for 12 nodes; each further node doubles the time."""
 FAILURE_PROBABILITY_ASSUMED = 0.05
-"""The chance of failure of each node, where nobody gives one and one is needed."""
+"""The failure probability of each node where none is given and one is needed."""
 
 _ROUNDS = ((3, 1_500), (8, 1_500), (8, 1_500), (8, 4_000), (16, 4_000), (16, 4_000))
 """(starts, iterations of each). The later rounds run only while MRO or spread is better at some number of failures: 2
-of 3,000 random settings of up to 12 nodes got beyond the first, none beyond the third."""
+of 3,000 random settings of up to 12 nodes needed the second, none more than the third."""
 _UNEQUAL_ROUND = (4, 2_500)
 _LARGE_ROUND = (1, 600)
 _ITERATIONS_PER_SLOT = 60
-"""There are at most so many iterations: small cases are solved long before."""
+"""The limit on iterations for small cases, which are solved long before."""
 _ORDERS = 300
-"""How many orders of unequal nodes are tried."""
+"""The number of tried orders of unequal nodes."""
 
 
 def place(
@@ -44,11 +44,11 @@ def place(
         replicas: int [E], of each expert, >= 1; they fill the slots exactly.
         slots: int [N], of each node, >= 0.
         failure_probability: float [N], in [0, 1]; None: all nodes alike.
-        min_replicas: each expert gets so many different nodes, or as many as all of them can have at once. So fewer
-            failures than that lose nothing.
+        min_replicas: each expert gets this number of different nodes, or the largest that all can have at once, so that
+            fewer failures lose nothing.
         effort: >= 0, of the search; 0: rules only.
-    Returns: no expert twice on one node unless its replicas are more than the nodes, or taking it apart would do harm
-        elsewhere.
+    Returns: a placement with no expert twice on one node, unless it has more replicas than there are nodes or
+        separating them would do harm elsewhere.
     """
     chances = None if failure_probability is None else list(failure_probability)
     task = _Task(
@@ -71,12 +71,12 @@ def place(
 
 
 def _place_alike(task: "_Task") -> ExpertPlacement:
-    """Place on nodes that fail alike: as well as both rules at every number of failures, then better on average."""
+    """Place on nodes that fail alike: no worse than both rules at any number of failures, then better on average."""
     starts = [*task.rules(), *task.between()]
     cost = task.uniform_cost(starts[:2])
     found: list[ExpertPlacement] = []
     for round_ in _ROUNDS:
-        # Each round has the same starts: what one is stuck with would only be in the way of the next.
+        # Each round starts from the same placements, since a new draw can escape where one got stuck.
         found += task.improved(starts, cost, round_, 0.05)
         if cost.is_met(task.masks(best := min(found, key=lambda placement: cost(task.masks(placement))))):
             break
@@ -84,7 +84,7 @@ def _place_alike(task: "_Task") -> ExpertPlacement:
 
 
 def _place_unequal(task: "_Task") -> ExpertPlacement:
-    """Place on few nodes with slots or chances of their own."""
+    """Place on few nodes that differ in slots or failure probability."""
     cost = ExactCost(chance=task.chances, promised=task.promised)
     starts = [*task.rules(), *task.between()]
     starts.append(task.ordered(cost))
@@ -92,7 +92,7 @@ def _place_unequal(task: "_Task") -> ExpertPlacement:
 
 
 def _place_large(task: "_Task") -> ExpertPlacement:
-    """Place on many nodes: few starts, a sum for the cost, and the bound of the loss to decide in the end."""
+    """Place on many nodes: few starts, a sum as cost, and the bound of the loss for the final choice."""
     starts = task.rules()
     starts += [mro(task.replicas, task.slots, order=task.by_chance()), task.mixed(task.by_chance(), None)]
     starts += task.improved(starts, SummedCost(chance=task.chances, promised=task.promised), _LARGE_ROUND, 0.5)
@@ -123,7 +123,7 @@ class _Task:
         return sorted(range(len(self.slots)), key=lambda node: (self.chances[node], -self.slots[node], node))
 
     def rules(self) -> list[ExpertPlacement]:
-        """The paper's placement, spread, and the one that keeps the promise."""
+        """Return the paper's placement, spread, and the one that keeps the promise."""
         return [
             mro(self.replicas, self.slots),
             spread(self.replicas, self.slots),
@@ -131,7 +131,7 @@ class _Task:
         ]
 
     def between(self) -> list[ExpertPlacement]:
-        """Any number of groups as MRO places them, with the other experts apart from each other."""
+        """Return placements with the first groups as in MRO, for each number of groups, and the other experts apart."""
         nodes = range(len(self.slots))
         by_slots = sorted(nodes, key=lambda node: (-self.slots[node], self.chances[node], node))
         return [
@@ -145,8 +145,7 @@ class _Task:
         return min(len(self.slots), -(-len(self.replicas) // max(1, min(self.slots))))
 
     def ordered(self, cost: Cost) -> ExpertPlacement:
-        """The placement with the best order of nodes and number of groups, as found by exchanging two nodes at a
-        time."""
+        """Return the placement with the best order of nodes and number of groups found by exchanges of two nodes."""
         order, num_groups = self.by_chance(), self.num_groups_max()
         best = self.mixed(order, num_groups)
         lowest = cost(self.masks(best))
@@ -161,8 +160,7 @@ class _Task:
         return best
 
     def uniform_cost(self, baselines: Sequence[ExpertPlacement]) -> UniformCost:
-        """A cost that asks for as much as the better of the baselines at each number of failures, and for the
-        promise."""
+        """Return a cost that wants the better of the baselines at each number of failures, and the promise."""
         size = len(self.slots)
         plain = UniformCost(num_nodes=size, promised=self.promised, wanted_K=[1 << size] * (size + 1))
         counts = [plain.counts(self.masks(placement)) for placement in baselines]
@@ -172,7 +170,7 @@ class _Task:
     def improved(
         self, starts: Sequence[ExpertPlacement], cost: Cost, round_: tuple[int, int], temperature: float
     ) -> list[ExpertPlacement]:
-        """Anneal from the best starts of different holders. Returns: what came of each, the best first."""
+        """Anneal from the best starts with different holders. Returns: the results, the best first."""
         num_starts, iterations = round_
         iterations = round(self.effort * min(iterations, _ITERATIONS_PER_SLOT * sum(self.slots)))
         ranked: dict[tuple[int, ...], tuple[float, int, ExpertPlacement]] = {}

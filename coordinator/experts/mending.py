@@ -1,5 +1,5 @@
-"""Mends a placement of experts with as little change as will do. What was lost is copied, what is free is filled, and
-slots go from the experts that need them least to the busiest, until that is busy within bounds. Pure."""
+"""Repair a placement of experts with few changes: copy lost experts, fill free slots, and move slots from the least
+needed experts to the busiest until its load is within bounds. Pure."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,14 @@ def mend(
     ratio_max: float,
     failure_probability: Sequence[float] | None = None,
 ) -> ExpertPlacement | None:
-    """Mend what there is.
+    """Repair a placement.
 
     Args:
-        current: what each live node holds, twice meaning two parts of the work; more than its slots is cut.
+        current: the experts of each live node, twice for two parts of the work; a node above its slots is cut.
         loads: float [E].
-        ratio_max: the `busiest_replica_load_ratio` from which on nothing more is moved.
-    Returns: all slots full, each expert on `min_replicas` different nodes; None where single changes do not get there.
+        ratio_max: the `busiest_replica_load_ratio` at which moving ends.
+    Returns: a placement with all slots full and each expert on `min_replicas` different nodes; None if single changes
+        do not reach one.
     """
     table = _Table(current, slots, loads, failure_probability or [0.0] * len(slots))
     while (scarce := table.scarcest(min_replicas)) is not None:
@@ -36,8 +37,6 @@ def mend(
 
 
 class _Table:
-    """A placement that changes in place."""
-
     def __init__(
         self, current: Sequence[Sequence[int]], slots: Sequence[int], loads: Sequence[float], chances: Sequence[float]
     ) -> None:
@@ -54,13 +53,12 @@ class _Table:
                 self._remove(min(self.held[node], key=lambda expert: (self._strain(expert), expert)), node)
 
     def scarcest(self, min_replicas: int) -> int | None:
-        """The expert with the fewest holders, if it has too few; the most loaded one of equals."""
+        """Return the expert with the fewest holders, if it has too few; of equals the most loaded one."""
         scarce = [e for e, nodes in enumerate(self.holders) if len(nodes) < min_replicas]
         return min(scarce, key=lambda e: (len(self.holders[e]), -self.loads[e], e), default=None)
 
     def add(self, expert: int, min_replicas: int) -> bool:
-        """Add one holder, in a free slot or in place of an expert that is missed least. Returns: whether that is
-        possible."""
+        """Add one holder, in a free slot or in place of the least needed expert. Returns: False if impossible."""
         free = [
             (self.chances[node], len(held) - self.slots[node], node)
             for node, held in enumerate(self.held)
@@ -76,8 +74,7 @@ class _Table:
         return False
 
     def fill(self) -> None:
-        """Give free slots, one by one, to the largest load per replica, on nodes that lack the expert if there are
-        any."""
+        """Give free slots to the largest load per replica, on nodes without the expert if there are any."""
         free = [node for node in range(len(self.slots)) for _ in range(self.slots[node] - len(self.held[node]))]
         while free:
             best = min(
@@ -90,8 +87,7 @@ class _Table:
             free.remove(node)
 
     def relieve(self, min_replicas: int) -> bool:
-        """Give the busiest expert one slot more. Returns: whether a slot was found whose loss leaves no expert as
-        busy."""
+        """Give the busiest expert one slot more. Returns: False if every other expert would become as busy."""
         busiest = max(range(len(self.loads)), key=lambda expert: (self._load(expert), -expert))
         for holders in (self.holders[busiest], set()):
             for other in self._least_missed_first():
@@ -106,7 +102,7 @@ class _Table:
         return sorted(range(len(self.loads)), key=lambda expert: (self._strain(expert), expert))
 
     def _expendable_on(self, expert: int, min_replicas: int) -> set[int]:
-        """The nodes on which one replica of the expert may go."""
+        """Return the nodes that may give up one replica of the expert."""
         if len(self.holders[expert]) > min_replicas:
             return set(self.holders[expert])
         return {node for node in self.holders[expert] if self.held[node].count(expert) > 1}
@@ -117,11 +113,10 @@ class _Table:
         self._put(by, node)
 
     def _load(self, expert: int) -> float:
-        """The load of each replica of the expert."""
         return self.loads[expert] / self.counts[expert] if self.counts[expert] else self.loads[expert]
 
     def _strain(self, expert: int) -> float:
-        """The load of each replica if there were one less."""
+        """Return the load of each replica with one replica less."""
         return self.loads[expert] / max(1, self.counts[expert] - 1)
 
     def _put(self, expert: int, node: int) -> None:

@@ -1,8 +1,8 @@
-"""Goes from one placement of experts to another: says which node takes which part, so that few copies are fetched.
+"""Go from one placement of experts to another with few fetches, by choosing which node takes which part.
 
-A placement says what *some* nodes hold. Nodes of one kind (slots, chance of failure) can take each other's part, and
-experts with equally many replicas can change places, without touching anything that a placement is good for. So the
-fewest fetches are an assignment of parts to nodes and of names to experts; each is solved exactly given the other.
+A placement says what *some* nodes hold. Nodes of one kind (slots, failure probability) can exchange their parts, and
+experts with equally many replicas can exchange their places, without a change in load or safety. So the fewest fetches
+are an assignment of parts to nodes and of names to experts; each is solved exactly given the other.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -15,12 +15,12 @@ from shoal.coordinator.experts.recovery import ExpertPlacement
 _FORBIDDEN = -1e6
 """The worth of giving a part to a node of another kind: any number of fetches is better."""
 _RESTARTS, _NODES_RESTARTED_MAX = 16, 64
-"""The turns begin again from random names `_RESTARTS` times, up to so many nodes, since they can stop short. Each takes
-half a millisecond with ten nodes."""
+"""The alternation restarts from random names, since it can stop early, on up to this many nodes: each takes half a
+millisecond with ten nodes."""
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:
-    """How many copies nodes lack. Args: both [N], experts on each node; twice on a node is one copy."""
+    """Count the copies that nodes lack. Args: both [N], experts on each node; twice on a node is one copy."""
     return sum(len(set(after) - set(before)) for before, after in zip(current, target, strict=True))
 
 
@@ -29,12 +29,12 @@ def fewest_fetches(
 ) -> ExpertPlacement:
     """Give the parts of `target` to nodes, and its names to experts, so that few copies are fetched.
 
-    Parts are assigned to nodes, then experts with equally many replicas change names, in turns until neither helps.
-    Each turn is exact.
+    Parts are assigned to nodes, then names to experts with equally many replicas, in turns until neither helps. Each
+    turn is exact.
 
-    Args: kinds: [N]; node i may take the part of node j if their kinds are equal. Default: if their slots are.
+    Args: kinds: [N]; node i may take the part of node j if their kinds are equal. Default: their slots.
+    Returns: a placement as good as `target` in every respect, with the same number of replicas of each expert.
     Source: Kuhn-Munkres, in scipy as by Crouse (2016).
-    Returns: a placement as good as `target` in every respect, with the same replicas of each expert.
     """
     kinds = [len(part) for part in target] if kinds is None else kinds
     held, rng = _held(current, target), np.random.default_rng(0)
@@ -54,7 +54,7 @@ def fewest_fetches(
 
 
 def _held(current: Sequence[Collection[int]], target: ExpertPlacement) -> NDArray[np.float64]:
-    """float [N, E]: 1 where the node has a copy."""
+    """Return float [N, E]: 1 if the node has a copy."""
     num_experts = 1 + max((expert for part in (*current, *target) for expert in part), default=-1)
     held_NE = np.zeros((len(target), num_experts))
     for node, experts in enumerate(current):
@@ -91,8 +91,7 @@ def _table(target: ExpertPlacement, num_experts: int) -> NDArray[np.int64]:
 
 
 def _best_assignment(worth_NN: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows and columns of the pairs whose worth adds up to most."""
-    from scipy.optimize import linear_sum_assignment  # late: 37 MB and 0.5 s, which a dense run has no use for
+    from scipy.optimize import linear_sum_assignment  # late: 37 MB and 0.5 s, which a dense run does not need
 
     rows, columns = linear_sum_assignment(worth_NN, maximize=True)
     return rows, columns

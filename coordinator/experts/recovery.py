@@ -1,11 +1,11 @@
-"""What a placement of experts survives: no expert may lose all of its holders. Pure.
+"""The failures that a placement of experts survives: no expert may lose all of its holders. Pure.
 
-A placement is, for each node, the experts in its slots. Only holders count here, so an expert becomes the set of its
-holders (a mask: bit j for node j), and only the smallest sets matter: if a larger one is lost the smaller one is lost
-too. Sets that share no node, directly or through others, fail independently of each other. Each such component is
-solved by itself, exactly where it is small, and within bounds otherwise.
+A placement has, for each node, the experts in its slots. Only holders count here, so an expert becomes the set of its
+holders (a mask: bit j for node j), and only minimal sets matter: if a larger set is lost, so is the smaller. Sets that
+share no node, directly or through others, fail independently. Each such component is solved by itself, exactly if it is
+small, else within bounds.
 
-Families of failures are bitsets in one large int: bit S says whether the loss of exactly the nodes of S is meant.
+Families of failure sets are bitsets in one large int: bit S is set if the set of nodes S belongs to the family.
 """
 
 import math
@@ -17,18 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 ExpertPlacement = tuple[tuple[int, ...], ...]
-"""[N][slots of the node]: the expert in each slot, ascending. An expert twice on a node is two parts of the work and
-one copy."""
+"""[N][slots of the node]: the expert in each slot, ascending. Twice on a node is two parts of the work and one copy."""
 
 NODES_EXACT_MAX = 16
 """The most nodes of a component that is solved exactly: 65,536 sets of failures, about a millisecond."""
 MASKS_EXACT_MAX = 12
-"""The most masks of a component with more nodes that is solved exactly: inclusion and exclusion over 4,096 unions."""
+"""The most masks of a larger component that is solved exactly: inclusion and exclusion over 4,096 unions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The probability that some expert loses all of its holders; `low == high` where it is exact."""
+    """The probability that some expert loses all of its holders; `low == high` if it is exact."""
 
     low: float
     high: float
@@ -39,7 +38,7 @@ class Loss:
 
 
 def holder_masks(placement: Sequence[Iterable[int]], num_experts: int) -> list[int]:
-    """The mask of each expert, bit j for node j; 0 where nobody holds it."""
+    """Return the mask of each expert, bit j for node j; 0 without holders."""
     masks = [0] * num_experts
     for node, experts in enumerate(placement):
         for expert in experts:
@@ -48,7 +47,7 @@ def holder_masks(placement: Sequence[Iterable[int]], num_experts: int) -> list[i
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """The masks that contain no other, each once, smallest first."""
+    """Return the masks that contain no other, each once, smallest first."""
     kept: list[int] = []
     for mask in sorted(set(masks), key=lambda mask: (mask.bit_count(), mask)):
         if not any(small & mask == small for small in kept):
@@ -57,15 +56,15 @@ def minimal_masks(masks: Iterable[int]) -> list[int]:
 
 
 def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -> tuple[float, ...] | None:
-    """The probability that nothing is lost, for each number of failed nodes, all sets of so many nodes alike.
+    """Return the probability of no loss for each number of failed nodes, all sets of that size alike.
 
-    Returns: float [N + 1], index k; None where a component has more than `NODES_EXACT_MAX` nodes.
+    Returns: float [N + 1], index k; None if a component has more than `NODES_EXACT_MAX` nodes.
     """
     num_nodes = len(placement)
     masks = minimal_masks(holder_masks(placement, num_experts))
     if masks and not masks[0]:
         return (0.0,) * (num_nodes + 1)
-    survivals = [1]  # Index k: how many sets of k failures the components so far survive.
+    survivals = [1]  # Index k: the number of sets of k failures that the components so far survive.
     num_held = 0
     for component in _components(masks):
         nodes, local = _compressed(component)
@@ -83,12 +82,12 @@ def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -
 def loss_probability(
     placement: Sequence[Sequence[int]], num_experts: int, failure_probability: Sequence[float]
 ) -> Loss:
-    """The probability of a loss if nodes fail independently, each with its own probability."""
+    """Return the probability of a loss if nodes fail independently, each with its own probability."""
     return loss_of_masks(holder_masks(placement, num_experts), failure_probability)
 
 
 def loss_of_masks(masks: Iterable[int], failure_probability: Sequence[float]) -> Loss:
-    """The probability that all nodes of some mask fail."""
+    """Return the probability that all nodes of some mask fail."""
     smallest = minimal_masks(masks)
     if smallest and not smallest[0]:
         return Loss(low=1.0, high=1.0)
@@ -97,7 +96,7 @@ def loss_of_masks(masks: Iterable[int], failure_probability: Sequence[float]) ->
 
 
 def _any_of(probabilities: Sequence[float]) -> float:
-    """The probability of any of independent events. It sums logarithms: losses of 1e-12 must not drown in 1 - 1e-12."""
+    """Return the probability of any of independent events, by logarithms, for losses as small as 1e-12."""
     if any(p >= 1.0 for p in probabilities):
         return 1.0
     return -math.expm1(math.fsum(math.log1p(-p) for p in probabilities))
@@ -107,7 +106,7 @@ def _any_of(probabilities: Sequence[float]) -> float:
 
 
 def _components(masks: Sequence[int]) -> list[list[int]]:
-    """Groups of masks that share nodes, directly or through others."""
+    """Return groups of masks that share nodes, directly or through others."""
     groups: list[tuple[int, list[int]]] = []
     for mask in masks:
         joined, members, apart = mask, [mask], []
@@ -126,7 +125,7 @@ def nodes_of(mask: int) -> list[int]:
 
 
 def _compressed(masks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The nodes that occur, and the masks over these alone."""
+    """Return the nodes that occur, and the masks over these alone."""
     union = 0
     for mask in masks:
         union |= mask
@@ -159,8 +158,8 @@ def _inclusion_exclusion(masks: Sequence[int], chance: Sequence[float]) -> float
 
 
 def _bounds(masks: Sequence[int], chance: Sequence[float]) -> Loss:
-    """Bounds of the loss. Above: losses of experts only help each other (Harris 1960), so surviving all is at least the
-    product. Below: de Caen (1997), sum of P(i)^2 / sum over j of P(i and j), or Bonferroni's S1 - S2."""
+    """Return bounds of the loss. Above: losses of experts only help each other (Harris 1960), so surviving all is at
+    least the product. Below: de Caen (1997), sum of P(i)^2 / sum over j of P(i and j), or Bonferroni's S1 - S2."""
     holds_EN = np.array([[mask >> node & 1 for node in range(len(chance))] for mask in masks], dtype=float)
     log_N = np.log(np.maximum(np.array(chance), 1e-300))
     log_E = holds_EN @ log_N
@@ -179,12 +178,12 @@ def _bounds(masks: Sequence[int], chance: Sequence[float]) -> Loss:
 
 @lru_cache(maxsize=NODES_EXACT_MAX + 1)
 def levels(num_nodes: int) -> tuple[int, ...]:
-    """[N + 1]: at k, the family of all sets of k nodes."""
+    """Return [N + 1]: entry k is the family of all sets of k nodes."""
     if num_nodes == 0:
         return (1,)
     below = levels(num_nodes - 1)
     half = 1 << (num_nodes - 1)
-    # A set is without the last node, or with it: such sets are the upper half of the bits.
+    # A set is without the last node, or with it: the latter are the upper half of the bits.
     return tuple(
         (below[k] if k < num_nodes else 0) | (below[k - 1] << half if k > 0 else 0) for k in range(num_nodes + 1)
     )
@@ -192,7 +191,7 @@ def levels(num_nodes: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=NODES_EXACT_MAX + 1)
 def _containing(num_nodes: int) -> tuple[int, ...]:
-    """[N]: at j, the family of all sets with node j."""
+    """Return [N]: entry j is the family of all sets with node j."""
     families = []
     for node in range(num_nodes):
         width = 1 << node
@@ -204,7 +203,7 @@ def _containing(num_nodes: int) -> tuple[int, ...]:
 
 
 def supersets(mask: int, num_nodes: int) -> int:
-    """The family of all sets of failures that take every node of the mask."""
+    """Return the family of all failure sets that contain every node of the mask."""
     family = (1 << (1 << num_nodes)) - 1
     containing = _containing(num_nodes)
     for node in nodes_of(mask):
@@ -213,7 +212,7 @@ def supersets(mask: int, num_nodes: int) -> int:
 
 
 def losing_sets(masks: Iterable[int], num_nodes: int) -> int:
-    """The family of all sets of failures that take every node of some mask."""
+    """Return the family of all failure sets that contain every node of some mask."""
     family = 0
     for mask in masks:
         family |= supersets(mask, num_nodes)
@@ -221,7 +220,7 @@ def losing_sets(masks: Iterable[int], num_nodes: int) -> int:
 
 
 def set_weights(chance: Sequence[float]) -> NDArray[np.float64]:
-    """float64 [2^N]: how probable it is that exactly the nodes of set S fail."""
+    """Return float64 [2^N]: the probability that exactly the nodes of set S fail."""
     weights = np.ones(1)
     for p in chance:
         weights = np.concatenate([weights * (1.0 - p), weights * p])
@@ -229,13 +228,12 @@ def set_weights(chance: Sequence[float]) -> NDArray[np.float64]:
 
 
 def weigh(family: int, weights: NDArray[np.float64]) -> float:
-    """The total weight of a family of sets."""
+    """Return the total weight of a family of sets."""
     raw = np.frombuffer(family.to_bytes((len(weights) + 7) // 8, "little"), dtype=np.uint8)
     return float(weights[np.unpackbits(raw, bitorder="little", count=len(weights)).astype(bool)].sum())
 
 
 def _product(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    """The product of two polynomials."""
     product = [0] * (len(a) + len(b) - 1)
     for i, x in enumerate(a):
         for j, y in enumerate(b):

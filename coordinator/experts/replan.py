@@ -1,5 +1,4 @@
-"""Says whether to move experts now, and to where. The coordinator asks every so many steps and at every failure.
-Pure."""
+"""Decide whether to move experts now, and to where: every `LOOK_STEPS` steps and at every failure. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,34 +16,33 @@ from shoal.coordinator.experts.migration import fewest_fetches, num_fetches
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_of_masks
 
 BUSIER = 1.25
-"""The placement stays while the busiest replica is at most so many times as busy as it need be."""
+"""The placement stays while the busiest replica is at most this many times as busy as necessary."""
 RISKIER = 4.0
-"""The placement stays while a loss is at most so many times as probable as it need be."""
+"""The placement stays while a loss is at most this many times as probable as necessary."""
 RISK_IGNORED = 1e-6
-"""A loss less probable than this is no reason for anything."""
+"""A loss less probable than this is ignored."""
 _GLANCE_EFFORT = 0.1
-"""The effort of the search that only asks how safe a placement could be: a few ms, at every look."""
+"""The search effort that estimates the attainable safety: a few ms, at every look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One live peer, as far as experts are concerned."""
+    """A live peer as a holder of experts."""
 
     slots: int
-    """How many experts it may hold; 0, as of a draining peer: it holds nothing after the next plan."""
+    """The limit on its experts; 0: it holds none after the next plan, for example because it drains."""
     failure_probability: float = FAILURE_PROBABILITY_ASSUMED
-    """The chance that it fails before experts are placed again (`failure_rate.failure_probability`). It counts in steps
-    of a factor of two."""
+    """The probability of failure before the next placement (`failure_rate`), rounded to a power of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replan:
-    """The placement to have, and why."""
+    """The chosen placement, and the reason."""
 
     placement: Mapping[str, tuple[int, ...]]
     """The experts in each peer's slots. An expert twice is two parts of the work and one copy."""
     min_replicas: int
-    """How many different holders each expert that is held has: as many as asked for, or as there are slots for."""
+    """The number of different holders of each held expert: as requested, or as the slots allow."""
     reason: str
 
 
@@ -56,21 +54,20 @@ def replan(
     min_replicas: int,
     seed: int = 0,
 ) -> Replan:
-    """Keep the placement while it will do; else mend it; else place anew, with the fewest fetches.
+    """Keep the placement while it is good enough; else repair it; else place anew with the fewest fetches.
+
+    The result is deterministic and independent of the order of the mappings.
 
     Args:
-        current: experts in the slots of each peer, as the live plan says; peers that are not in `nodes` are dead.
+        current: the experts in the slots of each peer, by the live plan; peers that are not in `nodes` are dead.
         loads: float [E], >= 0, measured and smoothed.
-        nodes: the peers that live.
-        min_replicas: different holders of each expert, >= 1; fewer where there are too few slots.
-    The result is deterministic, and the same whatever the order of the mappings.
+        nodes: the live peers.
+        min_replicas: different holders of each expert, >= 1; fewer if there are too few slots.
     """
     return _Decision(current, loads, nodes, min_replicas, seed).made()
 
 
 class _Decision:
-    """One call of `replan`."""
-
     def __init__(
         self,
         current: Mapping[str, Sequence[int]],
@@ -85,7 +82,7 @@ class _Decision:
         self.chances = [rounded(nodes[peer].failure_probability) for peer in self.peers]
         self.live = {peer: tuple(experts) for peer, experts in current.items() if peer in nodes}
         self.experts = _kept(self.live, loads, self.slots)
-        """The experts that are held, in order; from here on an expert is its place in this list."""
+        """The held experts, in order; from here on an expert is its index in this list."""
         self.loads = [loads[expert] for expert in self.experts]
         self.promised = min(min_replicas, attainable_min_replicas(self.slots, len(self.experts)))
         index = {expert: i for i, expert in enumerate(self.experts)}
@@ -107,7 +104,7 @@ class _Decision:
             if self._loss(self.now) <= self._loss_max(glance, RISKIER):
                 return self._result(self.now, "nothing to gain")
             why = "a loss is needlessly probable"
-        # The glance competes too, or the placement that is found now could look bad at the next glance.
+        # The glance competes, too, or the placement found now could look bad at the next glance.
         fresh = min(self._fresh(replicas, 1.0), glance, key=self._loss)
         mended = self._mended(ratio)
         if (
@@ -120,7 +117,7 @@ class _Decision:
         return self._result(fresh, f"{why}: placed anew")
 
     def _why_not_stay(self, ratio_max: float) -> str:
-        """Why the placement must change; empty: it may stay."""
+        """Return the reason why the placement must change; empty: it may stay."""
         if self.was_at != set(self.peers):
             return "peers came or went"
         if any(len(part) != count for part, count in zip(self.now, self.slots, strict=True)):
@@ -148,13 +145,13 @@ class _Decision:
 
     def _mended(self, ratio: float) -> ExpertPlacement | None:
         if 2 * sum(map(len, self.now)) < sum(self.slots):
-            return None  # Filling slots one by one is for a few.
+            return None  # filling slots one by one is for few slots
         return mend(
             self.now,
             self.slots,
             self.loads,
             min_replicas=self.promised,
-            # It goes halfway to the best, as for the loss: the next small change is then no reason to move again.
+            # Halfway to the best, as for the loss: the next small change is then no reason to move again.
             ratio_max=ratio * (1.0 + BUSIER) / 2.0,
             failure_probability=self.chances,
         )
@@ -178,8 +175,7 @@ class _Decision:
 
 
 def _kept(live: Mapping[str, Sequence[int]], loads: Sequence[float], slots: Sequence[int]) -> list[int]:
-    """The experts to hold where there are fewer slots than experts: those that a peer still has, then the most
-    loaded."""
+    """Return the experts to hold if there are fewer slots than experts: held ones first, then the most loaded."""
     held = {expert for experts in live.values() for expert in experts}
     ranked = sorted(range(len(loads)), key=lambda expert: (expert not in held, -loads[expert], expert))
     return sorted(ranked[: sum(slots)])

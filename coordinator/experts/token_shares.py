@@ -1,5 +1,4 @@
-"""Says which part of an expert's tokens goes to which of its holders, so that no node is busier than it must be.
-Pure."""
+"""Divide each expert's tokens among its holders so that no node is busier than necessary. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -12,17 +11,17 @@ SWEEPS_MAX = 200
 def token_shares(
     placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float], *, tolerance: float = 1e-4
 ) -> tuple[dict[int, float], ...]:
-    """Minimise the sum over nodes of work^2 / speed, which also keeps the busiest node least busy.
+    """Minimise the sum over nodes of work^2 / speed, which also minimises the load of the busiest node.
 
-    Each expert in turn fills its holders like water, given what the others do, until nothing moves. The objective is
-    convex and smooth, so this ends at its minimum.
+    Each expert in turn fills its holders like water, given the work of the others, until nothing moves. The objective
+    is convex and smooth, so this ends at its minimum.
 
     Args:
         placement: [N].
         loads: float [E], >= 0.
-        speeds: float [N], > 0, work a node does in a unit of time.
+        speeds: float [N], > 0, work of a node in a unit of time.
         tolerance: of a share.
-    Returns: for each expert {node: share}, shares > 0 that sum to 1; empty where nobody holds it.
+    Returns: for each expert {node: share}, shares > 0 that sum to 1; empty without holders.
     """
     holders: list[list[int]] = [[] for _ in loads]
     for node, experts in enumerate(placement):
@@ -49,8 +48,7 @@ def busiest_node_load_ratio(
     speeds: Sequence[float],
     shares: Sequence[dict[int, float]],
 ) -> float:
-    """The longest time any node works, over the time that all would work if they could share everything by speed; >=
-    1."""
+    """Return the longest time that any node works, over the time if all shared the total work by speed; >= 1."""
     held = [load if share else 0.0 for load, share in zip(loads, shares, strict=True)]
     if math.fsum(held) <= 0.0:
         return 1.0
@@ -63,8 +61,7 @@ def busiest_node_load_ratio(
 
 
 def _pour(part: dict[int, float], load: float, work: list[float], speeds: Sequence[float]) -> float:
-    """Divide one expert's load anew, so that all holders that get some end at the same level. Returns: the largest
-    change."""
+    """Divide one expert's load so that all holders with a part end at the same level. Returns: the largest change."""
     others = {node: max(0.0, work[node] - amount) for node, amount in part.items()}
     order = sorted(part, key=lambda node: (others[node] / speeds[node], node))
     level, water, speed = 0.0, load, 0.0

@@ -1,8 +1,8 @@
-"""Stands for the computing of a modelled peer: values of the right size and version, with nothing in them.
+"""The compute of a modelled peer: values of the right size and version without contents.
 
-Vectors are extents; their payloads, activations and tokens are phantoms, which links charge for (`extents.py`). Jobs
-take their time in the simulated device, which is told their FLOP as ever. Where experts are placed, how many tokens
-each gets is drawn (`routing.py`).
+Vectors are extents; payloads, activations and tokens are phantoms, which take time on a link by their size
+(`extents.py`). The simulated device gives jobs their time by their FLOP. `routing.py` draws the tokens of each placed
+expert.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class ModelledTrunk(ModelledShard):
             self.expert_loads.add(layer, torch.tensor(self._routing.counts_of(microbatch, layer)))
 
     def _calls(self, microbatch: Microbatch, *, backward: bool) -> Calling[None]:
-        """Ask the experts of all layers, those of the last layer first if it is a backward."""
+        """Call the experts of all layers; of the last layer first in a backward."""
         tokens = self._routing.tokens
         for layer in reversed(self._layers) if backward else self._layers:
             counts = self._routing.counts_of(microbatch, layer)
@@ -133,16 +133,12 @@ class ModelledTrunk(ModelledShard):
 
 
 def _outputs(wire: ActivationWire, *, has_input: bool) -> tuple[Payload, Payload | None]:
-    """Returns: (the activation, the gradient for the stage before; None: there is none) of a modelled microbatch."""
     gradient = phantom(wire.gradient_bytes) if has_input else None
     return phantom(wire.activation_bytes + wire.targets_bytes), gradient
 
 
 class ModelledArithmetic:
-    """Implements `Arithmetic`.
-
-    Args: routing: where experts are placed.
-    """
+    """Implements `Arithmetic`. Args: routing: for runs that place experts."""
 
     def __init__(
         self, spec: RunSpec, *, has_text: bool, memory_bytes: float, chunk_bytes: int, routing: Routing | None = None

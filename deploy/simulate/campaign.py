@@ -1,7 +1,7 @@
-"""Plays one seed of a campaign: a swarm suffers what the seed draws, and the invariants are watched all the while.
+"""Play one seed of a campaign: a swarm suffers the faults that the seed draws, while the invariants are checked.
 
-The same seed of the same commit is the same run, event for event: `Verdict.trace_hash` says so. Scenarios that are
-written by hand run here too, by a `Trial` of their own or by a script that breaks the swarm as it sees fit.
+The same seed and commit give the same run, event for event, as `Verdict.trace_hash` shows. Handwritten scenarios run
+here, too, with their own `Trial` or a script that injects faults.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from shoal.protocol.sim.world import SimPeer
 
 TICK_S = 0.25
 BEGINS_S = 120.0
-"""The time by which the first step must be committed; nothing goes wrong before that."""
+"""The first step must be committed by this time; there are no faults before it."""
 LASTS_S_MAX = 3600.0
 
 Script = Callable[[SimSwarm, Witness], Awaitable[None]]
-"""A function that breaks a swarm which has begun to train, and returns when all is healed."""
+"""A function that breaks a training swarm, and returns when all faults are healed."""
 
 
 class Broken(Exception):
@@ -39,15 +39,15 @@ def run_seed(seed: int, options: CampaignOptions) -> Verdict:
 
 
 def run_trial(trial: Trial, script: Script | None = None) -> Witness:
-    """Args: script: what goes wrong, in place of the trial's schedule."""
+    """Play a trial. Args: script: injects faults in place of the trial's schedule."""
     begun_s = time.perf_counter()
     torch.set_num_threads(1)  # the models are tiny: a second thread costs each operation more than it gives
     witness = Witness(trial)
     try:
         run(_watch(trial, witness, script or _scheduled(trial)))
     except Deadlock as error:
-        witness.condemn("there is always something that can happen", str(error))
-    gc.collect()  # a task that failed unobserved says so now, and not in the next seed
+        witness.condemn("there is always a next event", str(error))
+    gc.collect()  # reports tasks that failed unobserved now, and not in the next seed
     witness.verdict.wall_s = time.perf_counter() - begun_s
     return witness
 
@@ -64,7 +64,7 @@ async def _watch(trial: Trial, witness: Witness, script: Script) -> None:
     )
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
-    loop.set_exception_handler(lambda _, context: swarm.world.failures.append(("somebody", _unheard(context))))
+    loop.set_exception_handler(lambda _, context: swarm.world.failures.append(("a task", _unheard(context))))
     try:
         for name, speed in trial.speeds.items():
             swarm.launch(name, speed=speed)
@@ -86,7 +86,7 @@ async def _suffer(swarm: SimSwarm, witness: Witness, script: Script) -> None:
     breaking.result()
     healed_s = swarm.world.now_s()
     while any(_works_since(peer, healed_s) for peer in swarm.world.peers.values()):
-        await _tick(swarm, witness)  # what a device began while it was slow takes as long as it takes
+        await _tick(swarm, witness)  # a job that began on a slow device takes its full time
     witness.see(Quiet(at_s=swarm.world.now_s()))
     while swarm.running:
         if swarm.world.now_s() > LASTS_S_MAX:
@@ -95,7 +95,7 @@ async def _suffer(swarm: SimSwarm, witness: Witness, script: Script) -> None:
 
 
 async def _tick(swarm: SimSwarm, witness: Witness) -> None:
-    """Raises: Broken."""
+    """Wait for a tick and check all invariants. Raises: Broken."""
     await asyncio.sleep(TICK_S)
     swarm.tell_failures()
     witness.see(Ticked(at_s=swarm.world.now_s(), running=swarm.running))
@@ -104,7 +104,7 @@ async def _tick(swarm: SimSwarm, witness: Witness) -> None:
 
 
 def _works_since(peer: SimPeer, before_s: float) -> bool:
-    """Whether a job runs that began before that time."""
+    """True if a job runs that began before `before_s`."""
     last = peer.compute.timeline[-1] if peer.is_alive and peer.compute.timeline else None
     return last is not None and last.started_s < before_s < last.ended_s and last.ended_s > peer.clock.now_s()
 
@@ -122,6 +122,5 @@ def _scheduled(trial: Trial) -> Script:
 
 
 def _unheard(context: dict[str, object]) -> Exception:
-    """The message of asyncio when nobody awaited a failure."""
     error = context.get("exception")
     return error if isinstance(error, Exception) else LocalError(str(context.get("message")))

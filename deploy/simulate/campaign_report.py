@@ -1,4 +1,4 @@
-"""Writes what a campaign says: a line for each seed, what to know of a failure, and the sum of it all."""
+"""The text of a campaign: a line for each seed, the details of a failure, and a summary."""
 
 import statistics
 from collections import Counter
@@ -12,7 +12,7 @@ from shoal.protocol.sim.chaos import FaultKind
 
 
 def one_line(verdict: Verdict) -> str:
-    """`seed 17  ok    45 steps, 4 faults, 112 s in 5.1 s`."""
+    """Return a line like `seed 17  ok    45 steps, 4 faults, 112 s in 5.1 s`."""
     outcome = "ok  " if verdict.broken is None else "FAIL"
     faults = sum(verdict.injected.values())
     return (
@@ -22,15 +22,15 @@ def one_line(verdict: Verdict) -> str:
 
 
 def failure(verdict: Verdict, options: CampaignOptions) -> str:
-    """The sentence that did not hold, what was done to the swarm, what it did last, and how to see it again."""
+    """Return the violated sentence, the faults, the last events, and the command to replay them."""
     lines = [
-        f"seed {verdict.seed}: it does not hold that {verdict.broken}",
+        f"seed {verdict.seed}: violated: {verdict.broken}",
         f"  {verdict.detail}",
-        "what went wrong, in seconds after the first commit:",
+        "faults, in seconds after the first commit:",
         *(f"  {fault}" for fault in verdict.schedule),
         "the last events:",
         *(f"  {line}" for line in verdict.last_events),
-        f"trace {verdict.trace_hash}; the same again:",
+        f"trace {verdict.trace_hash}; to replay it:",
         f"  {replay_command(verdict.seed, options)}",
     ]
     return "\n".join(lines)
@@ -53,12 +53,12 @@ def replay_command(seed: int, options: CampaignOptions) -> str:
 
 
 def json_line(verdict: Verdict) -> bytes:
-    """One JSON object, one line."""
+    """Return one JSON object on one line."""
     return msgspec.json.encode(verdict) + b"\n"
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """Sum up all seeds; figures of seeds that failed count up to where they did."""
+    """Sum up all seeds; a failed seed counts up to its failure."""
     failed = [verdict for verdict in verdicts if verdict.broken is not None]
     injected: Counter[str] = Counter()
     for verdict in verdicts:
@@ -86,7 +86,6 @@ def _numbers(verdicts: Sequence[Verdict]) -> str:
 
 
 def _recovery(seconds: Sequence[float]) -> str:
-    """How long it took from kills to the next commits."""
     if not seconds:
         return "-"
     ordered = sorted(seconds)

@@ -1,4 +1,4 @@
-"""`shoal simulate` says what a swarm would give, or whether it survives. Heavy imports wait until they are needed."""
+"""`shoal simulate` predicts the pace of a swarm, or tests whether it survives faults. Heavy imports are late."""
 
 import contextlib
 import logging
@@ -209,8 +209,7 @@ def _compare(
 
 
 def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Strategy]", options: "Options") -> None:
-    """What our rule foresees without a search, before anything has run: a second, where a first search takes half a
-    minute and a simulation more. Only where our own layout is among what is simulated, and nobody comes or goes."""
+    """Print our rule's estimate, which takes a second where a first search takes half a minute."""
     from shoal.deploy.simulate.strategies import at_once
     from shoal.deploy.simulate.table import arithmetic_cells
     from shoal.deploy.words import counted
@@ -228,14 +227,13 @@ def _show_arithmetic(table: "Rows", scenario: "Scenario", chosen: "Sequence[Stra
 
 
 def _show_figures(console: "Console", rows: "Sequence[Row]") -> None:
-    """Print the figures of the first strategy that has any."""
     from shoal.deploy.planning.command import figures_view
     from shoal.deploy.terminal.screen import tell
 
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:
         return
-    said = f"\nWhat {row.strategy} comes to, at its simulated pace, if everybody stays:\n"
+    said = f"\nFigures of {row.strategy} at its simulated pace, if no peer leaves:\n"
     tell(console, said, style="bold")
     console.print(figures_view(row.figures))
 

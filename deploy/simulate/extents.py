@@ -1,4 +1,4 @@
-"""Stands for tensors and bytes where only their size matters, and for the states and vectors made of them."""
+"""Stand-ins for tensors and bytes of which only the size matters, and the states and vectors made of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ NOWHERE: Final = torch.device("meta")
 
 
 class Extent:
-    """Stands for a flat tensor where only its size matters: what is done to its numbers is done to none.
+    """A flat tensor of which only the size matters; operations on its numbers do nothing.
 
-    A tensor on torch's `meta` device is the same thing, at 100 us an addition.
+    A tensor on torch's `meta` device is equivalent, at 100 us an addition.
     """
 
     __slots__ = ("_size",)
@@ -64,7 +64,7 @@ def _digest_of(numel: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledLayerState(LayerState):
     def digest(self) -> str:
-        """A digest that is equal at all replicas and versions, since nothing is computed here that could differ."""
+        """Return a digest that is equal at all replicas and versions, since nothing computed here can differ."""
         return _digest_of(self.param_N.numel())
 
     def proof(self) -> str:
@@ -100,11 +100,11 @@ class ModelledVectors(Vectors):
         return self.empty(size)
 
     def is_within(self, values_C: Tensor, largest: float) -> bool:
-        """Say yes, since there are no numbers."""
+        """Return True, since there are no numbers."""
         return True
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Give the bytes, since there is nothing to round."""
+        """Return the payload, since there is nothing to round."""
         return self.piece_payload(mean_C, form, key) if is_in_few_bits(form) else None
 
     def mean_payload(self, mean_C: Tensor) -> Payload:
@@ -139,7 +139,7 @@ class ModelledVectors(Vectors):
 
 
 class ModelledBase:
-    """Implements `InitialWeights`: a copy of the model that adapters stand beside, of which only the size is known."""
+    """Implements `InitialWeights`: the base of adapters, by its size only."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -149,7 +149,7 @@ class ModelledBase:
 
 
 def with_modelled_base(spec: RunSpec) -> RunSpec:
-    """A run with adapters whose base is not made by every peer from the seed, but comes over the network."""
+    """Return a spec with adapters as one with a base from the network, not one that each peer makes from the seed."""
     if spec.adapter is None:
         return spec
     digests = tuple(_digest_of(base_numel(spec, key)) for key in all_layer_keys(spec.model))
@@ -157,5 +157,5 @@ def with_modelled_base(spec: RunSpec) -> RunSpec:
 
 
 def phantom(nbytes: int) -> Payload:
-    """A payload of that length: handlers of modelled peers ask for nothing else."""
+    """Return a payload of this length, the only property that handlers of modelled peers use."""
     return cast(Payload, cast(Any, Phantom(nbytes)))

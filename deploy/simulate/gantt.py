@@ -1,4 +1,4 @@
-"""Cuts and packs timelines for a page: what each device did in the last steps of a run."""
+"""Cut and pack timelines for a page: the jobs of each device in the last steps of a run."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from shoal.protocol.topology import Topology
 
 KINDS = ("forward", "backward", "step", "wait", "validate", "probe")
 SAYS = ("forward", "backward", "optimizer step", "waits for the reduction", "validates", "probes")
-"""The page's words for the kinds."""
+"""The page's words for `KINDS`."""
 SPANS_MAX = 40_000
-"""The most spans of a page: more would make many megabytes, so the window then holds fewer steps."""
+"""The limit on spans of a page. More would make many megabytes, so a window above it holds fewer steps."""
 DEVICES_MAX = 128
 STEPS_MAX = 4
 _UNITS = 100_000
-"""The resolution, as a part of the window."""
+"""The number of units in the window: the time resolution."""
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,11 +26,11 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     """-1: unknown."""
     spans: tuple[int, ...]
-    """Triples of (start after the last one's start, length, index into KINDS), in units."""
+    """Triples of (start after the previous start, length, index into KINDS), in units."""
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """`unit` is in seconds; `start` and `end` are virtual times."""
+    """A timeline. `unit` is in seconds; `start` and `end` are virtual times."""
 
     start: float = msgspec.field(name="from")
     end: float = msgspec.field(name="to")
@@ -39,7 +39,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chart_of(result: SimResult, placement: Placement | None, topology: Topology) -> Chart:
-    """The last steps, as many as fit. Devices by stage; spares and those that did nothing are left out."""
+    """Return as many of the last steps as fit, devices by stage, without spares and idle devices."""
     devices = _devices(result, placement)
     start_s, end_s = _window(result, devices)
     unit_s = max(end_s - start_s, 1e-9) / _UNITS
@@ -55,7 +55,7 @@ def chart_of(result: SimResult, placement: Placement | None, topology: Topology)
 
 
 def with_waits(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
-    """(kind, start, end): the pause right before an optimizer step is spent waiting for the group's sum."""
+    """Return (kind, start, end), with the pause before each optimizer step as a wait for the group's sum."""
     found: list[tuple[str, float, float]] = []
     ended_s = None
     for kind, start_s, end_s in spans:
@@ -67,7 +67,7 @@ def with_waits(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
 
 
 def _devices(result: SimResult, placement: Placement | None) -> list[int]:
-    """The devices to show: at most `DEVICES_MAX`, spread evenly over all that worked; none without a timeline."""
+    """Return the devices to show: at most `DEVICES_MAX`, spread evenly over all that worked."""
     if not result.timeline:
         return []
     if placement is not None:
@@ -81,7 +81,7 @@ def _devices(result: SimResult, placement: Placement | None) -> list[int]:
 
 
 def _window(result: SimResult, devices: Sequence[int]) -> tuple[float, float]:
-    """The time to show: from a commit to the last one; of a run that never committed, all of it."""
+    """Return the time to show: from a commit to the last one; all of a run without two commits."""
     commits_s = [step.committed_at_s for step in result.steps]
     if len(commits_s) < 2:
         return 0.0, max(result.ending.at_s, 1e-9)

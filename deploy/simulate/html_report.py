@@ -1,4 +1,4 @@
-"""One HTML file that shows a comparison: nothing is fetched, and nothing that was named by others is read as markup.
+"""One HTML file that shows a comparison. It fetches nothing, and escapes all names from users.
 
 `page/` has the template, the style and the script; the script draws from one JSON object, `PageData`.
 """
@@ -42,12 +42,12 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     about: str
     pace: tuple[tuple[float, float, float], ...]
-    """The pace as (from, to, tokens/s)."""
+    """(from, to, tokens/s) each."""
     events: tuple[tuple[float, str, str], ...]
     gantt: Chart
     maps: tuple[Map, ...]
     layout: tuple[tuple[int, str, int, str], ...]
-    """The layout as (stage, layers, devices, who)."""
+    """(stage, layers, number of devices, description of the devices) each."""
 
 
 class PageData(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +84,7 @@ def _part(name: str) -> str:
 
 
 def _embedded(data: PageData) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end its script element."""
     text = msgspec.json.encode(data).decode()
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -96,15 +96,15 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _cell(heading: str, cell: str) -> str:
-    """A cell with its heading, which a phone shows beside it."""
+    """Return a cell with its heading, which a phone shows beside it."""
     return f'<td{_kind(heading)} data-label="{html.escape(heading)}">{html.escape(cell)}</td>'
 
 
 def _figures(rows: Sequence[Row]) -> str:
-    """What the first strategy with a pace comes to; a sentence where none has one."""
+    """Return the figures of the first strategy with a pace; a sentence if there is none."""
     row = next((row for row in rows if row.figures is not None), None)
     if row is None or row.figures is None:
-        return "<p>No strategy has a pace, so there is nothing to count up.</p>"
+        return "<p>No strategy has a pace, so there are no figures.</p>"
     name = html.escape(printable(row.strategy))
     lines = "".join(f"<tr><th>{html.escape(a)}</th><td>{html.escape(b)}</td></tr>" for a, b in lines_of(row.figures))
     members = "".join(
@@ -114,7 +114,7 @@ def _figures(rows: Sequence[Row]) -> str:
         for each in row.figures.members
     )
     return (
-        f"<p>Of {name}, at its simulated pace, if everybody stays.</p><table><tbody>{lines}</tbody></table>"
+        f"<p>Figures of {name} at its simulated pace, if no peer leaves.</p><table><tbody>{lines}</tbody></table>"
         "<table><thead><tr><th>each member in</th><th>members</th><th>GB a month up</th><th>GB a month down</th>"
         f"<th>watts</th></tr></thead><tbody>{members}</tbody></table>"
     )
@@ -159,7 +159,7 @@ def _about(outcome: Outcome, result: SimResult) -> str:
 
 
 def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
-    """(from, to, tokens/s) between commits; of a long run the mean of several steps."""
+    """Return (from, to, tokens/s) between commits; in a long run the means of several steps."""
     commits_s = [0.0, *(step.committed_at_s for step in result.steps)]
     every = max(1, len(commits_s) // _POINTS_MAX)
     counted = [*range(0, len(commits_s) - 1, every), len(commits_s) - 1]
@@ -171,7 +171,7 @@ def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
 
 
 def _maps(outcome: Outcome, result: SimResult, topology: Topology) -> tuple[Map, ...]:
-    """Maps by region, by stage and by device, where there are any and not too many."""
+    """Return maps by region, by stage and by device, those that exist and are small enough."""
     moved: Floats = result.bytes_per_step if result.steps else result.traffic_bytes.astype(np.float64)
     maps = []
     if len(set(topology.regions)) > 1:
@@ -205,7 +205,7 @@ def _layout(outcome: Outcome, topology: Topology) -> tuple[tuple[int, str, int, 
 
 
 def counted(stage: Sequence[int], topology: Topology) -> str:
-    """`4 Tokyo, 2 Seoul`; device names where the network has no regions."""
+    """Return text like `4 Tokyo, 2 Seoul`; device names if the network has no regions."""
     if not any(topology.regions):
         return ", ".join(topology.names[device] for device in stage)
     regions = [topology.regions[device] or "elsewhere" for device in stage]

@@ -1,7 +1,7 @@
-"""Says what must hold of a swarm at every moment, whatever goes wrong: each invariant is a sentence and a pure checker.
+"""The properties that must hold of a swarm at every moment: each invariant is a sentence and a pure checker.
 
-A checker sees every event in order and answers with what contradicts its sentence, or with nothing. It keeps no more
-than it needs and knows nothing of how the swarm works inside.
+A checker sees every event in order and returns a contradiction to its sentence, or None. It keeps no more state than it
+needs and knows nothing of the swarm's internals.
 """
 
 import math
@@ -23,7 +23,7 @@ class Invariant(Protocol):
     sentence: str
 
     def see(self, event: Event) -> str | None:
-        """The contradiction to the sentence, if this event is one."""
+        """Return the contradiction to the sentence, if this event is one."""
         ...
 
 
@@ -32,7 +32,7 @@ class Expectation:
     """The promises of a run.
 
     Args:
-        losses: of the same training in one process, by step; None where staleness or few bits make it another one.
+        losses: by step, of the same training in one process; None if staleness or few bits change them.
         may_give_up: the spec has a commit deadline.
     """
 
@@ -64,7 +64,7 @@ def all_invariants(expected: Expectation) -> tuple[Invariant, ...]:
 
 @dataclass(slots=True)
 class OnePlanPerOrder:
-    sentence: str = "of one (term, sequence) at most one plan is ever obeyed"
+    sentence: str = "for each (term, sequence) at most one plan is ever obeyed"
     _digests: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def see(self, event: Event) -> str | None:
@@ -86,14 +86,14 @@ class OrdersGrow:
         life, last = self._last.get(event.name, (event.life, (0, 0)))
         order = event.plan.plan.order
         self._last[event.name] = (event.life, order)
-        if order > last or (order == last and life != event.life):  # taken up again from its disk
+        if order > last or (order == last and life != event.life):  # resumed from its disk
             return None
         return f"{event.name} obeyed {last} and now obeys {order}"
 
 
 @dataclass(slots=True)
 class OneChain:
-    """A plan may be seen before its predecessor is: news spread in any order."""
+    """A plan may be seen before its predecessor: news spread in any order."""
 
     sentence: str = "no plan that was ever obeyed has two successors that were"
     _successor: dict[str, Plan] = field(default_factory=dict)
@@ -122,9 +122,9 @@ class VersionsGrow:
 
 @dataclass(slots=True)
 class OneStatePerVersion:
-    """Two halves of a swarm that train apart are found here."""
+    """Finds two halves of a swarm that train apart."""
 
-    sentence: str = "of one (era, stage, version) the replicas commit to one state, bit for bit"
+    sentence: str = "for each (era, stage, version) the replicas commit one state, bit for bit"
     _digests: dict[tuple[int, int, int], tuple[str, str]] = field(default_factory=dict)
 
     def see(self, event: Event) -> str | None:
@@ -140,10 +140,10 @@ class OneStatePerVersion:
 
 @dataclass(slots=True)
 class StraysReturn:
-    """A member that is cut off in the middle of a round may finish it alone, after the others have given it up and
-    begun another. It then holds a state that nobody else holds, and must notice by its group's digests or the plan."""
+    """A member that is cut off during a round may finish it alone, after the others have abandoned it and begun
+    another. Its state then differs from its group's, which it must notice by the group's digests or the plan."""
 
-    sentence: str = f"who has another state than its group committed fetches that, {STRAYS_S:.0f} s after all is healed"
+    sentence: str = f"a member that differs from its group fetches its state, {STRAYS_S:.0f} s after all is healed"
     _committed: dict[tuple[int, int, int], str] = field(default_factory=dict)
     _held: dict[str, Held] = field(default_factory=dict)
     _quiet_s: float = math.inf
@@ -201,7 +201,7 @@ class LedgerAddsUp:
 @dataclass(slots=True)
 class RoundsAddUp:
     expected: Expectation
-    sentence: str = "what a round's members bring is the whole step, each microbatch once or counted as a duplicate"
+    sentence: str = "a round's members bring the whole step, each microbatch once or counted as a duplicate"
 
     def see(self, event: Event) -> str | None:
         if not isinstance(event, Opened):
@@ -223,7 +223,7 @@ class RoundsAddUp:
 
 @dataclass(slots=True)
 class Finite:
-    sentence: str = "no state that was committed has a number that is not finite"
+    sentence: str = "every number of a committed state is finite"
 
     def see(self, event: Event) -> str | None:
         if isinstance(event, Committed) and event.report.loss is not None and not math.isfinite(event.report.loss):
@@ -235,8 +235,9 @@ class Finite:
 
 @dataclass(slots=True)
 class LossesEqual:
-    """A microbatch that is lost, counted twice or computed with other weights moves this by more than the tolerance,
-    at that step or at the next. What the ledger counts as a duplicate does so too, so the first one ends the check."""
+    """A microbatch that is lost, counted twice or computed with other weights changes the loss by more than the
+    tolerance, at that step or the next. A duplicate in the ledger changes it, too, so the check ends at the first one.
+    """
 
     expected: Expectation
     sentence: str = "with s_max = 0 every step's loss is that of the same training in one process"
@@ -261,7 +262,7 @@ class CommitsAgain:
     _since_s: float = math.inf
     _new_at_s: float = 0.0
     _steps: dict[int, int] = field(default_factory=dict)
-    """Takes each commit once: stage -> newest step of the newest era. An old one that is heard of again is no news."""
+    """Stage -> newest step of the newest era; a repeated report of an old commit does not count."""
     _era: int = 0
 
     def see(self, event: Event) -> str | None:

@@ -1,4 +1,4 @@
-"""Writes down what happens in a modelled run: commits, plans, who came and went, how long devices worked."""
+"""The record of a modelled run: commits, plans, joins and losses, and the working time of devices."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -15,9 +15,11 @@ _NOT_WORK = ("probe",)
 
 
 class SimLedger:
-    """Args:
-    steps: tell `reached` once so many steps are committed by every group.
-    on_step: told of each step when every group has committed it.
+    """Records the events of one run.
+
+    Args:
+        steps: sets `reached` once every group has committed this many steps.
+        on_step: called for each step that every group has committed.
     """
 
     def __init__(
@@ -30,16 +32,16 @@ class SimLedger:
     ) -> None:
         self.steps: list[StepCommitted] = []
         self.undone: list[StepCommitted] = []
-        """The steps that a way back to an earlier version has undone."""
+        """The steps undone by a return to an earlier version."""
         self.events: list[Happened] = []
         self.failures: list[str] = []
         self.duplicates = 0
         self.given_up = 0
         self.reached = asyncio.Event()
         self.plan: Plan | None = None
-        """The last plan that anybody obeyed."""
+        """The newest plan that any node obeyed."""
         self._num_groups = 0
-        """How many commits make a step, those of experts included, as the last plan says."""
+        """The number of commits that make a step, those of experts included, by the last plan."""
         self._wanted = steps
         self._on_step = on_step
         self._keeps_timeline = keeps_timeline
@@ -65,7 +67,7 @@ class SimLedger:
         self.failures.append(what)
 
     def obeyed(self, plan: Plan) -> None:
-        """Note a plan. Every node says so of every plan."""
+        """Record a plan. Every node reports every plan."""
         if plan.order in self._plans:
             return
         self._plans.add(plan.order)
@@ -85,7 +87,7 @@ class SimLedger:
         self._note("plan", -1, plan.reason)
 
     def committed(self, report: CommitReport) -> None:
-        """Note a commit. Every member says so of every commit of its group."""
+        """Record a commit. Every member reports every commit of its group."""
         groups = self._commits.setdefault((report.era, report.step), set())
         if report.stage in groups:
             return
@@ -106,7 +108,7 @@ class SimLedger:
         return tuple(device for device, peer in sorted(self._peers.items()) if peer.is_alive)
 
     def read_jobs(self) -> None:
-        """Take over what devices have done since the last time; they forget it."""
+        """Move the jobs that devices have finished since the last call into the record."""
         for device in self._peers:
             self._read_jobs(device)
 
@@ -137,7 +139,7 @@ class SimLedger:
 
 
 def traffic_matrix(sent: Mapping[tuple[int, int], int], num_devices: int) -> npt.NDArray[np.int64]:
-    """[N, N] bytes, from those of pairs."""
+    """Return [N, N] bytes, from the bytes of pairs."""
     matrix = np.zeros((num_devices, num_devices), dtype=np.int64)
     for (source, destination), nbytes in sent.items():
         matrix[source, destination] = nbytes

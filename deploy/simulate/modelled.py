@@ -1,7 +1,7 @@
-"""Runs the real drivers on modelled devices: a network, a run spec and a layout in, what happened out.
+"""Run the real drivers on modelled devices: from a network, a run spec and a layout to a result.
 
-The nodes are those of `shoal join`; only what they compute with is another (`arithmetic.py`), so that a thousand of
-them, with a model that none could hold, fit into one process.
+The nodes are those of `shoal join` with another arithmetic (`arithmetic.py`), so that a thousand of them, with a model
+that none could hold, fit into one process.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 _READ_EVERY_S = 60.0
-"""How often, in virtual time, the work of devices is added up, and forgotten unless a timeline is wanted."""
+"""The virtual seconds between two sums of the devices' work; jobs are then dropped unless a timeline is wanted."""
 
 
 class Churn(NamedTuple):
-    """`remove` is a power cut, `leave` a good-bye, `add` a (re)start, which comes to nothing while the good-bye lasts.
-    A device whose first event is an `add` above 0 s is not there before that."""
+    """A change of membership. `remove` is a power cut, `leave` a good-bye, `add` a (re)start; an `add` during the
+    good-bye does nothing. A device is absent until its first event if that is an `add` above 0 s."""
 
     at_s: float
     kind: Literal["add", "remove", "leave"]
@@ -54,47 +54,44 @@ class Churn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """What ends a run, whichever comes first."""
+    """The ends of a run; the first one counts."""
 
     steps: int | None = None
-    """How many steps every stage commits before the run ends; None: those of the spec."""
+    """The number of steps that every stage commits before the run ends; None: as in the spec."""
     steps_after: int = 0
-    """The run has so many more steps than it ends with: the last that counts then has a next one to overlap with."""
+    """Further steps that the run has after its end, so that the last counted step overlaps with a next one."""
     seconds: float | None = None
-    """The virtual time at which the run ends; None: it has no such end."""
+    """The virtual time at which the run ends; None: unlimited."""
     look_every_s: float = _READ_EVERY_S
-    """How often, in virtual time, `is_enough` is asked and the work of devices is read."""
+    """The virtual seconds between two calls of `is_enough` and two reads of the devices' work."""
     is_enough: Callable[[], str] = lambda: ""
-    """A function that says why the run should end, and nothing while it may go on."""
+    """A function that returns why to end the run; empty: it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelledRun:
-    """The input of a simulation. The spec's `swarm.stages` and `swarm.min_peers` follow the placement, if any; it never
-    validates, and keeps no snapshots.
-    """
+    """The input of a simulation. `swarm.stages` and `swarm.min_peers` follow the placement; there is no validation and
+    no snapshot."""
 
     topology: Topology
     spec: RunSpec
     """The spec of the modelled run: nothing of its model is ever allocated."""
     stages: Placement | Allocator | None = None
-    """A placement holds as long as its devices are there; an allocator is asked at every change; None: the live one."""
+    """A placement holds while its devices are up; an allocator is asked at every change; None: the live one."""
     seed: int = 0
     churn: Sequence[Churn] = ()
     hindrances: Sequence[Slowing | Severing] = ()
-    """Devices and links that become slower, and pairs that lose each other; those of devices that come later do not
-    count."""
+    """Slower devices and links, and cut pairs. Those of devices that join later are ignored."""
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     ports: Callable[[Seat], Ports] | None = None
-    """What each node gets of its device; None: the device's own. Benchmarks put the habits of other systems here."""
+    """Makes each node's ports; None: the device's own. Benchmarks put the behaviour of other systems here."""
     chunk_bytes: int | None = None
-    """The size of the pieces in which gradient sums and states travel, in bytes of fp32: a piece of sums in 4 bits
-    takes an eighth of it. None: `chunk_bytes_on` says it for the network."""
+    """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on` the network."""
     expert_loads: Sequence[float] | None = None
-    """Where the run spec places experts (`swarm.expert_slots`): what part of the tokens wants each. None: all alike."""
+    """The relative loads of the experts, if the run spec places experts. None: all equal."""
     on_progress: Callable[[float], None] = lambda share: None
-    """A function that is told at every step which share of the run is over, in [0, 1]."""
+    """Called at every step with the share of the run that is over, in [0, 1]."""
 
 
 CHUNK_BYTES_MAX = 8 << 20
@@ -102,10 +99,10 @@ _CHUNK_S = 0.4
 
 
 def chunk_bytes_on(topology: Topology) -> int:
-    """How large the pieces are in which sums and states travel here, as fp32.
+    """Return the piece size of sums and states on this network, as fp32.
 
-    A simulation's time goes into its frames, so they are larger than a real peer's. But nothing more urgent stops them,
-    while a real peer's line takes 25 ms of a frame at a time: so the slowest uplink takes `_CHUNK_S` for a piece in
+    A simulation spends its time on frames, so its pieces are larger than a real peer's. But no urgent frame interrupts
+    them, while a real line is free again after 25 ms of a frame. So a piece takes the slowest uplink `_CHUNK_S` in
     fp32, an eighth of that in 4 bits; no piece is smaller than a real peer's.
     """
     slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
@@ -113,8 +110,7 @@ def chunk_bytes_on(topology: Topology) -> int:
 
 
 def run_modelled(run: ModelledRun) -> SimResult:
-    """Raises: LocalError: a device of the placement or of the churn does not exist, or the run cannot begin, or its
-    experts' loads are not those of its experts."""
+    """Simulate a run. Raises: LocalError: an unknown device, wrong expert loads, or a run that cannot begin."""
     devices = {device for stage in _placed(run) for device in stage}
     check_devices(run.topology, devices, "the placement")
     check_devices(run.topology, {event.device for event in run.churn}, "the churn")
@@ -216,13 +212,12 @@ def _seen(run: ModelledRun, spec: RunSpec, world: World, ledger: SimLedger) -> S
 
 
 def _share_over(run: ModelledRun, spec: RunSpec, step: StepCommitted) -> float:
-    """The share of the run that is over, towards whichever end is nearer."""
     by_steps = (step.step + 1) / (spec.training.steps - run.limits.steps_after)
     return min(1.0, by_steps if run.limits.seconds is None else max(by_steps, step.committed_at_s / run.limits.seconds))
 
 
 async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
-    """Returns: why it was cut off; empty: it was not."""
+    """Wait for the end. Returns: why the run was cut off; empty: it was not."""
     until_s = math.inf if run.limits.seconds is None else run.limits.seconds
     loop = asyncio.get_running_loop()
     while loop.time() < until_s and not ledger.reached.is_set():
@@ -236,7 +231,7 @@ async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
 
 
 def _spec_of(run: ModelledRun) -> RunSpec:
-    """The run spec as it is in this world. Raises: LocalError: it cannot be."""
+    """Return the run spec for this world. Raises: LocalError: it is invalid."""
     spec, here = run.spec, run.topology.num_devices - len(_absent(run))
     stages = len(_placed(run)) or spec.swarm.stages
     swarm = {"stages": stages, "min_peers": max(1, here), "snapshot_interval_steps": 0}
@@ -254,7 +249,7 @@ def _spec_of(run: ModelledRun) -> RunSpec:
         )
         return with_modelled_base(spec)
     except ValueError as error:
-        raise LocalError(f"this run cannot be: {error}") from error
+        raise LocalError(f"this run is invalid: {error}") from error
 
 
 def _placed(run: ModelledRun) -> tuple[tuple[int, ...], ...]:
@@ -262,7 +257,6 @@ def _placed(run: ModelledRun) -> tuple[tuple[int, ...], ...]:
 
 
 def _absent(run: ModelledRun) -> set[int]:
-    """The devices that come later, whose first event adds them."""
     first: dict[int, Churn] = {}
     for event in sorted(run.churn, key=lambda event: event.at_s):
         first.setdefault(event.device, event)
@@ -271,8 +265,7 @@ def _absent(run: ModelledRun) -> set[int]:
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Collect cycles rarely: Python looks at everything that lives, and what makes up a world of a thousand peers lives
-    as long as the world does."""
+    """Collect cycles rarely: Python inspects all living objects, and a world of a thousand peers lives to the end."""
     before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -281,5 +274,5 @@ def _collecting_rarely() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        if not was_frozen:  # else what the caller has frozen would be looked through again
+        if not was_frozen:  # keep objects frozen that the caller froze
             gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Models an expert at its holder, and tokens that have only a size on their way there."""
+"""A modelled expert at its holder, and token payloads that have only a size."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -21,7 +21,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class ModelledTokenWire(TokenWire):
-    """A wire whose rows are extents, of one element a row."""
+    """A wire with extents as rows, of one element each."""
 
     def encode(self, x_PD: Tensor) -> bytearray:
         return cast(bytearray, phantom(self.row_bytes * x_PD.numel()))
@@ -72,7 +72,7 @@ class ModelledExpert(ModelledShard):
         return expert_flop(self.spec.model, num_tokens)
 
     def backward_flop(self, num_tokens: int) -> float:
-        """The work of a backward, with the forward, which is run again."""
+        """Return the work of a backward, with the forward that runs again."""
         return (1.0 + BACKWARD_PER_FORWARD) * expert_flop(self.spec.model, num_tokens)
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:

@@ -1,4 +1,4 @@
-"""Holds a modelled peer's state of some layers or of some experts: states and gradients have only a size."""
+"""A modelled peer's state of layers or experts: states and gradients have only a size."""
 
 from collections.abc import Callable, Mapping
 
@@ -42,7 +42,7 @@ class ModelledShard:
 
     @property
     def is_stepping(self) -> bool:
-        """Never, since a step takes nothing apart here."""
+        """False: a step in progress changes nothing here."""
         return False
 
     @property
@@ -70,7 +70,7 @@ class ModelledShard:
         self._contributions.forget_before(self.version)
 
     def load_base(self, stored: Mapping[str, Tensor]) -> None:
-        """Do nothing: what matters of a base here is that it has come."""
+        """Do nothing: only the arrival of a base matters here."""
 
     def step(self, mean_gradient_N: Tensor) -> tuple[StageState, str, int]:
         assert self.state is not None
@@ -100,7 +100,7 @@ class ModelledShard:
         self._contributions.forget(microbatch)
 
     def make_room(self) -> None:
-        """Nothing is in the way: what is only pretended takes no memory."""
+        """Do nothing: modelled values take no memory."""
 
     def _finish(self, microbatch: Microbatch, contributes: bool) -> None:
         if contributes and not self._contributions.has(microbatch):

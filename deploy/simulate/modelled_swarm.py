@@ -1,4 +1,4 @@
-"""Runs nodes on modelled devices in one world: launches them, lets them fall, and has what they do written down."""
+"""Run nodes on modelled devices in one world: launch and remove them, and record their actions."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -28,25 +28,26 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 Ports = tuple[Transport, Compute, Traffic | None]
-"""What a node gets of its peer."""
+"""The ports that a node takes from its peer."""
 
 
 class Seat(NamedTuple):
-    """The place of one node in a modelled swarm, for whoever puts something around its ports."""
+    """The place of one node in a modelled swarm, for code that wraps its ports."""
 
     device: int
     peer: SimPeer
     peers: Mapping[int, PeerID]
-    """The peer of each device, whether it is there or not."""
+    """Device -> peer, also of absent devices."""
     spec: RunSpec
 
 
 class ModelledSwarm:
-    """Device i of the topology is the peer of that number's name.
+    """The nodes of one run; device i of the topology is the peer named after i.
 
     Args:
-        ports: what each node gets in place of its peer's own; a benchmark plays another system's habits with it.
-        routing: where the run places experts.
+        ports: makes each node's ports in place of its peer's own; a benchmark plays another system's behaviour with
+            them.
+        routing: for runs that place experts.
     """
 
     def __init__(
@@ -74,17 +75,17 @@ class ModelledSwarm:
         self._lives: dict[int, int] = {}
         self._peers: dict[int, SimPeer] = {}
         self._nodes: dict[int, Node] = {}
-        """The nodes that have begun and have not been told to leave."""
+        """The nodes that have started and were not told to leave."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._apart: dict[int, set[int]] = {}
-        """Device -> those towards which the network has no path for it."""
+        """Device -> the devices to which the network has no path."""
         for one, other in pairs_apart(topology):
             self._apart.setdefault(one, set()).add(other)
             self._apart.setdefault(other, set()).add(one)
         self._severed: dict[frozenset[int], Cut] = {}
 
     def launch(self, device: int) -> None:
-        """Start the next process of `device`; nothing if one runs."""
+        """Start the next process of `device`; do nothing if one runs."""
         if device in self._peers and self._peers[device].is_alive:
             return
         t, name = self._topology, name_of(device)
@@ -108,14 +109,14 @@ class ModelledSwarm:
         self._tasks[device] = task
 
     def remove(self, device: int) -> None:
-        """End the device's process as a power cut does; nothing happens if it is not there."""
+        """End the device's process as a power cut does; do nothing if it is absent."""
         peer = self._peers.get(device)
         if peer is not None and peer.is_alive:
             self._world.crash(peer)
             self._ledger.left(device, self._topology.names[device])
 
     def leave(self, device: int) -> None:
-        """Let the device's process say good-bye, as one does on a first signal; one that has yet to begin falls."""
+        """Let the device's process say good-bye, as on a first signal; end one that has not started yet."""
         node, peer = self._nodes.pop(device, None), self._peers.get(device)
         if node is None or peer is None or not peer.is_alive:
             self.remove(device)
@@ -136,7 +137,7 @@ class ModelledSwarm:
         self._ledger.left(device, self._topology.names[device])
 
     def slow(self, slowing: Slowing) -> None:
-        """Let it happen, to those of its devices that have been launched."""
+        """Slow a device or its links, if launched."""
         t, peer = self._topology, self._peers.get(slowing.device)
         if peer is not None and not slowing.others:
             self._world.slow_device(peer, slowing.times)
@@ -149,13 +150,13 @@ class ModelledSwarm:
                 self._world.set_link(self._peers[source], self._peers[destination], link)
 
     def sever(self, one: int, other: int) -> None:
-        """Let two devices that have been launched lose each other."""
+        """Cut the path between two launched devices."""
         pair = frozenset((one, other))
         if pair not in self._severed and len(pair.intersection(self._peers)) == 2:
             self._severed[pair] = self._world.partition([self._peers[one]], [self._peers[other]])
 
     def join(self, one: int, other: int) -> None:
-        """Let two devices that have lost each other meet again."""
+        """Heal the path between two devices."""
         cut = self._severed.pop(frozenset((one, other)), None)
         if cut is not None:
             self._world.heal(cut)
@@ -171,7 +172,7 @@ class ModelledSwarm:
         def obeyed(plan: SignedPlan) -> None:
             ledger.obeyed(plan.plan)
 
-        # Whoever hosts has the model that adapters stand beside; the others get their layers of it over the network.
+        # The host has the base of adapters; the others fetch their layers of it over the network.
         has_base = self._spec.adapter is not None and peer.peer_id == self._owner
         run = NodeRun(spec=self._spec, owner=self._owner, initial=ModelledBase(self._spec) if has_base else None)
         node = Node(
@@ -223,12 +224,12 @@ def name_of(device: int) -> str:
 
 
 def peer_ids(world: World, devices: range) -> dict[int, PeerID]:
-    """The peers of the devices, there or not."""
+    """Return the peers of the devices, also of absent ones."""
     return {device: world.identity(name_of(device)).peer_id for device in devices}
 
 
 def check_devices(topology: Topology, devices: set[int], what: str) -> None:
-    """Raises: LocalError: `what` names a device that the topology has not."""
+    """Check device numbers. Raises: LocalError: `what` names a device that the topology does not have."""
     strange = sorted(device for device in devices if not 0 <= device < topology.num_devices)
     if strange:
         raise LocalError(f"{what} names device {strange[0]}, the network has {topology.num_devices}")

@@ -1,4 +1,4 @@
-"""Turns what came of one strategy into figures: the line of the table, of the JSON file and of the report."""
+"""Turn the result of a strategy into figures: a line of the table, of the JSON file and of the report."""
 
 import math
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ from shoal.deploy.words import counted
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """A strategy, who held what, what was expected of it, and what happened."""
+    """A strategy, its placement, its prediction, and its result."""
 
     strategy: Strategy
     placement: Placement | None
-    """Who held what; None: the simulated coordinators decided, or nothing could be placed."""
+    """None: the simulated coordinators decided, or nothing could be placed."""
     predicted: Cost | None
-    """The cost by the throughput objective; None: the layout changes, which it is no model of."""
+    """The cost by the throughput objective; None for changing layouts, which it does not model."""
     result: SimResult | None
     figures: Figures | None = None
-    """What the simulated pace comes to for those who take part; None without a pace."""
+    """The costs, traffic and duration at the simulated pace; None without a pace."""
     problem: str = ""
-    """The reason why there is no result."""
+    """The reason for a missing result."""
     same_as: str = ""
-    """The strategy before it that is the same run under another name; empty: none is."""
+    """The earlier strategy that was the same run; empty: none."""
     planned_s: float = 0.0
-    """The seconds of this machine that it took to find the placement."""
+    """The real seconds of finding the placement."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of an `Outcome`; None: there is none. Means are over the steps after the run has warmed up."""
+    """The figures of an `Outcome`; None: no figure. Means are over the steps after the warm-up."""
 
     strategy: str
     layout: str
@@ -42,12 +42,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     bounds: tuple[int, ...] | None
     """Stage k holds layers [bounds[k], bounds[k + 1])."""
     steps: int
-    """How many steps were committed."""
+    """The number of committed steps."""
     tokens_per_s: float | None
     """The rate at the median pace; of `live` the rate from `SimResult.settled_from_s` on, standstills included."""
     step_s: float | None
     tokens_per_s_below: float | None
-    """An upper bound, of a run that had one step and time for more."""
+    """An upper bound, for a run that had one step and time for more."""
     predicted_tokens_per_s: float | None
     measured_over_predicted: float | None
     bytes_per_step: float | None
@@ -55,11 +55,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     idle_share: float | None
     """The idle part of the time of devices with a stage, from the first steady step on; None without a timeline."""
     bound_by: str
-    """What the prediction says is busiest; without one, what was seen; or the reason why there is no figure."""
+    """The predicted bottleneck; without a prediction, the events; or the reason for missing figures."""
     note: str
-    """What else one must know of its figures: that the run was cut off, that few steps were left to measure."""
+    """Notes on the figures: the run was cut off, or few steps were measured."""
     same_as: str
-    """The strategy before it that is the same run; empty: none is."""
+    """The earlier strategy that was the same run; empty: none."""
     figures: Figures | None
     duplicates: int
     given_up: int
@@ -102,7 +102,7 @@ def row_of(outcome: Outcome) -> Row:
 
 
 def pace(strategy: Strategy, result: SimResult) -> float:
-    """Tokens/s, as `Row.tokens_per_s` has them; NaN if there are too few steps."""
+    """Return tokens/s as in `Row.tokens_per_s`; NaN if there are too few steps."""
     if strategy.layout != "live" or not math.isfinite(result.step_s):
         return result.tokens_per_s
     settled = result.tokens_per_s_from(result.settled_from_s)
@@ -110,7 +110,7 @@ def pace(strategy: Strategy, result: SimResult) -> float:
 
 
 def idle_share(outcome: Outcome) -> float | None:
-    """The part of the time in which those that hold a stage computed nothing."""
+    """Return the part of the time in which devices with a stage computed nothing."""
     shares = time_shares(outcome)
     if shares is None:
         return None
@@ -118,7 +118,7 @@ def idle_share(outcome: Outcome) -> float | None:
 
 
 def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
-    """The share of each kind of job in the steady time of devices that hold a stage; None without a timeline."""
+    """Return the share of each kind of job in the steady time of devices with a stage; None without a timeline."""
     result = outcome.result
     if result is None or len(result.steps) < STEPS_MIN or not any(result.timeline):
         return None
@@ -137,7 +137,7 @@ def time_shares(outcome: Outcome) -> dict[JobKind, float] | None:
 
 
 def bound_by(cost: Cost | None) -> str:
-    """What the throughput objective finds slowest; its docstring has the parts."""
+    """Return the bottleneck by the throughput objective; its docstring has the parts."""
     if cost is None or not cost.parts:
         return cost.why if cost is not None else ""
     parts = cost.parts
@@ -155,7 +155,7 @@ def bound_by(cost: Cost | None) -> str:
 
 
 def _seen(outcome: Outcome) -> str:
-    """What was seen, where there is no prediction."""
+    """Return a summary of the events, for runs without a prediction."""
     result = outcome.result
     if result is None:
         return ""
@@ -165,7 +165,6 @@ def _seen(outcome: Outcome) -> str:
 
 
 def _trouble(result: SimResult | None) -> str:
-    """The reason why a result has no pace."""
     if result is None or math.isfinite(result.step_s):
         return ""
     if result.failures:
@@ -175,8 +174,7 @@ def _trouble(result: SimResult | None) -> str:
 
 
 def _below(result: SimResult | None) -> float | None:
-    """A bound after a single step: the second takes longer than there was time for. The first says nothing, since it
-    has joining and filling the pipeline in it."""
+    """Return a bound after a single step: the second takes longer than the time left. The first includes joining."""
     if result is None or len(result.steps) != 1 or result.ending.at_s <= result.steps[0].committed_at_s:
         return None
     return result.tokens_per_step / (result.ending.at_s - result.steps[0].committed_at_s)

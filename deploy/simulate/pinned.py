@@ -1,4 +1,4 @@
-"""Answers every snapshot with the same placement, for strategies that plan once."""
+"""An allocator with a fixed placement, for strategies that plan once."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -12,11 +12,11 @@ from shoal.protocol.plan import Member, Plan, Stage
 
 
 class PinnedAllocator:
-    """Implements `Allocator`. Who is not there is left out, who has no place is a spare.
+    """Implements `Allocator`. Absent devices are left out; peers without a place are spares.
 
     Args:
-        peers: device index -> who it is.
-        split: traffic and reduction of each member, in the placement's order, as the throughput objective assumes it.
+        peers: device index -> peer.
+        split: traffic and reduction of each member, in the placement's order, as the throughput objective assumes them.
     """
 
     def __init__(self, placement: Placement, peers: Mapping[int, PeerID], split: Split) -> None:
@@ -34,7 +34,7 @@ class PinnedAllocator:
         for devices, (first, last) in zip(self._placement.stages, pairwise(self._placement.bounds), strict=True):
             members = tuple(self._members[self._peers[device]] for device in devices if self._peers[device] in there)
             if not members:
-                raise NoLayout(f"nobody is there who could hold stage {len(stages)}")
+                raise NoLayout(f"no device is present that can hold stage {len(stages)}")
             stages.append(Stage(first_layer=first, last_layer=last, members=members))
         placed = {member.peer for stage in stages for member in stage.members}
         spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in placed)

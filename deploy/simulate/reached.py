@@ -1,4 +1,4 @@
-"""Says what the swarm's own coordinators reach of the layout that was planned for it, and held from the beginning."""
+"""Compare the swarm's own coordinators with the layout that was planned for it and held from the beginning."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from shoal.deploy.simulate.result import SETTLED_S
 from shoal.deploy.words import printable
 
 WORK_S = 600.0
-"""The work of so many first seconds is compared, or that of a shorter run."""
+"""The first seconds in which work is compared; fewer in a shorter run."""
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,18 +18,17 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
 
     live: str
     planned: str
-    """The names of the two strategies."""
     from_s: float
-    """Virtual time from which on the rate was measured."""
+    """The virtual time from which the rate was measured."""
     tokens_per_s: float
     """The live swarm's rate, standstills included."""
     planned_tokens_per_s: float
     """The simulated pace of the planned layout."""
     work_by_s: float
     work_share: float
-    """The tokens by `work_by_s`, over as many seconds at the planned pace."""
+    """The tokens by `work_by_s`, divided by those at the planned pace."""
     first_step_s: float
-    """When the live swarm's first step was over: until then it measures, plans and fills the pipeline."""
+    """The end of the live swarm's first step, which includes measuring, planning and filling the pipeline."""
     standstill_s: float
     num_plans: int
     num_divisions: int
@@ -40,8 +39,8 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reached(outcomes: Sequence[Outcome]) -> Reached | None:
-    """The first strategy that is decided live beside the first planned one with the same staleness, wire and churn.
-    None: there is no such pair, or one of them has no pace."""
+    """Compare the first live strategy with the first planned one of the same staleness, wire and churn; None if a pace
+    is missing."""
     live = next((outcome for outcome in outcomes if outcome.strategy.layout == "live"), None)
     if live is None or live.result is None or not live.result.steps:
         return None
@@ -73,7 +72,7 @@ def _alike(one: Outcome, other: Outcome) -> bool:
 
 
 def said_of(found: Reached) -> str:
-    """Two sentences for people."""
+    """Return two sentences for people."""
     shorter = ""
     if found.from_s < SETTLED_S:
         shorter = f", though a swarm has {SETTLED_S:,.0f} s to settle as a rule (--patience lets it run longer)"

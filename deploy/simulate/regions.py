@@ -1,4 +1,4 @@
-"""Reads a network as people say it: so many devices of a kind in a region, and what lies between regions."""
+"""Networks as people describe them: regions of equal devices, and paths between places."""
 
 import math
 
@@ -31,29 +31,28 @@ class Region(Section, frozen=True):
     name: str
     count: int
     place: str = ""
-    """Regions may share one, as those with DSL and with fibre in a town do; paths are between places. Default: the
-    region's name."""
+    """The place of the region, for paths; regions may share one, as DSL and fibre in a town. Default: its name."""
     tflops: float = 45.0
-    """The speed of a device, as measured on real microbatches, not a peak."""
+    """The speed of a device on real microbatches, not its peak."""
     memory_gb: float = 16.0
     up_mbps: float = math.inf
     """The rates of a network card."""
     down_mbps: float = math.inf
     devices_per_card: int = 1
-    """How many devices of one machine share its card."""
+    """The number of devices of a machine, which share its card."""
     last_mile_ms: float = 0.0
-    """A latency that is added to every path, once for each end that is here."""
+    """A latency added to every path for each end in this region."""
     inside_ms: float = 0.1
-    """The latency one way between two machines of the place."""
+    """The one-way latency between two machines of the place."""
     inside_mbps: float = 10_000.0
     machine_ms: float = 0.01
-    """The latency one way between two devices of one machine."""
+    """The one-way latency between two devices of one machine."""
     machine_mbps: float = 100_000.0
     has_text: bool = True
     watts: float | None = None
-    """What one device draws while it trains, with its part of the machine."""
+    """The power of a device while it trains, with its part of the machine."""
     behind_nat: bool = False
-    """Whether each machine is behind a router of its own: two such machines do not meet, wherever they are."""
+    """True if each machine is behind its own router: two such machines cannot connect."""
 
     def __post_init__(self) -> None:
         require(bool(self.name), "a region needs a name")
@@ -78,7 +77,6 @@ class Path(Section, frozen=True):
 
     between: tuple[str, str]
     latency_ms: float
-    """One way."""
     mbps: float
     back_mbps: float | None = None
     """The rate from the second place to the first."""
@@ -126,9 +124,9 @@ class NetworkSection(Section, frozen=True):
 
 
 def topology_of(network: NetworkSection) -> Topology:
-    """Devices in the order of their regions, named `region-number`.
+    """Return the topology. Devices are in the order of their regions, named `region-number`.
 
-    Raises: LocalError: two places without a path, or what `Topology` refuses.
+    Raises: LocalError: two places have no path, or `Topology` refuses a value.
     """
     regions = network.region
     latency_RR, rate_RR = _between_regions(network)
@@ -167,7 +165,7 @@ def topology_of(network: NetworkSection) -> Topology:
 
 
 def _between_regions(network: NetworkSection) -> tuple[Floats, Floats]:
-    """One-way latency in seconds and bytes/s, [R, R], without last miles. Raises: LocalError."""
+    """Return one-way latency in seconds and bytes/s, [R, R], without last miles. Raises: LocalError."""
     regions, elsewhere = network.region, network.elsewhere
     paths: dict[tuple[str, str], tuple[float, float]] = {}
     for path in network.path:

@@ -1,5 +1,5 @@
-"""How many tokens of a microbatch a modelled router sends to each expert: drawn from given loads, as a pure function of
-the run's seed, so that a repetition asks for the same."""
+"""The tokens of a microbatch for each expert, as a pure function of the run's seed: a repeated microbatch asks for the
+same."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,13 +14,14 @@ from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 
 _SEED = 0x5EED
-"""A number that keeps these draws apart from others of the run's seed."""
+"""Separates these draws from others of the run's seed."""
 
 
 class Routing:
-    """Args:
-    loads: [E], of any scale: what part of the tokens wants each expert, in every layer. None: all alike.
-    Raises: LocalError: they are not the run's.
+    """Draws the rows of each expert.
+
+    Args: loads: [E], relative, the same in every layer; None: all equal.
+    Raises: LocalError: they do not match the run's experts.
     """
 
     def __init__(self, spec: RunSpec, loads: Sequence[float] | None = None) -> None:
@@ -34,12 +35,11 @@ class Routing:
         self._rows = rows
         self._seed = spec.seed
         self.tokens: Payload = phantom(rows * TokenWire(spec).row_bytes)
-        """The rows that all experts of a layer get together, as they travel."""
+        """The rows that all experts of a layer get together, as a payload."""
         self.counts_of = lru_cache(maxsize=4096)(self._drawn)
 
     def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:
-        """Rows of each expert: independent draws. No token goes to one twice: what is beyond is given to the others, in
-        the order of their loads."""
+        """Return each expert's rows by independent draws; more rows than tokens go on to the less loaded experts."""
         rng = np.random.default_rng((_SEED, self._seed, microbatch.step, microbatch.index % (1 << 32), layer))
         count_E = rng.multinomial(self._rows, self._share_E)
         beyond = 0

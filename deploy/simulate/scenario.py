@@ -1,8 +1,8 @@
-"""Reads what to simulate: TOML, a network file or a shipped name becomes a frozen `Scenario`.
+"""Read a scenario: TOML, a network file or a shipped name becomes a frozen `Scenario`.
 
-`SCENARIOS.md` beside this module walks through a file. Sections `[model]`, `[training]` and `[wire]` are those of a run
-spec (`protocol/spec.py`), `[network]` is in `regions.py`, `[[strategy]]` in `strategy.py`. Of `[experts]` the run spec
-gets what its `swarm` knows.
+`SCENARIOS.md` explains the file. Sections `[model]`, `[training]` and `[wire]` are those of a run spec
+(`protocol/spec.py`), `[network]` is in `regions.py`, `[[strategy]]` in `strategy.py`. The spec's `swarm` takes its
+fields from `[experts]`.
 """
 
 import math
@@ -24,22 +24,22 @@ from shoal.protocol.topology import ReadNetwork, Topology, WorkloadEntry, load_t
 
 SHIPPED = Path(__file__).parent / "scenarios"
 STEPS = 8
-"""The steps of a run whose scenario does not say: two to warm up, the others to measure."""
+"""The default number of steps: two to warm up, the others to measure."""
 STEPS_MAX = 1_000_000
-"""The steps of a run that ends by time, and the most that a run may have."""
+"""The steps of a run that ends by time, and the limit on steps."""
 STRATEGIES_MAX = 64
 _HEAD_SIZE = 128
 
 
 class ChurnSection(Section, frozen=True):
-    """Says who comes and goes."""
+    """Devices that come and go."""
 
     trace: str
     """A trace (`traces.py`), relative to the scenario's folder."""
     start_s: float | None = None
-    """Where in the trace the run begins. None: when half of the most nodes that it ever has are up."""
+    """The start of the run in the trace. None: when half of its peak number of nodes is up."""
     speedup: float = 1.0
-    """Trace seconds a simulated second."""
+    """Trace seconds in a simulated second."""
 
     def __post_init__(self) -> None:
         require(bool(self.trace), "trace is empty")
@@ -48,16 +48,15 @@ class ChurnSection(Section, frozen=True):
 
 
 class ExpertsSection(Section, frozen=True):
-    """Says where the experts of the model are: placed among the members of each stage. How many there are, and how many
-    a token is sent to, the model says (`num_experts`, `experts_per_token`)."""
+    """Experts placed among the members of each stage; `[model]` has `num_experts` and `experts_per_token`."""
 
     slots: int
-    """The capacity of a member: how many experts of each of its layers it holds."""
+    """The capacity of a member: experts of each of its layers."""
     holders: int | Literal["auto"] = "auto"
-    """How many members of a stage hold each expert at least, whatever `slots` says, if it has so many. "auto": as many
-    as in a run that does not say. Which members they are, and who holds more, the coordinators decide by the load."""
+    """The least number of members that hold each expert, beyond `slots` if necessary, up to the stage's members.
+    "auto": a run's default. The coordinators choose the members by load."""
     loads: tuple[float, ...] = ()
-    """What part of the tokens wants each expert, of any scale; empty: all alike."""
+    """The relative loads of the experts; empty: all equal."""
 
     def __post_init__(self) -> None:
         require(0 < self.slots <= EXPERTS_MAX, f"slots must be in [1, {EXPERTS_MAX}], is {self.slots}")
@@ -65,7 +64,7 @@ class ExpertsSection(Section, frozen=True):
             require(0 < self.holders <= PEERS_MAX, f"holders must be in [1, {PEERS_MAX}], is {self.holders}")
         require(
             all(0.0 <= load < math.inf for load in self.loads) and (not self.loads or sum(self.loads) > 0.0),
-            "loads must be 0 or more, and one of them more",
+            "loads must be 0 or more, and at least one above 0",
         )
 
 
@@ -75,22 +74,21 @@ class ScenarioFile(Section, frozen=True):
     network: NetworkSection
     title: str = ""
     steps: int | None = None
-    """Every strategy runs until it has committed so many; None: `STEPS`, or as many as there is time for."""
+    """The steps that every strategy commits; None: `STEPS`, or as many as fit into `seconds`."""
     seconds: float | None = None
-    """It ends then at the latest, of virtual time. None: never; with churn after `strategies.CHURN_SECONDS`."""
+    """The latest end, in virtual time. None: unlimited; with churn `strategies.CHURN_SECONDS`."""
     stages: int | None = None
-    """How many stages there are; None: as many as the planner finds best."""
+    """The number of stages; None: the best by the planner."""
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     adapter: AdapterSpec | None = None
-    """None: all weights train. Else the first device has the model that the adapters stand beside, and the others get
-    their layers of it over the network."""
+    """None: all weights train. Otherwise the first device has the base of the adapters, and the others fetch it."""
     experts: ExpertsSection | None = None
-    """None: each member of a stage holds all experts of its layers, if the model has any."""
+    """None: each member of a stage holds all experts of its layers."""
     churn: ChurnSection | None = None
     strategy: tuple[Strategy, ...] = ()
-    """The strategies to compare; none given: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
+    """The strategies to compare; empty: `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
     def __post_init__(self) -> None:
         require(
@@ -98,7 +96,7 @@ class ScenarioFile(Section, frozen=True):
         )
         require(
             self.training.steps == TrainingSpec().steps,
-            "training.steps means nothing here, since every strategy runs equally far: say `steps` above all tables",
+            "training.steps has no effect here, since all strategies run as many steps: set `steps` above all tables",
         )
         require(self.seconds is None or 0.0 < self.seconds < math.inf, f"seconds must be positive, is {self.seconds}")
         require(
@@ -122,34 +120,34 @@ class ScenarioFile(Section, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scenario:
-    """All that the strategies have in common."""
+    """The common input of all strategies."""
 
     name: str
     title: str
     topology: Topology
     spec: RunSpec
-    """`training.steps` is how far each strategy runs."""
+    """`training.steps` is the length of each strategy's run."""
     stages: int | None
     seconds: float | None
     watts: tuple[float | None, ...]
-    """[N], what each device draws while it trains, where the file says it."""
+    """[N], the power of each device while it trains, if given."""
     network: ReadNetwork | None
     """The network file, if there is one."""
     trace: Path | None
     churn: ChurnSection | None
     expert_loads: tuple[float, ...] = ()
-    """What part of the tokens wants each expert; empty: all alike, or none are placed."""
+    """The relative loads of the experts; empty: all equal, or none are placed."""
     strategies: tuple[Strategy, ...]
-    """Empty: those of `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
+    """Empty: `strategy.DEFAULT`, or `CHURN_DEFAULT`."""
 
     @property
     def paper(self) -> WorkloadEntry | None:
-        """The constants of the DT-FM objective, where the network file has them."""
+        """The constants of the DT-FM objective, if the network file has them."""
         return self.network.file.workload if self.network is not None else None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not read of the network file, and what is assumed beside it: a sentence each."""
+        """The unread fields of the network file, and the values assumed beside it: a sentence each."""
         return self.network.notes if self.network is not None else ()
 
 
@@ -158,9 +156,9 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def find_scenario(what: str) -> Scenario:
-    """A scenario file, a network file, or the name of a shipped scenario.
+    """Return a scenario from its file, a network file, or the name of a shipped scenario.
 
-    Raises: LocalError, in one line: there is none, or it says what cannot be.
+    Raises: LocalError, in one line: there is none, or it is invalid.
     """
     path = Path(what).expanduser()
     if path.suffix == ".json":
@@ -169,21 +167,20 @@ def find_scenario(what: str) -> Scenario:
         return load_scenario(path)
     if what in shipped_names():
         return load_scenario(SHIPPED / f"{what}.toml")
-    raise LocalError(f"{what!r} is no file, and none of the shipped scenarios: {', '.join(shipped_names())}")
+    raise LocalError(f"{what!r} is neither a file nor a shipped scenario: {', '.join(shipped_names())}")
 
 
 def read_scenario(path: Path) -> ScenarioFile:
-    """Raises: LocalError."""
+    """Read a scenario file. Raises: LocalError."""
     try:
         return msgspec.convert(_fitted(read_toml(path)), ScenarioFile)
     except OSError as error:
         raise LocalError(f"cannot read the scenario {path}: {error.strerror or error}") from error
     except msgspec.DecodeError as error:  # ValidationError is a DecodeError
-        raise LocalError(f"{path} is no scenario: {complaint(error, ScenarioFile)}") from error
+        raise LocalError(f"{path} is not a scenario: {complaint(error, ScenarioFile)}") from error
 
 
 def _fitted(tables: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what the file leaves out of the model and of a step, as for a run file."""
     stages = {"stages": tables["stages"]} if "stages" in tables else {}
     of_a_run = {name: tables[name] for name in ("model", "training") if name in tables} | {"swarm": stages}
     filled, _ = fill_in(of_a_run, RunSpec())
@@ -191,7 +188,7 @@ def _fitted(tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Raises: LocalError."""
+    """Load a scenario with its network and trace. Raises: LocalError."""
     file = read_scenario(path)
     network: ReadNetwork | None = None
     watts = tuple(region.watts for region in file.network.region for _ in range(region.count))
@@ -210,7 +207,7 @@ def load_scenario(path: Path) -> Scenario:
         for strategy in file.strategy:
             strategy.applied_to(spec)
     except ValueError as error:
-        raise LocalError(f"{path} is no scenario: {error}") from error
+        raise LocalError(f"{path} is not a scenario: {error}") from error
     trace = None
     if file.churn is not None:
         trace = path.parent / file.churn.trace
@@ -239,7 +236,7 @@ def _of_network(path: Path) -> Scenario:
         model, training = run_of_workload(file.workload)
         spec = _spec(path.stem, model, training, WireSpec())
     except ValueError as error:
-        raise LocalError(f"the workload of {path} cannot be: {error}") from error
+        raise LocalError(f"the workload of {path} is invalid: {error}") from error
     if file.num_stages is not None and not 0 < file.num_stages <= model.num_layers:
         raise LocalError(f"{path}: num_stages must be in [1, {model.num_layers}], is {file.num_stages}")
     return Scenario(
@@ -258,10 +255,10 @@ def _of_network(path: Path) -> Scenario:
 
 
 def run_of_workload(paper: WorkloadEntry | None) -> tuple[ModelSpec, TrainingSpec]:
-    """A decoder of the size that a network file speaks of, in microbatches of one sample.
+    """Return a decoder of a network file's size, in microbatches of one sample.
 
-    The papers' layers have two matrices of 4 D² in their feed-forward part, ours three of D · F: F = 8 D / 3 makes
-    them equal. Without a workload: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
+    The papers' layers have two matrices of 4 D² in their feed-forward part, ours three of D · F: F = 8 D / 3 makes them
+    equal. Without a workload: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
     """
     dim = _HEAD_SIZE * max(1, round((paper.hidden_dim_of_model if paper else 0) / _HEAD_SIZE)) if paper else 2048
     context = (paper.sequence_length_tokens if paper else 0) or 2048

@@ -1,6 +1,6 @@
-"""Lets two devices lose each other in the middle of a run, while both reach all others. Pure.
+"""Cuts between two devices during a run, while both reach all others. Pure.
 
-A pair of which both stand behind routers may never have met, and one that has met is lost when a router forgets it.
+Two peers behind routers may never connect, and a connected pair loses its path when a router forgets it.
 """
 
 import math
@@ -12,7 +12,7 @@ from shoal.protocol.topology import Topology
 
 
 class Severing(NamedTuple):
-    """Nothing gets from `one` to `other`, nor back, from `at_s` on and until `until_s`."""
+    """Nothing passes between `one` and `other`, in either direction, from `at_s` until `until_s`."""
 
     at_s: float
     one: int
@@ -21,7 +21,7 @@ class Severing(NamedTuple):
 
 
 def pairs_apart(topology: Topology) -> Iterable[tuple[int, int]]:
-    """The pairs between which the network has no path, each once."""
+    """Yield the pairs without a path in the network, each once."""
     n = topology.num_devices
     for one in range(n):
         for other in range(one):
@@ -30,7 +30,7 @@ def pairs_apart(topology: Topology) -> Iterable[tuple[int, int]]:
 
 
 def check_severings(topology: Topology, severings: Sequence[Severing]) -> None:
-    """Raises: LocalError: one names a device that there is not, or one twice, or ends before it begins."""
+    """Check severings. Raises: LocalError: one names an unknown device, one device twice, or ends before it begins."""
     for severing in severings:
         strange = [device for device in severing[1:3] if not 0 <= device < topology.num_devices]
         if strange:

@@ -1,4 +1,4 @@
-"""Names what can be seen of a simulated swarm: the vocabulary between its nodes and the invariants."""
+"""The events of a simulated swarm, from its nodes to the invariants."""
 
 import msgspec
 
@@ -15,7 +15,7 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
 class _OfNode(_Seen, frozen=True, kw_only=True):
     name: str
     life: int
-    """The number of the process of that name, from 0: a crashed one comes back as another."""
+    """The number of the process of that name, from 0; each restart counts one up."""
 
 
 class Started(_OfNode, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class Started(_OfNode, frozen=True, kw_only=True):
 
 
 class Obeyed(_OfNode, frozen=True, kw_only=True):
-    """A node obeys this plan from now on."""
+    """A node starts to obey this plan."""
 
     plan: SignedPlan
 
@@ -48,7 +48,7 @@ class Held(_OfNode, frozen=True, kw_only=True):
 
 
 class Committed(_OfNode, frozen=True, kw_only=True):
-    """The group of a node agrees on a commit. Every member says so of each commit."""
+    """A node's group agrees on a commit. Every member reports each commit."""
 
     report: CommitReport
 
@@ -68,7 +68,7 @@ class Opened(_OfNode, frozen=True, kw_only=True):
 
 
 class Finished(_OfNode, frozen=True, kw_only=True):
-    """A node has heard that the run is done, and has ended."""
+    """A node knows that the run is done, and has ended."""
 
     def __str__(self) -> str:
         return f"{self.name} has ended"
@@ -93,14 +93,14 @@ class Injected(_Seen, frozen=True, kw_only=True):
 
 
 class Quiet(_Seen, frozen=True, kw_only=True):
-    """All faults are over, and nothing more goes wrong from now on."""
+    """All faults are over, and no more follow."""
 
     def __str__(self) -> str:
         return "all is healed"
 
 
 class Ticked(_Seen, frozen=True, kw_only=True):
-    """A moment has passed; `running` are the nodes that are alive and have not ended."""
+    """A tick; `running` are the nodes that are alive and have not ended."""
 
     running: tuple[str, ...]
 

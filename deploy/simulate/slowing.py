@@ -1,6 +1,6 @@
-"""Lets a device or its links become slower in the middle of a run, and says what the network is then. Pure.
+"""Slowdowns of a device or its links during a run, and the network after them. Pure.
 
-A device slows down because it is hot, or because its owner plays a game; a link because somebody else uses it.
+A device slows down because it is hot, or its owner plays a game; a link because others use it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,32 +12,32 @@ from shoal.protocol.topology import Topology
 
 
 class Slowing(NamedTuple):
-    """A device, or each link between it and `others`, is `times` slower from `at_s` on than it was at the beginning.
+    """A device, or each link between it and `others`, is `times` slower from `at_s` on than at the beginning.
 
-    The last one of a device, and of a link, counts; 1 ends it.
+    The last slowing of a device or link counts; a factor of 1 ends it.
     """
 
     at_s: float
     device: int
     times: float
     others: tuple[int, ...] = ()
-    """Whoever is at the other end of the links; empty: the device itself computes more slowly."""
+    """The other ends of the links; empty: the device itself computes more slowly."""
 
     def links(self) -> Iterable[tuple[int, int]]:
-        """The (from, to) of each link, both ways."""
+        """Yield (from, to) of each link, both ways."""
         for other in self.others:
             yield self.device, other
             yield other, self.device
 
 
 def link_bytes_per_s(topology: Topology, source: int, destination: int) -> float:
-    """The rate of a link when nothing else uses it: that of the path, or of the slower card at its ends."""
+    """Return the rate of an idle link: that of the path, or of the slower card at its ends."""
     path = float(topology.bytes_per_s[source, destination])
     return min(path, float(topology.up_bytes_per_s[source]), float(topology.down_bytes_per_s[destination]))
 
 
 def after(topology: Topology, slowings: Iterable[Slowing]) -> Topology:
-    """The network when all of them have happened. Raises: LocalError: as `check_slowings`."""
+    """Return the network after all slowings. Raises: LocalError: as `check_slowings`."""
     flop_per_s, bytes_per_s = topology.flop_per_s.copy(), topology.bytes_per_s.copy()
     ordered = sorted(slowings, key=lambda slowing: slowing.at_s)
     check_slowings(topology, ordered)
@@ -50,7 +50,7 @@ def after(topology: Topology, slowings: Iterable[Slowing]) -> Topology:
 
 
 def check_slowings(topology: Topology, slowings: Sequence[Slowing]) -> None:
-    """Raises: LocalError: one names a device that there is not, or one twice, or is no slowing."""
+    """Check slowings. Raises: LocalError: an unknown device, a link of a device to itself, or an impossible factor."""
     for slowing in slowings:
         devices = (slowing.device, *slowing.others)
         strange = [device for device in devices if not 0 <= device < topology.num_devices]

@@ -1,7 +1,7 @@
-"""Says why a simulated run has committed nothing, or nothing more: the first reason that applies, in a sentence. Pure.
+"""Explain why a simulated run has committed nothing, or nothing more: the first reason that applies, in a sentence.
+Pure.
 
-What is looked at is what anybody could see from outside: who is there, what the last plan says, and what the planner
-foresees for it. Nothing of a node's inside is read.
+Only facts visible from outside are used: the present devices, the last plan, and the planner's estimate for it.
 """
 
 import math
@@ -19,27 +19,26 @@ from shoal.protocol.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The facts that are known when a run ends. Devices are indexes of the topology."""
+    """The facts known at the end of a run. Devices are indexes of the topology."""
 
     topology: Topology
     spec: RunSpec
     plan: Plan | None
-    """The last plan that anybody obeyed."""
+    """The last plan that any node obeyed."""
     devices: Mapping[PeerID, int]
     present: Collection[int]
-    """The devices that are up."""
     left_at_s: Mapping[int, float]
-    """When a device was last removed."""
+    """Device -> time of its last removal."""
     ended_at_s: float
     last_step_at_s: float | None
-    """When the last step was committed; None: none was."""
+    """The time of the last commit; None: there was none."""
 
 
 def why_no_step(seen: Seen) -> str:
-    """One sentence, without a full stop; what came of the run is not in it."""
+    """Return the reason as one sentence without a full stop; it does not repeat the run's results."""
     present, names = set(seen.present), seen.topology.names
     if not present:
-        return "nobody was there any more"
+        return "no device was present any more"
     if seen.plan is None:
         return _why_no_plan(seen, present)
     members = [{seen.devices[peer] for peer in stage.peers} for stage in seen.plan.stages]
@@ -48,7 +47,7 @@ def why_no_step(seen: Seen) -> str:
         if not stage & present:
             last = max(stage, key=lambda device: (seen.left_at_s.get(device, 0.0), device))
             since_s = seen.left_at_s.get(last, 0.0)
-            return f"stage {k} was held by nobody since {since_s:,.0f} s, when {names[last]} left" + _majority(
+            return f"stage {k} had no member since {since_s:,.0f} s, when {names[last]} left" + _majority(
                 seen, planned, present
             )
     if why := _majority(seen, planned, present):
@@ -64,25 +63,25 @@ def why_no_step(seen: Seen) -> str:
 def _why_no_plan(seen: Seen, present: set[int]) -> str:
     wanted = seen.spec.swarm.min_peers
     if len(present) < wanted:
-        return f"the run begins with {wanted} peers, and {len(present)} were there"
+        return f"the run begins with {wanted} peers, and {len(present)} were present"
     if not any(seen.topology.may_feed[device] for device in present):
-        return "nobody who was there has the run's text, without which nobody can hold stage 0"
-    return f"no plan was made for the {len(present)} peers that were there"
+        return "no device that was present has the run's text, which stage 0 needs"
+    return f"no plan was made for the {len(present)} peers that were present"
 
 
 def _majority(seen: Seen, planned: set[int], present: set[int]) -> str:
-    """A new plan needs the votes of more than half of the last one's members."""
+    """Return a clause if too few members of the last plan are present to vote for a new one."""
     alive = len(planned & present)
     if 2 * alive > len(planned):
         return ""
     return (
-        f"; only {alive} of the {len(planned)} members of the last plan were there, and a new plan needs the votes of "
-        "more than half"
+        f"; only {alive} of the {len(planned)} members of the last plan were present, and a new plan needs the votes "
+        "of more than half"
     )
 
 
 def _cost(seen: Seen) -> float | None:
-    """Seconds a step of the last plan, as foreseen; None: the planner finds it impossible."""
+    """Return the estimated seconds of a step of the last plan; None: the planner finds it impossible."""
     assert seen.plan is not None
     stages = seen.plan.stages
     placement = Placement(

@@ -1,4 +1,4 @@
-"""Takes every strategy on the same path: a layout from whoever makes it, then one modelled run."""
+"""Run every strategy in the same way: make a layout, then one modelled run."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import AUTO_STAGES, RunSpec
 
 CHURN_SECONDS = 1800.0
-"""How long a swarm lives through a trace if nothing else is said."""
+"""The default length of a run through a trace."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,29 +38,28 @@ class Options:
     seconds: float | None = None
     trace: Path | None = None
     plan_seconds: float = 1.0
-    """The seconds of one core that a search takes, about."""
+    """The approximate seconds of a search on one core."""
     timeline: bool = True
-    """Keep what every device did when, which idle shares and pages need: 100 bytes a job."""
+    """Keep each device's timeline, for idle shares and pages: 100 bytes a job."""
     wishes: Wishes = field(default_factory=Wishes)
     on_progress: Callable[[float], None] = lambda share: None
-    """A function that is told which share of a strategy's run is over, in [0, 1]."""
+    """Called with the share of a strategy's run that is over, in [0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long others than the first may take, so that nobody waits for what is slower anyway."""
+    """Limits for strategies after the first, so that a far slower one is cut off."""
 
     name: str
-    """The name of the strategy that the others are compared with."""
+    """The name of the strategy to compare with."""
     virtual_s: float
-    """The virtual time that the others have: `VIRTUAL_TIMES` what that one took."""
+    """The limit in virtual time: `VIRTUAL_TIMES` that of the compared strategy."""
     step_s: float
-    """The time of a step of that strategy."""
     real_s: float
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "Patience | None":
-        """Compare with the first strategy. None: it has no pace."""
+        """Compare with the first strategy; None if it has no pace."""
         result = first.result
         if result is None or not math.isfinite(result.step_s):
             return None
@@ -72,7 +71,7 @@ class Patience:
         )
 
     def watch(self) -> Callable[[], str]:
-        """Begin now. Returns: a function that says why to end, or nothing."""
+        """Start the clock. Returns: a function that says why to end; empty: go on."""
         begun_s = time.perf_counter()
 
         def ends() -> str:
@@ -89,15 +88,15 @@ class Patience:
 
 VIRTUAL_TIMES = 4.0
 REAL_TIMES = 3.0
-"""Others than the first strategy may take so many times what that one took."""
+"""The limits of later strategies, as multiples of the first one's times."""
 LIVE_MEASURED_S = 60.0
-"""A swarm that decides by itself is simulated until `SETTLED_S`, and then for so long at least and for `STEPS` steps of
-the first strategy's, so that what it has come to is measured, and not how it came there."""
+"""The least time that a self-deciding swarm runs after `SETTLED_S`, for the rate of its final state."""
 STEPS_COUNTED_FROM = STEPS_MIN + 2
 
 
 def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, ...]:
-    """The scenario's strategies, or the comma-separated `names`: of the scenario first, then of `strategy.KNOWN`.
+    """Return the scenario's strategies, or the comma-separated `names`, from the scenario first, then from
+    `strategy.KNOWN`.
 
     Raises: LocalError: there is none of that name.
     """
@@ -108,16 +107,16 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in known:
-            raise LocalError(f"{name!r} is no strategy: take some of {', '.join(known)}")
+            raise LocalError(f"{name!r} is not a strategy: take some of {', '.join(known)}")
     if not wanted:
         raise LocalError("no strategy is named")
     return tuple(known[name] for name in wanted)
 
 
 def with_options(scenario: Scenario, options: Options) -> Scenario:
-    """Lasts as long as `options` say: a time, or a trace, takes the place of the scenario's steps.
+    """Return the scenario with the length of `options`: a time or a trace replaces the scenario's steps.
 
-    Raises: LocalError: that is too short for a figure.
+    Raises: LocalError: it is too short for a figure.
     """
     training = scenario.spec.training
     trace = options.trace or scenario.trace
@@ -139,7 +138,7 @@ def with_options(scenario: Scenario, options: Options) -> Scenario:
 
 
 def churn_of(scenario: Scenario, seed: int) -> tuple[Churn, ...]:
-    """Raises: LocalError: the trace is none."""
+    """Return the churn of the scenario's trace. Raises: LocalError: the trace is invalid."""
     if scenario.trace is None:
         return ()
     section = scenario.churn
@@ -154,27 +153,27 @@ def churn_of(scenario: Scenario, seed: int) -> tuple[Churn, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A strategy that knows who holds what, and has not run yet."""
+    """A strategy with its layout, before its run."""
 
     strategy: Strategy
     spec: RunSpec
     churn: tuple[Churn, ...]
     placement: Placement | None
-    """Who holds what; None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
+    """None: the simulated coordinators decide, or `problem` says why nothing could be placed."""
     predicted: Cost | None
     problem: str
     planned_s: float
 
     @property
     def run(self) -> object:
-        """Equal ones are the same run; None: this one is like no other."""
+        """A key: equal keys are the same run; None: unlike any other."""
         if self.problem:
             return None
         return self.placement, self.strategy.layout == "live", self.spec, self.churn
 
 
 def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], options: Options) -> Prepared:
-    """Plan. What cannot be planned is told too: one strategy's failure leaves the others alone."""
+    """Plan a strategy. A failure becomes its `problem`, so that the other strategies go on."""
     events = tuple(churn) if strategy.churn else ()
     absent = absent_at_first(events)
     present = [device for device in range(scenario.topology.num_devices) if device not in absent]
@@ -202,7 +201,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
 
 
 def at_once(scenario: Scenario, strategy: Strategy, options: Options) -> tuple[Placement, Cost] | None:
-    """The layout by rule, without a search, and its cost; None: there is none that can be."""
+    """Return the layout by rule, without a search, and its cost; None if no layout is possible."""
     request = _request(
         scenario, strategy, strategy.applied_to(scenario.spec), range(scenario.topology.num_devices), options
     )
@@ -213,7 +212,7 @@ def at_once(scenario: Scenario, strategy: Strategy, options: Options) -> tuple[P
 
 
 def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: Patience | None = None) -> Outcome:
-    """Simulate what is prepared, no longer than `patience` lasts."""
+    """Simulate a prepared strategy, within `patience`."""
     strategy, placement, spec = prepared.strategy, prepared.placement, prepared.spec
     outcome = Outcome(
         strategy=strategy,
@@ -231,7 +230,7 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
             measured_s = max(LIVE_MEASURED_S, STEPS * patience.step_s if patience is not None else 0.0)
             limits = replace(limits, steps=STEPS_MAX, seconds=SETTLED_S + measured_s)
         if patience is not None:
-            # About once a step of the first strategy's, so that a slow one is noticed soon.
+            # About once in a step of the first strategy, so that a slow one is noticed soon.
             look_every_s = min(limits.look_every_s, max(patience.step_s, 0.1))
             if strategy.layout == "live":
                 patience = replace(patience, virtual_s=math.inf)
@@ -254,7 +253,6 @@ def play(scenario: Scenario, prepared: Prepared, options: Options, *, patience: 
 
 
 def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: Wishes) -> Figures | None:
-    """Figures from the simulated pace and from what crossed network cards."""
     tokens_per_s = pace(strategy, result)
     if not math.isfinite(tokens_per_s):
         return None
@@ -277,9 +275,9 @@ def _figures(scenario: Scenario, strategy: Strategy, result: SimResult, wishes: 
 def _request(
     scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int], options: Options
 ) -> Request:
-    """A request for the devices that are there at the beginning. Raises: LocalError."""
+    """Return a request for the devices present at the beginning. Raises: LocalError."""
     if not present:
-        raise LocalError("nobody is there at the beginning")
+        raise LocalError("no device is present at the beginning")
     return Request(
         topology=scenario.topology.take(list(present)),
         workload=Workload.of(spec),
@@ -291,7 +289,6 @@ def _request(
 
 
 def _placed(name: LayoutName, request: Request, present: Sequence[int]) -> Placement:
-    """The layout, by the scenario's indexes. Raises: ShoalError."""
     found = layout(name, request)
     return Placement(
         stages=tuple(tuple(present[device] for device in stage) for stage in found.stages), bounds=found.bounds
@@ -299,7 +296,7 @@ def _placed(name: LayoutName, request: Request, present: Sequence[int]) -> Place
 
 
 def _live_spec(scenario: Scenario, strategy: Strategy, spec: RunSpec, present: Sequence[int]) -> RunSpec:
-    """The run spec of a swarm whose own coordinators decide: it begins when everybody who is there has come."""
+    """Return the run spec of a self-deciding swarm: it begins when all present peers have joined."""
     stages = strategy.stages or scenario.stages or AUTO_STAGES
     swarm = msgspec.structs.replace(spec.swarm, stages=stages, min_peers=max(1, len(present)))
     return msgspec.structs.replace(spec, swarm=swarm)

@@ -1,4 +1,4 @@
-"""Names what a simulation may try: a layout, a staleness, a way over the wire, a subspace, with churn or without."""
+"""The strategies of a simulation: a layout, a staleness, wire formats, a subspace, with churn or without."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from shoal.deploy.simulate.regions import Section, require
 from shoal.protocol.spec import RunSpec, WireSpec
 
 Layout = Literal[LayoutName, "live"]
-"""Who holds what; `live` is whatever the coordinators of the simulated swarm decide, again at every change."""
+"""The layout's name; `live`: the coordinators of the simulated swarm decide, again at every change."""
 
 
 class Strategy(Section, frozen=True):
@@ -20,15 +20,15 @@ class Strategy(Section, frozen=True):
     s_max: int | None = None
     """Largest staleness; None: the scenario's own."""
     wire: WireSpec | None = None
-    """How tensors travel; None: as the scenario says."""
+    """The wire formats; None: the scenario's."""
     subspace: int | None = None
-    """How many numbers a token is between stages, as `ModelSpec` says, 0 for no subspace; None: as in the scenario."""
+    """The numbers of a token between stages, as in `ModelSpec`, 0 for no subspace; None: the scenario's."""
     stages: int | None = None
-    """How many stages there are; None: as the scenario says, and else what the planner finds best."""
+    """The number of stages; None: the scenario's, or the best by the planner."""
     churn: bool = True
-    """False: nobody comes or goes, whatever the scenario says."""
+    """False: no device comes or goes."""
     experts: bool = True
-    """False: no expert is placed, whatever the scenario says: each member of a stage holds all of its layers."""
+    """False: no expert is placed; each member of a stage holds all experts of its layers."""
 
     def __post_init__(self) -> None:
         require(0 < len(self.name) <= 40, "a strategy's name must have 1 to 40 characters")
@@ -37,7 +37,7 @@ class Strategy(Section, frozen=True):
         require(self.stages is None or self.stages > 0, f"stages must be positive, is {self.stages}")
 
     def applied_to(self, spec: RunSpec) -> RunSpec:
-        """What this strategy makes of a scenario's run. Raises: ValueError: the run cannot be had so."""
+        """Return this strategy's variant of a scenario's run. Raises: ValueError: the variant is invalid."""
         model, training, swarm = spec.model, spec.training, spec.swarm
         if self.subspace is not None:
             model = msgspec.structs.replace(model, subspace=self.subspace)
@@ -65,6 +65,6 @@ KNOWN: dict[str, Strategy] = {
 }
 """The strategies by the names that `--strategies` takes; `given` is a synchronous pipeline in the file's order."""
 DEFAULT = ("ours", "live", "ours-sync", "random", "given")
-"""The planned layout, pinned; what the swarm's own coordinators reach of it; and layouts to compare with."""
+"""The planned layout, pinned; the swarm's own coordinators; and layouts to compare with."""
 CHURN_DEFAULT = ("live", "peace")
-"""The strategies where devices come and go: a layout that never changes ends with the first stage left alone."""
+"""The strategies with churn: a layout that never changes would end with the first stage without a member."""

@@ -1,7 +1,7 @@
-"""Runs whole nodes in virtual time: what `shoal host` and `shoal join` start, without processes.
+"""Run whole nodes in virtual time, as `shoal host` and `shoal join` start them, without processes.
 
-Each name is a machine whose process may die and start again: `launch` begins its next life. What a life shows
-(plans obeyed, states held, commits, rounds) goes to `on_event`; `invariants.py` says what must hold of it.
+Each name is a machine; its process may die, and `launch` begins its next life. Its events (plans obeyed, states held,
+commits, rounds) go to `on_event`; `invariants.py` says what must hold of them.
 """
 
 import asyncio
@@ -44,12 +44,12 @@ class SimSwarm:
     """Nodes of one run; the first to be launched is its host and owner.
 
     Args:
-        corpus: the run's text; `without_text` names the peers that do not have it.
-        allocator: makes the plans, whoever coordinates; None: the one of `shoal join`.
-        traffic: as `PeerDriver` has it.
-        on_event: called with everything that is seen, in order.
-        initial: who has the weights that the run begins with, or that its adapters stand beside.
-        is_open: anyone is a member; else those that are launched, by an invite of the host's.
+        corpus: the run's text.
+        allocator: of every coordinator; None: the one of `shoal join`.
+        traffic: as for `PeerDriver`.
+        on_event: called with every event, in order.
+        initial: name -> the initial weights, or the base of the adapters, that it has.
+        is_open: True: any peer is a member; False: only launched ones, by the host's invite.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class SimSwarm:
         self.nodes: dict[str, Node] = {}
         """The newest process of each name, once it has started."""
         self.steps: dict[int, StepRecord] = {}
-        """The steps as the coordinator of that time told them first."""
+        """The steps, each as first reported by a coordinator."""
         self.ended: set[str] = set()
-        """The names whose newest process has ended by itself."""
+        """The names that have no process because the newest one has ended by itself."""
         self._device_flop_per_s = device_flop_per_s
         self._allocator = allocator
         self._traffic = traffic
@@ -134,12 +134,12 @@ class SimSwarm:
         return tuple(name for name in self._lives if name not in self.ended and self.world.peers[name].is_alive)
 
     def stage_of(self, name: str) -> int | None:
-        """The stage that the node holds and takes traffic for."""
+        """Return the stage that the node holds and takes traffic for."""
         replica = self.nodes[name].peer.replica if name in self.nodes else None
         return replica.stage if replica and replica.is_ready else None
 
     async def until(self, condition: Callable[[], bool], *, timeout_s: float = 600.0) -> None:
-        """Raises: TimeoutError; LocalError: a node failed meanwhile."""
+        """Wait until `condition` holds. Raises: TimeoutError; LocalError: a node failed meanwhile."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self.raise_failures()
@@ -151,7 +151,7 @@ class SimSwarm:
         self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raises: LocalError: a handler or a node failed; a bug."""
+        """Raise the first failure, which is a bug. Raises: LocalError: a handler or a node failed."""
         if self.world.failures:
             name, error = self.world.failures[0]
             raise LocalError(f"{name} failed: {error!r}") from error
@@ -159,8 +159,8 @@ class SimSwarm:
     # --- one process ---
 
     async def _live(self, name: str, life: int, peer: SimPeer) -> bool:
-        """Returns: whether it is to be started again, since the run has been continued."""
-        for other in self.world.peers.values():  # in life the invite's addresses and the directory do this
+        """Live one process. Returns: True if it must restart, since the run has been continued."""
+        for other in self.world.peers.values():  # outside simulations the invite's addresses and the directory do this
             await other.transport.introduce(peer.peer_id, peer.transport.addresses())
             await peer.transport.introduce(other.peer_id, other.transport.addresses())
         spec, owner, record = await self._find_run(peer)
@@ -207,7 +207,7 @@ class SimSwarm:
         return newer is not None
 
     async def _find_run(self, peer: SimPeer) -> tuple[RunSpec, PeerID, bytes]:
-        """Find the spec: the host has it; others look on the directory, as `shoal join` does, however long it takes."""
+        """Return the spec: the host has it; others poll the directory without a limit, as `shoal join` does."""
         owner = self._owner
         assert owner is not None
         if owner.peer_id == peer.peer_id:
@@ -217,15 +217,14 @@ class SimSwarm:
             try:
                 spec, record = await fetch_spec(peer.directory, invite, timeout_s=_FIND_RUN_S)
             except LocalError:
-                continue  # whoever runs it starts it again
+                continue  # as if its user restarted it
             return spec, owner.peer_id, record
 
     def _members_as(self, peer: SimPeer, run: str) -> Members:
-        """The members of the run, as `peer` first knows them."""
         assert self._owner is not None
         key = None
         if not self._is_open:
-            seed = self._owner.identity.public_key  # any 32 bytes: here nobody guesses
+            seed = self._owner.identity.public_key  # any 32 bytes: secrecy does not matter here
             delegation = delegate(self._owner.identity, Identity(seed).public_key, run=run)
             key = InviteKey(seed, delegation)
         return Invite(PROTOCOL_VERSION, run, self._owner.peer_id, (), key).members_for(peer.peer_id)
@@ -238,7 +237,7 @@ class SimSwarm:
             return
         error = task.exception()
         if error is None and task.result():
-            self.world.crash(self.world.peers[name])  # of what has ended nothing is left but its disk
+            self.world.crash(self.world.peers[name])  # an ended process leaves only its disk
             self.launch(name)
         elif error is None:
             self.ended.add(name)
@@ -247,7 +246,7 @@ class SimSwarm:
             self.world.failures.append((name, error))
 
     def tell_failures(self) -> None:
-        """Show what has failed since the last call."""
+        """Report the failures since the last call as events."""
         for name, error in self.world.failures[self._failures_told :]:
             self._on_event(Failed(at_s=self._now_s(), name=name, life=self._lives.get(name, 0), error=_describe(error)))
         self._failures_told = len(self.world.failures)
@@ -257,7 +256,7 @@ class SimSwarm:
 
 
 class RoundTap:
-    """A transport that shows which rounds its peer opens, on their way out; everything else passes."""
+    """A transport that reports the rounds that its peer opens; everything else passes."""
 
     def __init__(self, transport: Transport, on_round: Callable[[RoundStart], None]) -> None:
         self._transport = transport
@@ -313,7 +312,7 @@ def _held(name: str, life: int, at_s: float, endpoint: Endpoint, stage: int, sta
 
 
 def _describe(error: BaseException) -> str:
-    """The error with where it was raised, for whoever looks for the bug."""
+    """Return the error and the place where it was raised, for debugging."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""Writes the table of a comparison for a terminal, and everything as JSON."""
+"""The table of a comparison for a terminal, and all figures as JSON."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from shoal.deploy.simulate.scenario import Scenario
 from shoal.deploy.words import digits, printable
 
 LEGEND = (
-    "Simulated, that is the real drivers in virtual time on devices that only take as long as theirs would: tokens/s, "
-    "step, moved/step, and idle (of the devices that hold a stage, once it goes steadily). The planner's arithmetic: "
-    "predicted, and bound by, unless that says what was seen. ratio: simulated / predicted. no model: the arithmetic "
-    "has none of layouts that change. live: tokens/s and step are those from the 300th virtual second on, or from half "
-    "of a shorter run on, standstills included. not kept: with a trace only --html keeps a timeline."
+    "Simulated, with the real drivers in virtual time on modelled devices: tokens/s, step, moved/step, and idle (of "
+    "devices with a stage, after the warm-up). By the planner's arithmetic: predicted, and bound by, unless it shows "
+    "events. ratio: simulated / predicted. no model: the arithmetic does not model layouts that change. live: tokens/s "
+    "and step are those from the 300th virtual second on, or from half of a shorter run on, standstills included. "
+    "not kept: with a trace only --html keeps a timeline."
 )
 COLUMNS = (
     Column("strategy", 10, right=False),
@@ -30,19 +30,19 @@ LAST = "bound by"
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` writes."""
+    """The content of `--json`."""
 
     scenario: str
     title: str
     notes: tuple[str, ...] = ()
-    """What is not read of the network file, and what is assumed beside it."""
+    """The unread fields of the network file, and the values assumed beside it."""
     seed: int
     devices: tuple[str, ...]
     regions: tuple[str, ...]
     tokens_per_step: int
     rows: tuple[Row, ...]
     reached: Reached | None = None
-    """What a live swarm reaches of what is planned; None: one of the two was not simulated."""
+    """The live swarm beside the planned layout; None: one of the two was not simulated."""
 
 
 def comparison(scenario: Scenario, seed: int, rows: Sequence[Row], reached: Reached | None) -> Comparison:
@@ -64,7 +64,7 @@ def headings() -> tuple[str, ...]:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A figure or a word for each of `headings`; names and sentences are without control characters."""
+    """Return a figure or a word for each of `headings`; names and sentences are without control characters."""
     below = row.tokens_per_s_below
     tokens, step = "none", "none"
     if row.tokens_per_s is not None and row.step_s is not None:
@@ -87,17 +87,17 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def arithmetic_cells(tokens_per_s: float) -> tuple[str, ...]:
-    """The cells of the row that is there before anything has run, but for the last column."""
+    """Return the cells of the row shown before any run, without the last column."""
     return ("at once", "not run", "not run", f"{tokens_per_s:,.0f}", "none", "none", "none")
 
 
 def seconds(value: float) -> str:
-    """Three digits: `12.3 s`, `45.0 ms`."""
+    """Return three digits with a unit: `12.3 s`, `45.0 ms`."""
     return f"{digits(value)} s" if value >= 1.0 else f"{digits(value * 1e3)} ms"
 
 
 def size(value: float) -> str:
-    """Three digits, powers of ten: `12.3 GB`."""
+    """Return three digits with a decimal unit: `12.3 GB`."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= scale:
             return f"{digits(value / scale)} {unit}"

@@ -1,4 +1,4 @@
-"""Makes a run small enough to simulate by the hundred: real gradients of a tiny model on a text made up here."""
+"""A run small enough to simulate by the hundred: real gradients of a tiny model on generated text."""
 
 import functools
 import math
@@ -25,8 +25,11 @@ def tiny_spec(
     experts: int = 0,
     snapshot_interval_steps: int = 10,
 ) -> RunSpec:
-    """A step is about 1 MFLOP a stage and microbatch. Activations travel in fp32, so that `s_max = 0` trains exactly
-    as one process does. `experts`: of each layer, placed; each member of a stage holds three quarters of them."""
+    """Return the spec. A step is about 1 MFLOP a stage and microbatch. Activations travel in fp32, so that `s_max = 0`
+    trains exactly as one process does.
+
+    Args: experts: of each layer, placed; each member of a stage holds three quarters of them.
+    """
     placed = {"model": {"num_experts": experts}, "swarm": {"expert_slots": math.ceil(0.75 * experts)}}
     spec = msgspec.convert(
         {
@@ -63,7 +66,7 @@ def tiny_spec(
 
 @functools.cache
 def tiny_corpus() -> Corpus:
-    """100 kB of lines that a tiny model learns something of: uint8 [N], the same in every process."""
+    """Return 100 kB of lines from which a tiny model learns something: uint8 [N], the same in every process."""
     text = "".join(f"the {i % 7}th fish of shoal {i % 13} swims {i * i % 31} miles\n" for i in range(_LINES)).encode()
     num_training = int(len(text) * (1 - _VALIDATION_FRACTION))
     return Corpus(

@@ -1,10 +1,10 @@
-"""Reads recorded comings and goings of machines, and lets a simulated swarm live through them.
+"""Read recorded churn of machines, and replay it in a simulated swarm.
 
-A trace is a CSV file with a header, times in seconds. Three forms are known by their headers:
+A trace is a CSV file with a header, times in seconds. Headers distinguish three forms:
 
     time_s,event,node             one `add` or `remove` a line
-    down_start_s,down_end_s,node  who was down from when to when; every node named is up otherwise
-    time_s,available              how many could be had; who goes when it falls is drawn from a seed
+    down_start_s,down_end_s,node  one absence of a node a line; every node named is up otherwise
+    time_s,available              the number of available nodes; a seed draws those that go
 """
 
 import csv
@@ -35,11 +35,10 @@ class TraceEvent(NamedTuple):
 
 
 def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
-    """The changes in order of time. A node is added before it is removed, and never twice in a row.
+    """Return the changes by time. A node is added before it is removed, and never twice in a row.
 
-    Args:
-        seed: decides who goes where the file only counts.
-    Raises: LocalError, in one line: no such file, an unknown header, a line that says what cannot be.
+    Args: seed: chooses the nodes that go if the file only counts them.
+    Raises: LocalError, in one line: no such file, an unknown header, an invalid line.
     """
     try:
         lines = read_at_most(path, TRACE_BYTES_MAX).decode().splitlines()
@@ -48,16 +47,16 @@ def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
     except UnicodeDecodeError as error:
         raise LocalError(f"the trace {path} is not text") from error
     except msgspec.DecodeError as error:
-        raise LocalError(f"{path} is no trace: {error}") from error
+        raise LocalError(f"{path} is not a trace: {error}") from error
     table = csv.reader(lines)
     try:
         header = tuple(field.strip() for field in next(table, []))
     except csv.Error as error:
-        raise LocalError(f"{path} is no trace: {error}") from error
+        raise LocalError(f"{path} is not a trace: {error}") from error
     read = _READERS.get(header)
     if read is None:
         known = "; ".join(",".join(names) for names in _READERS)
-        raise LocalError(f"{path} is no trace: its first line is {','.join(header)[:80]!r}, not one of {known}")
+        raise LocalError(f"{path} is not a trace: its first line is {','.join(header)[:80]!r}, not one of {known}")
     try:
         rows = ((number, fields) for number, fields in enumerate(table, start=2) if fields)
         happens = read(_checked(rows, len(header)), random.Random(f"trace/{seed}"))
@@ -67,7 +66,7 @@ def load_trace(path: Path, *, seed: int = 0) -> tuple[TraceEvent, ...]:
     if len(events) > TRACE_EVENTS_MAX:
         raise LocalError(f"{path}: more than {TRACE_EVENTS_MAX:,} comings and goings")
     if not events:
-        raise LocalError(f"{path} is no trace: nothing happens in it")
+        raise LocalError(f"{path} is not a trace: it has no events")
     return events
 
 
@@ -82,16 +81,16 @@ def replay(
 ) -> tuple[Churn, ...]:
     """Let `num_devices` devices live through `seconds` of a trace, from `start_s` on.
 
-    A node that comes takes the lowest device that is free, and none if all are taken. Where the trace never has as
-    many nodes at once as there are devices, several copies of it run side by side, each over devices of its own and
-    beginning at another time, as evenly spread over the trace as it is long.
+    A node that comes takes the lowest free device, or none if all are taken. If the trace never has as many nodes at
+    once as there are devices, several copies of it run side by side, each over its own devices, with starts spread
+    evenly over the trace.
 
     Args:
-        start_s: in the trace. None: when half of the most nodes that it ever has are up for the first time.
-        speedup: trace seconds a simulated second.
-        copies_max: of the trace; devices that no copy has are there all the time. None: as many as it takes.
-    Raises: LocalError: so many copies would take for ever.
-    Returns: by time. A device that is not there at the beginning is added later, if need be after the end.
+        start_s: in the trace. None: when half of the peak number of nodes is up for the first time.
+        speedup: trace seconds in a simulated second.
+        copies_max: of the trace; devices beyond all copies are always present. None: unlimited.
+    Returns: by time. A device that is absent at the beginning is added later, if need be after the end.
+    Raises: LocalError: there would be too many events.
     """
     assert min(seconds, speedup, num_devices) > 0
     peak, half_s = _peak(trace)
@@ -111,7 +110,7 @@ def replay(
 
 
 def absent_at_first(events: Iterable[Churn]) -> frozenset[int]:
-    """Devices that are not there when a run begins."""
+    """Return the devices that are absent when a run begins."""
     first: dict[int, Churn] = {}
     for event in events:
         first.setdefault(event.device, event)
@@ -146,7 +145,6 @@ def _replay_copy(
 
 
 def _peak(trace: Sequence[TraceEvent]) -> tuple[int, float]:
-    """The most nodes up at once, and since when half of them are."""
     up = peak = 0
     counts = []
     for at_s, kind, _ in trace:
@@ -211,7 +209,7 @@ def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
 
 
 def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Absences without overlaps and empty ones: two causes may have been written down for one absence."""
+    """Return the absences without overlaps and without empty ones: one absence may be listed with two causes."""
     merged: list[tuple[float, float]] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:
@@ -231,7 +229,7 @@ def _counts(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
             raise _BadLine(line, f"at {at_s:g} s, after {last_s:g} s")
         last_s = at_s
         if not available.isdecimal() or len(available) > 9 or int(available) > _NODES_MAX:
-            raise _BadLine(line, f"{available[:40]!r} is no number of nodes")
+            raise _BadLine(line, f"{available[:40]!r} is not a number of nodes")
         wanted = int(available)
         while len(up) > wanted:
             yield TraceEvent(at_s, "remove", up.pop(rng.randrange(len(up))))
@@ -245,9 +243,9 @@ def _seconds(line: int, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise _BadLine(line, f"{text[:40]!r} is no time") from None
+        raise _BadLine(line, f"{text[:40]!r} is not a time") from None
     if not 0.0 <= seconds < math.inf:
-        raise _BadLine(line, f"{text[:40]!r} is no time")
+        raise _BadLine(line, f"{text[:40]!r} is not a time")
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""Draws what a seed of a campaign decides: the network, the machines, the run and what goes wrong."""
+"""The draws of a campaign's seed: the network, the machines, the run and the faults."""
 
 import random
 import typing
@@ -16,7 +16,7 @@ from shoal.protocol.spec import RunSpec, WireSpec
 from shoal.protocol.wire_format import WireFormat
 
 STEP_S = 2.0
-"""The time of a step, about, while all is well: longer than a round trip, so that faults hit all its parts."""
+"""The approximate time of a step without faults: longer than a round trip, so that faults hit all its parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +27,14 @@ class CampaignOptions:
     stages: int = 3
     steps: int = 45
     experts: int = 0
-    """How many experts a layer has, placed among the members of its stage; 0: a dense model."""
+    """The experts of a layer, placed among the members of its stage; 0: a dense model."""
     fault_s: float = 60.0
-    """Nothing goes wrong later than this after the first commit."""
+    """The seconds after the first commit in which faults happen."""
     mean_gap_s: float = 8.0
-    """The time between the beginnings of two faults."""
+    """The mean time between the starts of two faults."""
     kinds: tuple[FaultKind, ...] = tuple(FaultKind)
     wire: WireSpec | None = None
-    """How tensors travel; None: in fp32, so that a synchronous swarm trains as one process does."""
+    """The wire formats; None: fp32, so that a synchronous swarm trains as one process does."""
 
     def __post_init__(self) -> None:
         if self.peers < 2 * self.stages:
@@ -45,7 +45,7 @@ class CampaignOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One swarm and what it is to suffer."""
+    """One swarm and its faults."""
 
     seed: int
     spec: RunSpec
@@ -54,10 +54,10 @@ class Trial:
     jitter_s: float
     device_flop_per_s: float
     speeds: dict[str, float]
-    """The speed of each peer by name, as a factor."""
+    """Peer name -> factor on its speed."""
     schedule: Schedule
     traffic: Traffic | None = None
-    """The traffic that `PeerDriver` takes; None: its own."""
+    """The traffic of `PeerDriver`; None: its own."""
 
     @property
     def network(self) -> Network:
@@ -102,13 +102,13 @@ def parse_wire(text: str | None) -> WireSpec | None:
     except ValueError as error:  # ValidationError is a ValueError
         known = ", ".join(typing.get_args(WireFormat))
         raise LocalError(
-            f"{text!r} names no three formats, as int8,int8,hadamard4 does: take some of {known}"
+            f"{text!r} does not name three formats, as int8,int8,hadamard4 does: take some of {known}"
         ) from error
 
 
 def parse_kinds(names: Sequence[str]) -> tuple[FaultKind, ...]:
-    """All kinds if there are no `names`. Raises: LocalError: one of them is no kind of fault."""
+    """Return the kinds of faults by name; all kinds if there are no `names`. Raises: LocalError: an unknown name."""
     for name in names:
         if name not in set(FaultKind):
-            raise LocalError(f"{name!r} is no fault: take some of {', '.join(FaultKind)}")
+            raise LocalError(f"{name!r} is not a fault: take some of {', '.join(FaultKind)}")
     return tuple(FaultKind(name) for name in names) or tuple(FaultKind)

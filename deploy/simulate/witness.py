@@ -1,4 +1,4 @@
-"""Watches one simulated run: every invariant sees every event, and at the end there is a verdict."""
+"""Watch one simulated run: every invariant sees every event, and a verdict follows at the end."""
 
 import math
 from collections import Counter, deque
@@ -19,7 +19,7 @@ LAST_EVENTS = 40
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """How a run went: a line of what `--json` writes. `broken` is the sentence that did not hold, None if all did."""
+    """The result of a run: a line of `--json`. `broken` is the violated sentence; None: all held."""
 
     seed: int
     broken: str | None = None
@@ -35,7 +35,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     """Seconds from the end of the last fault to the next step of the last stage."""
     steps: int = 0
     microbatches: int = 0
-    """How many microbatches were committed, summed over stages."""
+    """The committed microbatches, summed over stages."""
     duplicates: int = 0
     given_up: int = 0
     virtual_s: float = 0.0
@@ -45,15 +45,15 @@ class Verdict(msgspec.Struct, kw_only=True):
 
 
 class Witness:
-    """Sees everything of one run, as far as a verdict needs it."""
+    """Records the events of one run that a verdict needs."""
 
     def __init__(self, trial: Trial) -> None:
         self.verdict = Verdict(seed=trial.seed, schedule=trial.schedule)
         self.commits: dict[tuple[int, int, int], Committed] = {}
-        """(era, stage, step) -> the first that said so."""
+        """(era, stage, step) -> its first report."""
         self.rounds: list[Opened] = []
         self.steps_s: list[float] = []
-        """When somebody was the first to take a step of the last stage; another era's steps count again."""
+        """The time of each first step of the last stage; steps of another era count again."""
         self.quiet_s = math.inf
         spec = trial.spec
         stages = spec.swarm.stages_max
@@ -72,7 +72,7 @@ class Witness:
         self._injected: Counter[str] = Counter()
 
     def see(self, event: Event) -> None:
-        """Take an event. Nodes call this, and are told nothing, whatever it finds."""
+        """Take an event. Nodes call this and get no answer."""
         if self.verdict.broken is not None:
             return
         match event:
@@ -101,7 +101,7 @@ class Witness:
                 return
 
     def condemn(self, sentence: str, detail: str) -> None:
-        """Note that an invariant does not hold. The first one counts."""
+        """Record a violated invariant. Only the first one counts."""
         if self.verdict.broken is None:
             self.verdict.broken, self.verdict.detail = sentence, detail
             self.verdict.last_events = tuple(self._last_events)
@@ -126,11 +126,10 @@ def _is_exact(wire: WireSpec) -> bool:
 
 @lru_cache(maxsize=8)
 def single_process_losses(spec: RunSpec) -> tuple[float, ...]:
-    """The losses of the same training in one process, step by step."""
+    """Return the losses of the same training in one process, step by step."""
     return tuple(step.loss for step in train(spec, tiny_corpus(), steps=spec.training.steps))
 
 
 def _until_next(moments_s: Sequence[float], steps_s: Sequence[float]) -> list[float]:
-    """Seconds from each moment to the first step after it."""
     after = ((moment_s, next((s for s in steps_s if s > moment_s), None)) for moment_s in moments_s)
     return [step_s - moment_s for moment_s, step_s in after if step_s is not None]

@@ -1,11 +1,11 @@
-"""Tensors in few bits, for thin wires. See `reference.py` for the arithmetic.
+"""Tensors in few bits, for slow links. `reference.py` explains the arithmetic.
 
     form = FORMATS["hadamard4"]
     payload_B = encode(x_N, form, key=(3, 5))     # uint8, form.payload_bytes(x_N.numel()) of them
     x_N = decode(payload_B, x_N.numel(), form)
 
-Which twin computes is decided by where the tensors are; on a CPU also by how large they have been: from the first large
-one on the compiled twin is loaded in the background, and computes once it is there.
+The device of a tensor decides which twin computes. On a CPU the first large tensor starts to load the compiled twin in
+the background; it computes once it is loaded.
 """
 
 from functools import partial
@@ -23,24 +23,24 @@ __all__ = ["FORMATS", "TILE", "Format", "decode", "decode_tiles", "encode"]
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Do what `reference.encode` does, by the twin for the device of `x_N`."""
+    """Encode as `reference.encode`, by the twin for the device of `x_N`."""
     payload_B: Tensor = _twin(x_N).encode(x_N.contiguous(), form, key=key)
     return payload_B
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Do what `reference.decode` does, by the twin for the device of `payload_B`."""
+    """Decode as `reference.decode`, by the twin for the device of `payload_B`."""
     x_N: Tensor = _twin(payload_B).decode(payload_B, numel, form)
     return x_N
 
 
 def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Tensor) -> Tensor:
-    """Decode some tiles of a tensor alone, one behind the other.
+    """Decode some tiles of a tensor, one behind the other.
 
     Args:
         numel: of the whole tensor.
-        which: their numbers, int64 [T] or a slice.
-    Returns: float32 [64 T]. In the last tile of the tensor what lies beyond its end means nothing.
+        which: the tiles' numbers, int64 [T] or a slice.
+    Returns: float32 [64 T]. In the last tile of the tensor the values beyond its end are meaningless.
     """
     tiles = num_tiles(numel)
     scale_TB = payload_B[: tiles * SCALE_BYTES].view(tiles, SCALE_BYTES)[which]
@@ -51,8 +51,7 @@ def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Ten
 _triton = partial(triton_twins, "shoal.kernels.codec.triton_codec")
 numba_twin = NumbaTwin("shoal.kernels.codec.numba_codec")
 _LARGE = 1 << 18
-"""A tensor with so many elements takes the reference some milliseconds. Whoever has only smaller ones spares the time
-and the memory that numba takes."""
+"""The reference takes some milliseconds for a tensor of this size; with smaller ones only, numba is never loaded."""
 
 
 def _twin(tensor: Tensor) -> ModuleType:

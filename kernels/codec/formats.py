@@ -1,10 +1,9 @@
-"""The formats, and how many bytes each takes. Pure.
+"""The formats and their sizes in bytes. Pure.
 
-A tensor is cut into tiles of `TILE` numbers in a row, the last one filled up with zeros. A payload holds, for T tiles
-of b bits a number: T scales in bfloat16, little-endian; then 8 b bytes of codes for each tile. The codes of a tile are
-whole numbers from 0 to 2 L, L = 2^(b-1) - 1, for -L to L. They are cut into parts of 4, 2 and 1 bits, the low ones
-first (8 bits are one part), and a part of w bits packs the codes e, e + 8 w, e + 16 w ... into byte e, the first one
-lowest.
+A tensor is cut into tiles of `TILE` numbers in a row; zeros fill up the last one. A payload holds, for T tiles of b
+bits a number: T scales in bfloat16, little-endian; then 8 b bytes of codes for each tile. The codes of a tile are whole
+numbers from 0 to 2 L, L = 2^(b-1) - 1, for -L to L. They are cut into parts of 4, 2 and 1 bits, low bits first (8 bits
+are one part). A part of w bits packs the codes e, e + 8 w, e + 16 w ... into byte e, the first one lowest.
 """
 
 from collections.abc import Mapping
@@ -17,10 +16,7 @@ SCALE_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Args:
-    bits: of a number's code.
-    is_rotated: whether a Hadamard matrix turns each tile before it is rounded, so that no number of it stands out.
-    """
+    """How many bits a number takes, and how it is rounded."""
 
     bits: int
     is_rotated: bool
@@ -32,17 +28,17 @@ class Format:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """(bits of the part, bits of the code below it) each."""
+        """(bits of the part, bits of the code below it) of each part."""
         widths = (8,) if self.bits == 8 else tuple(width for width in (4, 2, 1) if self.bits & width)
         return tuple((width, sum(widths[:index])) for index, width in enumerate(widths))
 
     @property
     def tile_bytes(self) -> int:
-        """Count the bytes of a tile's codes, without its scale."""
+        """The bytes of a tile's codes, without its scale."""
         return TILE * self.bits // 8
 
     def payload_bytes(self, numel: int) -> int:
-        """Count the bytes of a tensor with `numel` elements."""
+        """Return the bytes of a tensor with `numel` elements."""
         return num_tiles(numel) * (SCALE_BYTES + self.tile_bytes)
 
 
@@ -53,7 +49,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     "hadamard4": Format(4, is_rotated=True),
     "hadamard3": Format(3, is_rotated=True),
 }
-"""The formats by the names that a run file uses: 8.25, 6.25, 5.25, 4.25 and 3.25 bits a number."""
+"""Name in a run file -> format: 8.25, 6.25, 5.25, 4.25 and 3.25 bits a number."""
 
 
 def num_tiles(numel: int) -> int:

@@ -1,10 +1,10 @@
-"""Tensors in few bits on a CPU: one pass over each tile, compiled by numba. The same bytes as `reference.py`, where the
-arithmetic is explained.
+"""The codec on a CPU: one pass over each tile, compiled by numba. It gives the same bytes as `reference.py`, which
+explains the arithmetic.
 
-A tile stays in a core's registers and nearest cache from its first operation to its last, where plain torch makes some
-twenty passes over memory. No fastmath: every operation is rounded as IEEE 754 says, and none is fused with the next.
-Numbers that are not negative have the order of their bits, so the largest magnitude is found among whole numbers, which
-a compiler may compare in any order.
+A tile stays in a core's registers and first cache from the first operation to the last, where plain torch makes some
+twenty passes over memory. There is no fastmath: every operation is rounded as IEEE 754 says, and none is fused with the
+next. Non-negative floats have the order of their bits, so the largest magnitude is searched among integers, which the
+compiler may compare in any order.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.kernels.codec import reference
 from shoal.kernels.codec.formats import FORMATS, SCALE_BYTES, TILE, Format, num_tiles
 
-_njit: Any = njit  # whose types leave two of its options out
+_njit: Any = njit  # the types of njit lack two of its options
 _kernel = _njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
 _inner = _njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
 _HALF = TILE // 2
@@ -35,7 +35,7 @@ _M1, _M2, _M3 = np.uint32(0xED5AD4BB), np.uint32(0xAC4C1B51), np.uint32(0x31848B
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Do what `reference.encode` does."""
+    """Encode as `reference.encode` does."""
     flat_N, tiles = x_N.detach().reshape(-1), num_tiles(x_N.numel())
     payload_B = np.empty(form.payload_bytes(x_N.numel()), dtype=np.uint8)
     scale_T = payload_B[: tiles * SCALE_BYTES].view(np.uint16)
@@ -46,7 +46,7 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Do what `reference.decode` does."""
+    """Decode as `reference.decode` does."""
     tiles = num_tiles(numel)
     payload: NDArray[np.uint8] = payload_B.numpy()
     scale_TB = payload[: tiles * SCALE_BYTES]
@@ -57,23 +57,23 @@ def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
 
 
 def prove() -> None:
-    """Compile all of it. Raises: RuntimeError: it does not give the reference's bytes here."""
+    """Compile all kernels. Raises: RuntimeError: they do not give the reference's bytes on this machine."""
     x_N = torch.arange(-2 * TILE, 2 * TILE + 1, dtype=torch.float32).square_()
     for name, form in FORMATS.items():
         for key in (None, (1, 2)):
             payload_B = reference.encode(x_N, form, key=key)
             if not torch.equal(encode(x_N, form, key=key), payload_B):
-                raise RuntimeError(f"it writes {name} otherwise than the reference does")
+                raise RuntimeError(f"it encodes {name} differently from the reference")
             if not torch.equal(decode(payload_B, len(x_N), form), reference.decode(payload_B, len(x_N), form)):
-                raise RuntimeError(f"it reads {name} otherwise than the reference does")
+                raise RuntimeError(f"it decodes {name} differently from the reference")
 
 
 @_inner
 def _turn(y_E):
     """Multiply a tile, float32 [64], by the Hadamard matrix, in place.
 
-    H of 64 is the Kronecker product of two H of 8. So the tile is taken as 8 x 8 numbers, and each row, then each
-    column, is multiplied by H of 8.
+    H of 64 is the Kronecker product of two H of 8: the tile is taken as 8 x 8 numbers, and each row, then each column,
+    is multiplied by H of 8.
     """
     for row in range(8):
         _turn_eight(y_E, 8 * row, 1)
@@ -94,12 +94,13 @@ def _turn_eight(y_E, at, far):
 
 @_kernel
 def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second):
-    """Write a tensor tile by tile.
+    """Encode a tensor tile by tile.
 
     Args:
         x_N: float32 [N].
-        scale_T: uint16 [T], the scales in bfloat16, which are written here; so are the codes, code_TB, uint8 [T, B].
-        first, second: the key, uint32 each, if it `is_by_chance`.
+        scale_T: uint16 [T], receives the scales in bfloat16.
+        code_TB: uint8 [T, B], receives the codes.
+        first, second: the key, uint32 each, used if `is_by_chance`.
     """
     x_E = np.empty(TILE, np.float32)
     y_E = np.empty(TILE, np.float32)
@@ -156,7 +157,7 @@ def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second
 
 @_inner
 def _draw(u_E, start, first, second):
-    """Fill u_E with numbers from (0, 1), as `reference._chance` makes them. Args: start: of the first hash."""
+    """Fill u_E with numbers from (0, 1), as `reference._chance` does. Args: start: number of the first hash."""
     for e in range(_HALF):
         h = np.uint32(start + np.uint32(e) + first)
         h = np.uint32(np.uint32(h ^ (h >> _S17)) * _M1 + second)
@@ -169,7 +170,7 @@ def _draw(u_E, start, first, second):
 
 @_inner
 def _pack(q_E, code_B, bits):
-    """Write a tile's codes: parts of 4, 2 and 1 bits, as `formats.py` says."""
+    """Write a tile's codes in parts of 4, 2 and 1 bits, as in `formats.py`."""
     if bits == 8:
         for e in range(64):
             code_B[e] = q_E[e]
@@ -198,7 +199,6 @@ def _pack(q_E, code_B, bits):
 
 @_inner
 def _unpack(code_B, q_E, bits):
-    """Read them back."""
     if bits == 8:
         for e in range(64):
             q_E[e] = code_B[e]
@@ -227,12 +227,12 @@ def _unpack(code_B, q_E, bits):
 
 @_kernel
 def _decode(scale_TB, code_TB, x_TE, bits, is_rotated):
-    """Read a tensor back, tile by tile.
+    """Decode a tensor tile by tile.
 
     Args:
         scale_TB: uint8 [2 T], and not uint16 [T]: a payload may begin at an odd address.
         code_TB: uint8 [T, B].
-        x_TE: float32 [T, 64], which is written here.
+        x_TE: float32 [T, 64], receives the numbers.
     """
     q_E = np.empty(TILE, np.uint8)
     y_E = np.empty(TILE, np.float32)

@@ -1,22 +1,22 @@
-"""Tensors in few bits, in plain torch; the path of a CPU, and what the Triton twin gives bit for bit.
+"""Tensors in few bits, in plain torch: the CPU path, and bit for bit the result of the fast twins.
 
-Of a tile x with the largest magnitude a, rotated by the Hadamard matrix H (64 x 64, of ones and minus ones):
+For a tile x with the largest magnitude a, rotated by the Hadamard matrix H (64 x 64, of ones and minus ones):
 
     z = floor(x 2^17 / a + 1/2)              whole numbers
     y = H z                                  whole numbers too, below 2^24: exact in float32 in any order of its sums
     f = max|y| a / (L 2^23)                  rounded up to bfloat16, so that no code is out of range
     q = floor(y a / (f 2^23) + u)            from -L to L;   x ~ (H q) f, since H H = 64
 
-Without rotation y = x, f = max|x| / L and q = floor(x / f + u). With u = 1/2 that is the nearest number; with u drawn
-evenly from (0, 1) it is the next one above or below so that the mean is right (stochastic rounding). u is a hash of the
-tensor's key and the element's place, so that whoever computes a tensor again gets the same bytes.
+Without rotation y = x, f = max|x| / L and q = floor(x / f + u). u = 1/2 rounds to the nearest number; u drawn evenly
+from (0, 1) rounds up or down so that the mean is right (stochastic rounding). u is a hash of the tensor's key and the
+element's position, so a peer that computes a tensor again gets the same bytes.
 
-Every operation is one that IEEE 754 defines to the last bit, and none is fused with the next, so that payloads are
-equal on all devices.
+IEEE 754 defines every operation here to the last bit, and none is fused with the next, so payloads are equal on all
+devices.
 
-Source: He et al., "TAH-Quant: Effective Activation Quantization in Pipeline Parallelism over Slow Network", 2025,
-arXiv 2506.01352, sections 4.1 to 4.3: tiles, the Hadamard transform against outliers, few bits. We differ in that all
-tiles have the same number of bits, and in whole numbers before the transform.
+Source: He et al., "TAH-Quant: Effective Activation Quantization in Pipeline Parallelism over Slow Network", 2025, arXiv
+    2506.01352, sections 4.1 to 4.3: tiles, the Hadamard transform against outliers, few bits. We differ in that all
+    tiles have the same number of bits, and that numbers are whole before the transform.
 
 N elements   T tiles   E elements of a tile   B bytes
 """
@@ -33,19 +33,19 @@ from shoal.kernels.words import shifted, signed
 FINE: Final = 2.0**17
 """A tile's largest magnitude before the Hadamard transform: 64 times that is 2^23."""
 SMALLEST: Final = 2.0**-100
-"""A tile with no larger magnitude than this is zero: what follows would leave the range of float32."""
+"""A tile with a smaller largest magnitude becomes zero: it would leave the range of float32."""
 _CHUNK_TILES: Final = 1024
-"""Tiles at a time, 256 KiB in float32: what is made on the way stays in a core's own cache."""
+"""Tiles at a time, 256 KiB in float32, so that temporaries stay in a core's own cache."""
 _MASK: Final = 0xFFFF
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Write a tensor in few bits.
+    """Encode a tensor in few bits.
 
     Args:
         x_N: float32, contiguous, of any shape.
-        key: two numbers of 32 bits, of this tensor alone, by which it is rounded by chance. None: to the nearest.
-    Returns: the payload, uint8 [B]. A tile with a number that is not finite comes back as NaN.
+        key: two numbers of 32 bits, unique to this tensor, for stochastic rounding. None: round to the nearest.
+    Returns: the payload, uint8 [B]. A tile with a number that is not finite decodes as NaN.
     """
     flat_N, tiles = x_N.reshape(-1), num_tiles(x_N.numel())
     payload_B = torch.empty(form.payload_bytes(x_N.numel()), dtype=torch.uint8, device=x_N.device)
@@ -62,10 +62,10 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Read a tensor back.
+    """Decode a tensor.
 
     Args:
-        payload_B: uint8 [B], `form.payload_bytes(numel)` of them. Any bytes can be read.
+        payload_B: uint8 [B], `form.payload_bytes(numel)` of them. Any bytes are valid.
         numel: N.
     Returns: float32 [N].
     """
@@ -89,9 +89,10 @@ def _tiles(x_N: Tensor) -> Tensor:
 
 
 def _quantized(x_TE: Tensor, form: Format, chance_TE: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Round each tile. Args: chance_TE: u of the module's docstring, float32 [T, E]; None: 1/2.
+    """Round each tile.
 
-    Returns: (f, float32 [T], whose values bfloat16 holds exactly; q, float32 [T, E], whole numbers from -L to L).
+    Args: chance_TE: u of the module's docstring, float32 [T, E]; None: 1/2.
+    Returns: (f, float32 [T], exact in bfloat16; q, float32 [T, E], whole numbers from -L to L).
     """
     largest_T = x_TE.abs().amax(dim=1)
     is_zero_T, is_finite_T = largest_T < SMALLEST, largest_T < torch.inf
@@ -125,7 +126,6 @@ def _pack(code_TE: Tensor, form: Format, into_TB: Tensor) -> None:
 
 
 def _unpacked(code_TB: Tensor, form: Format) -> Tensor:
-    """Returns: uint8 [T, E]."""
     code_TE = torch.zeros((code_TB.shape[0], TILE), dtype=torch.uint8, device=code_TB.device)
     at = 0
     for width, below in form.parts:
@@ -139,8 +139,7 @@ def _unpacked(code_TB: Tensor, form: Format) -> Tensor:
 
 @cache
 def hadamard(device: torch.device) -> Tensor:
-    """Sylvester's matrix of ones and minus ones, float32 [TILE, TILE]: element (i, j) is minus one where i and j have
-    an odd number of bits in common."""
+    """Return Sylvester's matrix, float32 [TILE, TILE]: -1 where i and j have an odd number of common bits, else 1."""
     index_E = torch.arange(TILE)
     common_EE = index_E[:, None] & index_E[None, :]
     num_common_EE = torch.stack([(common_EE >> bit) & 1 for bit in range(TILE.bit_length() - 1)]).sum(0)
@@ -148,11 +147,11 @@ def hadamard(device: torch.device) -> Tensor:
 
 
 def _chance(key: tuple[int, int], start: int, stop: int, device: torch.device) -> Tensor:
-    """Numbers from (0, 1) for the elements of these tiles, float32 [T, E], by 16 bits each: those of element e < 32 and
-    of e + 32 come from one hash, of number 32 t + e.
+    """Return numbers from (0, 1) for the elements of these tiles, float32 [T, E], with 16 random bits each. Hash 32 t +
+    e gives those of elements e < 32 and e + 32 of tile t.
 
     Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32, with half of the key added before its
-    first round and the other half before its second.
+        first round and the other half before its second.
     """
     first, second = (signed(half) for half in key)
     half = TILE // 2

@@ -1,7 +1,7 @@
 """Tensors in few bits, in Triton: the twin of `reference.py`, bit for bit.
 
-A program has `TILES` tiles. Sums before and after the Hadamard transform are of whole numbers below 2^24, so that any
-order gives the same; divisions are the exact ones, and nothing is fused (`enable_fp_fusion`).
+A program has `TILES` tiles. Sums before and after the Hadamard transform are of whole numbers below 2^24, so any order
+gives the same result; divisions are exact, and nothing is fused (`enable_fp_fusion`).
 
 `TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only.
 
@@ -19,14 +19,12 @@ from shoal.kernels.codec.formats import SCALE_BYTES, TILE, Format, num_tiles
 from shoal.kernels.words import signed
 
 TILES: int = 32
-"""Tiles a program."""
 _WARPS: Final = 4
 
 
 @triton.jit
 def _max(x, y):
-    """The larger of two numbers, in a reduction. (Triton's own `max` is interpreted only if Triton was first imported
-    to be.)"""
+    """Return the larger of two numbers, for reductions. (Triton's `max` needs an import for the interpreter.)"""
     return tl.where(x > y, x, y)
 
 
@@ -37,7 +35,6 @@ def _add(x, y):
 
 @triton.jit
 def _hadamard(SIZE: tl.constexpr):
-    """Ones and minus ones, float32 [SIZE, SIZE]."""
     index = tl.arange(0, SIZE)
     common = index[:, None] & index[None, :]
     common = common ^ (common >> 4)
@@ -48,7 +45,7 @@ def _hadamard(SIZE: tl.constexpr):
 
 @triton.jit
 def _chance(number, first, second):
-    """32 bits of a hash, as uint32."""
+    """Return 32 bits of a hash, as uint32."""
     h = number.to(tl.uint32) + first.to(tl.uint32)
     h = (h ^ (h >> 17)) * 0xED5AD4BB + second.to(tl.uint32)
     h = (h ^ (h >> 11)) * 0xAC4C1B51
@@ -62,13 +59,13 @@ def encode_kernel(
     LEVELS: tl.constexpr, BITS: tl.constexpr, ROTATED: tl.constexpr, BY_CHANCE: tl.constexpr,
     SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write `TILES` tiles: each one's scale as the bits of a bfloat16, and its packed codes."""
+    """Encode `TILES` tiles: the scale of each as the bits of a bfloat16, and its packed codes."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     element = tl.arange(0, SIZE)
     at = tile.to(tl.int64)[:, None] * SIZE + element[None, :]
     x = tl.load(x_N + at, mask=at < numel, other=0.0)
     largest = tl.reduce(tl.abs(x), 1, _max)
-    # A comparison with what is no number is false, so the largest says nothing of it.
+    # A comparison with NaN is false, so `largest` does not show it.
     num_odd = tl.reduce(tl.where(tl.abs(x) < float("inf"), 0, 1), 1, _add)
     is_zero = largest < 2.0**-100
     a = tl.where(is_zero | (num_odd > 0), 1.0, largest)
@@ -85,7 +82,7 @@ def encode_kernel(
     bits = (factor.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
     factor = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
     if ROTATED:
-        # The factor of 2^23 is a power of two: multiplying by its inverse is the division.
+        # The factor 2^23 is a power of two: multiplying by its inverse is the division.
         step = tl.div_rn(a, factor) * (1.0 / (131072.0 * SIZE))
     else:
         step = tl.div_rn(tl.full((TILES,), 1.0, tl.float32), factor)
@@ -172,7 +169,7 @@ def _load(code_B, at_byte, is_there, WIDTH: tl.constexpr, SIZE: tl.constexpr):
 
 
 def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> Tensor:
-    """Do what `reference.encode` does."""
+    """Encode as `reference.encode` does."""
     numel, tiles = x_N.numel(), num_tiles(x_N.numel())
     payload_B = torch.empty(form.payload_bytes(numel), dtype=torch.uint8, device=x_N.device)
     if tiles:
@@ -187,7 +184,7 @@ def encode(x_N: Tensor, form: Format, *, key: tuple[int, int] | None = None) -> 
 
 
 def decode(payload_B: Tensor, numel: int, form: Format) -> Tensor:
-    """Do what `reference.decode` does."""
+    """Decode as `reference.decode` does."""
     tiles = num_tiles(numel)
     x_N = torch.empty(numel, device=payload_B.device)
     if tiles:

@@ -1,12 +1,11 @@
-"""Tokens to their experts and back, and the experts' matrix products. See `reference.py` for the arithmetic.
+"""Tokens to their experts and back, and the experts' matrix products. `reference.py` explains the arithmetic.
 
     groups = group(chosen_NK, num_experts)
     x_PD = permute(x_ND, groups)                              # rows sorted by expert
     y_PR = grouped_matmul(x_PD, weights, groups.offset_E)     # each expert's rows times its matrix
     y_ND = combine(y_PR, weight_NK, groups)                   # back, weighted
 
-The three are differentiable in every tensor that is not of whole numbers. Which twin computes is decided by where the
-tensors are.
+The last three are differentiable in every floating tensor. The device of the tensors decides which twin computes.
 """
 
 from shoal.kernels.dispatch.differentiable import combine, grouped_matmul, grouped_matmul_transposed, permute

@@ -1,4 +1,4 @@
-"""Gives a model `permute`, `combine` and `grouped_matmul` with their backwards, on whatever device.
+"""`permute`, `combine` and `grouped_matmul` with their backwards, for a model on any device.
 
 Letters as in `reference.py`.
 """
@@ -17,19 +17,18 @@ from shoal.kernels.dispatch.groups import Groups
 from shoal.kernels.triton_twins import triton_twins
 
 _NARROW_ENOUGH = (torch.float32, torch.bfloat16)
-"""What the Triton twins compute with."""
+"""The dtypes of the Triton twins."""
 
 
 def permute(x_ND: Tensor, groups: Groups) -> Tensor:
-    """Each token once for each of its choices, sorted by expert: [N, D] -> [P, D]."""
+    """Copy each token once for each of its choices, sorted by expert: [N, D] -> [P, D]."""
     return _called(_Permute, x_ND, groups)
 
 
 def combine(y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> Tensor:
-    """The weighted sum over a token's rows: [P, D] -> [N, D].
+    """Return the weighted sum over each token's rows: [P, D] -> [N, D].
 
-    Args:
-        weight_NK: float32 [N, K]; float64 where `y_PD` is.
+    Args: weight_NK: float32 [N, K]; float64 if `y_PD` is.
     Raises: ValueError: weights of another dtype.
     """
     wanted = torch.float64 if y_PD.dtype == torch.float64 else torch.float32
@@ -39,11 +38,11 @@ def combine(y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor) -> Tensor:
-    """`functional.linear` of each expert's rows with its matrix: [P, C] -> [P, R].
+    """Apply `functional.linear` to each expert's rows with its matrix: [P, C] -> [P, R].
 
     Args:
-        weights: E matrices [R, C], each a tensor of its own, so that each can be an autograd leaf. Those of one flat
-            buffer, evenly spaced, are read where they are; others a GPU has to copy together.
+        weights: E matrices [R, C], each a tensor of its own, so that each can be an autograd leaf. Matrices evenly
+            spaced in one flat buffer are read in place; a GPU must first copy others together.
         offset_E: int64 [E + 1] of `Groups`.
     Raises: ValueError: not as many matrices as groups.
     """
@@ -54,8 +53,8 @@ def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor) ->
 
 @torch.no_grad()
 def grouped_matmul_transposed(x_PR: Tensor, weights: Sequence[Tensor], offset_E: Tensor) -> Tensor:
-    """Each expert's rows times its matrix [R, C]: [P, R] -> [P, C], without a gradient. This is what `grouped_matmul`
-    gives its input for a gradient, for who does not keep the matrices until then."""
+    """Multiply each expert's rows by its matrix [R, C]: [P, R] -> [P, C], without a gradient. This is the input
+    gradient of `grouped_matmul`, for a caller that does not keep the matrices until the backward."""
     x_PR = x_PR.contiguous()
     result: Tensor = _twins(x_PR).grouped_matmul(x_PR, weights, offset_E, transposed=True)
     return result
@@ -70,7 +69,6 @@ _triton = partial(triton_twins, "shoal.kernels.dispatch.triton_dispatch")
 
 
 def _twins(tensor: Tensor) -> ModuleType:
-    """Choose the twins that compute with this tensor."""
     fits = tensor.is_cuda and tensor.dtype in _NARROW_ENOUGH
     return (_triton() if fits else None) or reference
 

@@ -1,7 +1,7 @@
 """Tokens sorted by the expert that they are sent to.
 
 A token is sent to K experts, so N tokens make P = N K rows. Rows of one expert lie together, in the order of the
-tokens. Nothing is padded and nothing is dropped: an expert has as many rows as tokens chose it, be it none or all.
+tokens. Nothing is padded or dropped: an expert has as many rows as tokens chose it, from none to all.
 
 N tokens   K choices a token   P rows   E experts
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Says which row belongs to which token and expert. All tensors are int64 and on the device of the choices."""
+    """The rows of each token and expert. All tensors are int64 and on the device of the choices."""
 
     row_NK: Tensor
     """[N, K], the row of each choice."""
@@ -27,15 +27,14 @@ class Groups:
 
     @property
     def counts_E(self) -> Tensor:
-        """int64 [E], rows of each expert."""
+        """int64 [E], the rows of each expert."""
         return self.offset_E.diff()
 
 
 def group(chosen_NK: Tensor, num_experts: int) -> Groups:
-    """Sort the choices by expert. Nothing waits for the device.
+    """Sort the choices by expert, without waiting for the device.
 
-    Args:
-        chosen_NK: int64 [N, K], in [0, num_experts). Others are not looked for: on a GPU that would be a wait.
+    Args: chosen_NK: int64 [N, K], in [0, num_experts). The range is not checked, since on a GPU that would wait.
     """
     chosen_P = chosen_NK.reshape(-1)
     choice_P = chosen_P.argsort(stable=True)
@@ -52,6 +51,6 @@ def group(chosen_NK: Tensor, num_experts: int) -> Groups:
 
 
 def counts(chosen_NK: Tensor, num_experts: int) -> Tensor:
-    """int64 [E], how often each expert was chosen. (`bincount` would wait for a GPU.)"""
+    """Return int64 [E], the number of choices of each expert. (`bincount` would wait for a GPU.)"""
     chosen_P = chosen_NK.reshape(-1)
     return chosen_P.new_zeros(num_experts).scatter_add_(0, chosen_P, torch.ones_like(chosen_P))

@@ -1,10 +1,9 @@
-"""Moving tokens to their experts and back, and the experts' products, in plain torch: what fast twins are tested
-against, and what a CPU uses.
+"""Token dispatch and the experts' products in plain torch: the CPU path, and the test reference of the fast twins.
 
-Sums are taken in float32 at least, whatever the operands are, and narrowed last.
+Sums are taken at least in float32 and narrowed last.
 
-N tokens   K choices a token   P = N K rows, sorted by expert (`groups.py`)   E experts   D width
-R rows and C columns of an expert's matrix
+N tokens   K choices a token   P = N K rows, sorted by expert (`groups.py`)   E experts   D width R rows and C columns
+of an expert's matrix
 """
 
 from collections.abc import Sequence
@@ -17,26 +16,25 @@ from shoal.kernels.dispatch.groups import Groups
 
 
 def permute(x_ND: Tensor, groups: Groups) -> Tensor:
-    """Each token once for each of its choices: [N, D] -> [P, D]."""
+    """Copy each token once for each of its choices: [N, D] -> [P, D]."""
     return x_ND.index_select(0, groups.token_P)
 
 
 def permute_backward(grad_PD: Tensor, groups: Groups) -> Tensor:
-    """Gradient of `permute`'s result -> of its `x_ND`: the sum over a token's rows, in the order of its choices."""
+    """Return the gradient of `x_ND`: the sum over each token's rows, in the order of its choices."""
     return _wide(_rows(grad_PD, groups)).sum(1).to(grad_PD.dtype)
 
 
 def combine(y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> Tensor:
-    """The weighted sum over a token's rows: [P, D] -> [N, D] of the same dtype.
+    """Return the weighted sum over each token's rows: [P, D] -> [N, D] of the same dtype.
 
-    Args:
-        weight_NK: float32 [N, K]; float64 where `y_PD` is.
+    Args: weight_NK: float32 [N, K]; float64 if `y_PD` is.
     """
     return torch.bmm(weight_NK.unsqueeze(1), _wide(_rows(y_PD, groups))).squeeze(1).to(y_PD.dtype)
 
 
 def combine_backward(grad_ND: Tensor, y_PD: Tensor, weight_NK: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Gradient of `combine`'s result -> of its (`y_PD`, `weight_NK`), in their dtypes."""
+    """Return the gradients of `y_PD` and `weight_NK`, in their dtypes."""
     weight_P = weight_NK.reshape(-1).index_select(0, groups.choice_P)
     grad_PD = _wide(grad_ND.index_select(0, groups.token_P))
     grad_NK = (grad_PD * _wide(y_PD)).sum(-1).index_select(0, groups.row_NK.reshape(-1)).view_as(weight_NK)
@@ -44,12 +42,12 @@ def combine_backward(grad_ND: Tensor, y_PD: Tensor, weight_NK: Tensor, groups: G
 
 
 def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor, *, transposed: bool = False) -> Tensor:
-    """Each expert's rows times the transpose of its matrix, as `functional.linear`: [P, C] -> [P, R].
+    """Multiply each expert's rows by the transpose of its matrix, as `functional.linear`: [P, C] -> [P, R].
 
     Args:
         weights: E matrices [R, C], contiguous, of the dtype of `x_PC`.
         offset_E: int64 [E + 1], see `Groups`.
-        transposed: times the matrix itself instead: [P, R] -> [P, C]; the gradient of the input.
+        transposed: multiply by the matrix itself instead: [P, R] -> [P, C]; the gradient of the input.
     """
     width = weights[0].shape[1 if transposed else 0]
     y_PR = x_PC.new_empty(x_PC.shape[0], width)
@@ -59,14 +57,13 @@ def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor, *,
 
 
 def grouped_outer(grad_PR: Tensor, x_PC: Tensor, offset_E: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of each expert's matrix in `grouped_matmul`: E of [R, C], zero for who had no rows."""
+    """Return the gradient of each expert's matrix in `grouped_matmul`: E of [R, C], zero for an expert without rows."""
     offsets = offset_E.tolist()
-    # One product a tensor: what is added to a gradient right away and freed stays in the processor's cache.
+    # One product a tensor: added to a gradient and freed at once, it stays in the processor's cache.
     return tuple(grad_PR[first:last].T @ x_PC[first:last] for first, last in pairwise(offsets))
 
 
 def _rows(x_PD: Tensor, groups: Groups) -> Tensor:
-    """[N, K, D]"""
     return x_PD.index_select(0, groups.row_NK.reshape(-1)).view(*groups.row_NK.shape, x_PD.shape[1])
 
 

@@ -1,12 +1,12 @@
 """Tokens to their experts and back, and the experts' products, in Triton: twins of `reference.py`.
 
-Nothing waits for the device: how many tiles a product has depends on counts that only the device knows, so as many
-programs are started as there can be at most, one for every `rows` rows and one more an expert, and those that find
-nothing to do end. A tile never crosses from one expert to the next, and rows behind an expert's last are masked:
-nothing is padded in memory. Sums are in float32; bf16 operands go to the tensor cores as they are.
+Nothing waits for the device. The number of a product's tiles depends on counts that only the device knows, so the
+largest possible number of programs starts, one for every `rows` rows and one more for each expert; programs without a
+tile end at once. A tile never crosses from one expert to the next, and rows beyond an expert's last are masked: nothing
+is padded in memory. Sums are in float32; bf16 operands go to the tensor cores unchanged.
 
-`TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only. Its bf16 arithmetic is
-wrong, so there everything is widened first, and bf16 is rounded by integer arithmetic everywhere.
+`TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only. The interpreter's bf16
+arithmetic is wrong, so there operands are widened first, and bf16 is rounded by integer arithmetic everywhere.
 
 Letters as in `reference.py`.
 """
@@ -27,12 +27,12 @@ INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK_D: int = 1024
 """Elements of a row that a program moves at a time."""
 GROUP: Final = 8
-"""Row tiles whose column tiles are computed one after the other, so that the matrix stays in the L2 cache."""
+"""Row tiles computed one after the other for each column tile, so that the matrix stays in the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of a product: its rows, its columns, what it sums at a time; and how a card runs it."""
+    """The tile of a product: its rows, its columns, and its terms at a time; and how a card runs it."""
 
     rows: int
     columns: int
@@ -45,18 +45,18 @@ TILES: Mapping[torch.dtype, Tile] = {
     torch.bfloat16: Tile(128, 128, 64, 8, 3),
     torch.float32: Tile(64, 64, 32, 4, 3),
 }
-"""Usual sizes for cards of these years; chosen without one."""
+"""Usual sizes for current cards; not measured on one."""
 
 
 @triton.jit
 def _add(x, y):
-    """Add two numbers, in a reduction. (Triton's own `sum` is interpreted only if Triton was first imported to be.)"""
+    """Add two numbers, for reductions. (Triton's `sum` needs an import for the interpreter.)"""
     return x + y
 
 
 @triton.jit
 def _narrowed(x):
-    """The bits of float32 `x` as bf16, to the nearest, ties to even: int16."""
+    """Return the bits of float32 `x` as bf16, to the nearest, ties to even: int16."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
     return (bits >> 16).to(tl.int16)
@@ -67,8 +67,8 @@ def spread_kernel(
     x_ND, y_PD, weight_P, choice_P, token_P, out_PD, dot_P, width,
     WEIGHTED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: its token's, copied; or, WEIGHTED, times its choice's weight, beside its product with a row of `y_PD`,
-    which goes to where the choice is. NARROW: the result is bf16, given as int16."""
+    """Copy one token row; if WEIGHTED, scale it by its choice's weight, and store its dot product with the row of
+    `y_PD` at the choice's position. NARROW: the result is bf16, given as int16."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_P + row)
     if WEIGHTED:
@@ -95,7 +95,7 @@ def gather_kernel(
     x_PD, weight_NK, row_NK, out_ND, width,
     CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: the sum over its rows, WEIGHTED or not, of a part of their width."""
+    """Sum a part of the width of one token's rows; if WEIGHTED, with the choices' weights."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -118,7 +118,8 @@ def matmul_kernel(
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows times an expert's matrix, [P, T] x [T, W]. EXPERTS: their number, rounded up to a power of 2."""
+    """Multiply one tile of rows by an expert's matrix, [P, T] x [T, W]. EXPERTS: a power of 2, at least their
+    number."""
     program = tl.program_id(0)
     column_tiles = (width + COLUMNS - 1) // COLUMNS
     first_tile = program // (GROUP * column_tiles) * GROUP
@@ -126,7 +127,7 @@ def matmul_kernel(
     within = program % (GROUP * column_tiles)
     tile = first_tile + within % tiles_here
     columns = within // tiles_here * COLUMNS + tl.arange(0, COLUMNS)
-    # Whose tile is it? Experts have ceil(rows / ROWS) tiles each, one behind the other.
+    # Find the tile's expert: experts have ceil(rows / ROWS) tiles each, one behind the other.
     experts = tl.arange(0, EXPERTS)
     firsts = tl.load(offset_E + experts, mask=experts < num_experts, other=0)
     lasts = tl.load(offset_E + experts + 1, mask=experts < num_experts, other=0)
@@ -168,7 +169,7 @@ def outer_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of an expert's [R, C], the sum over its rows of both factors."""
+    """Compute one tile of an expert's [R, C] gradient, summed over the expert's rows."""
     expert = tl.program_id(1).to(tl.int64)
     column_tiles = (width + COLUMNS - 1) // COLUMNS
     rows = tl.program_id(0) // column_tiles * ROWS + tl.arange(0, ROWS)
@@ -225,7 +226,7 @@ def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor, *,
     if y_PW.numel():
         first, stride_expert = _evenly_spaced(weights)
         row_tiles = min(len(x_PC), triton.cdiv(len(x_PC), tile.rows) + num_experts - 1)
-        # Triton launches on the current device, whatever it is given.
+        # Triton launches on the current device, not on the tensors'.
         with torch.cuda.device_of(x_PC):  # type: ignore[no-untyped-call]
             matmul_kernel[(row_tiles * triton.cdiv(width, tile.columns),)](
                 x_PC, first, offset_E, _bits(y_PW), num_experts, width, terms,
@@ -250,7 +251,7 @@ def grouped_outer(grad_PR: Tensor, x_PC: Tensor, offset_E: Tensor) -> tuple[Tens
 def _spread(
     x_ND: Tensor, groups: Groups, y_PD: Tensor | None = None, weight_NK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(rows [P, D], with weights; their products with the rows of `y_PD`, [N, K])."""
+    """Return (rows [P, D], with weights; their dot products with the rows of `y_PD`, [N, K])."""
     weighted, (P, D) = y_PD is not None, (len(groups.token_P), x_ND.shape[1])
     out_PD = x_ND.new_empty(P, D)
     dot_NK = x_ND.new_empty(groups.row_NK.shape, dtype=torch.float32)
@@ -281,12 +282,11 @@ def _block(width: int) -> int:
 
 
 def _bits(out: Tensor) -> Tensor:
-    """View a tensor as what a kernel writes to: bf16 as int16."""
+    """View a tensor as a kernel writes it: bf16 as int16."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
 
 
 def _launch(dtype: torch.dtype) -> dict[str, Any]:
-    """Collect the arguments that both products take."""
     tile, tf32 = TILES[dtype], torch.backends.cuda.matmul.allow_tf32
     return {
         "ROWS": tile.rows,
@@ -301,7 +301,7 @@ def _launch(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _evenly_spaced(weights: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """(the first matrix, elements from each to the next). Those that do not lie so are copied together."""
+    """Return (the first matrix, the elements from each to the next). Unevenly spaced matrices are copied together."""
     places = [weight.data_ptr() for weight in weights]
     step = places[1] - places[0] if len(places) > 1 else 0
     even = all(place == places[0] + i * step for i, place in enumerate(places))

@@ -1,4 +1,4 @@
-"""Weights that are not trained, in four bits a number. See `reference.py` for the arithmetic.
+"""Frozen weights in four bits a number. `reference.py` explains the arithmetic.
 
 payload_B = encode(x_N)                  # uint8, payload_bytes(x_N.numel()) of them
 x_N = decode(payload_B, x_N.numel())     # on a CUDA device by the Triton twin
@@ -20,7 +20,7 @@ _triton = partial(triton_twins, "shoal.kernels.nf4.triton_nf4")
 
 
 def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Do what `reference.decode` does, by the twin for the device of `payload_B`."""
+    """Decode as `reference.decode`, by the twin for the device of `payload_B`."""
     twin: ModuleType = (payload_B.is_cuda and _triton()) or reference
     x_N: Tensor = twin.decode(payload_B, numel, dtype)
     return x_N

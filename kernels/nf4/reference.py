@@ -1,16 +1,15 @@
 """NormalFloat: four bits a number, for weights that are about normal. Plain torch, for every device; `triton_nf4.py`
-reads the same bits on a card.
+decodes to the same bits on a card.
 
-Tiles of 64 numbers share a scale f, their largest magnitude, rounded up to bfloat16; a number x becomes the nearest of
-16 levels to x / f, which are as likely as each other where x is normal. A payload holds, for T tiles, T scales in
-bfloat16, little-endian, and then 32 bytes a tile: codes e and e + 32 in byte e, the first one in its low bits.
+Tiles of 64 numbers share a scale f, their largest magnitude rounded up to bfloat16. A number x becomes the nearest of
+16 levels to x / f; the levels are equally likely if x is normal. A payload holds, for T tiles, T scales in bfloat16,
+little-endian, and then 32 bytes a tile: codes e and e + 32 in byte e, the first one in its low bits.
 
-Every operation is one that IEEE 754 defines to the last bit: payloads, and what is read of them, are equal on all
-devices.
+IEEE 754 defines every operation here to the last bit: payloads and decoded numbers are equal on all devices.
 
 Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, arXiv 2305.14314, section 3 and appendix
-E, which has the levels. We differ in that a scale has 16 bits, and not 32 or, quantised once more, 8.5: 4.25 bits a
-number.
+    E, which has the levels. We differ in that a scale has 16 bits, and not 32 or, quantised once more, 8.5: 4.25 bits a
+    number.
 
 N elements   T tiles   E elements of a tile   B bytes
 """
@@ -47,7 +46,7 @@ _CHUNK_TILES: Final = 1 << 14
 
 
 def payload_bytes(numel: int) -> int:
-    """Count the bytes of a tensor with `numel` elements."""
+    """Return the bytes of a tensor with `numel` elements."""
     return num_tiles(numel) * (SCALE_BYTES + TILE_BYTES)
 
 
@@ -56,7 +55,7 @@ def num_tiles(numel: int) -> int:
 
 
 def encode(x_N: Tensor) -> Tensor:
-    """Write a tensor in four bits a number.
+    """Encode a tensor in four bits a number.
 
     Args: x_N: float32, contiguous, of any shape, of finite numbers.
     Returns: the payload, uint8 [B].
@@ -76,12 +75,12 @@ def encode(x_N: Tensor) -> Tensor:
 
 
 def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Read a tensor back.
+    """Decode a tensor.
 
     Args:
-        payload_B: uint8 [B], `payload_bytes(numel)` of them. Any bytes can be read.
+        payload_B: uint8 [B], `payload_bytes(numel)` of them. Any bytes are valid.
         numel: N.
-        dtype: what each float32 number is rounded to.
+        dtype: each float32 number is rounded to it.
     Returns: [N] of `dtype`.
     """
     tiles = num_tiles(numel)
@@ -99,7 +98,7 @@ def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) ->
 
 
 def _parts(payload_B: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """(scales as int16 [T], codes [T, B]): views."""
+    """Return views: (scales as int16 [T], codes [T, B])."""
     scale_T = payload_B[: tiles * SCALE_BYTES].view(torch.int16)
     return scale_T, payload_B[tiles * SCALE_BYTES :].view(tiles, TILE_BYTES)
 
@@ -111,19 +110,18 @@ def _tiles(x_N: Tensor) -> Tensor:
 
 
 def _rounded_up(a_T: Tensor) -> Tensor:
-    """Round up to bfloat16, so that no share is larger than 1; the largest number of all stays below infinity."""
+    """Round up to bfloat16, so that no share is larger than 1; the largest float32 stays finite."""
     up_T = ((a_T.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     return torch.where(up_T.isfinite(), up_T, torch.finfo(torch.bfloat16).max)
 
 
 @cache
 def levels_on(device: torch.device) -> Tensor:
-    """`LEVELS` as float32 [16]."""
+    """Return `LEVELS` as float32 [16]."""
     return torch.tensor(LEVELS, device=device)
 
 
 @cache
 def _middles(device: torch.device) -> Tensor:
-    """Between two neighbouring levels each."""
     levels = torch.tensor(LEVELS)
     return ((levels[1:] + levels[:-1]) / 2).to(device)

@@ -1,9 +1,7 @@
 """Four bits a number, in Triton: the twin of `reference.decode`, bit for bit.
 
-A program has `TILES` tiles. Each product is of two float32 numbers and is rounded once, to float32, and then to the
-nearest bfloat16, ties to even, where that is wanted.
-
-Nobody encodes on a card: a base is made once, by whoever has the model, on its CPU.
+A program has `TILES` tiles. Each product of two float32 numbers is rounded once to float32 and then, for bfloat16
+results, to the nearest bfloat16, ties to even. There is no encoder: a base is made once, on a CPU.
 
 `TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only.
 
@@ -20,7 +18,6 @@ from torch import Tensor
 from shoal.kernels.nf4.reference import SCALE_BYTES, TILE, levels_on, num_tiles
 
 TILES: int = 32
-"""Tiles a program."""
 _WARPS: Final = 4
 
 
@@ -43,7 +40,7 @@ def decode_kernel(
     x = level * factor[:, None]
     at = tile.to(tl.int64)[:, None] * SIZE + element[None, :]
     if NARROW:
-        # The interpreter would cut bits off.
+        # By hand: the interpreter truncates.
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
         tl.store(x_N + at, (bits >> 16).to(tl.int16), mask=at < numel)
@@ -52,11 +49,11 @@ def decode_kernel(
 
 
 def decode(payload_B: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Do what `reference.decode` does."""
+    """Decode as `reference.decode` does."""
     tiles, is_narrow = num_tiles(numel), dtype == torch.bfloat16
     x_N = torch.empty(numel, dtype=torch.bfloat16 if is_narrow else torch.float32, device=payload_B.device)
     if tiles:
-        # Triton launches on the current device, whatever it is given.
+        # Triton launches on the current device, not on the tensors'.
         with torch.cuda.device_of(payload_B):  # type: ignore[no-untyped-call]
             decode_kernel[(triton.cdiv(tiles, TILES),)](
                 payload_B[: tiles * SCALE_BYTES].view(torch.int16), payload_B[tiles * SCALE_BYTES :],

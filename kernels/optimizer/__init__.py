@@ -1,4 +1,4 @@
-"""Optimizer step and weight prediction on one layer's flat state. See `reference.py` for the arithmetic."""
+"""Optimizer step and weight prediction on one layer's flat state. `reference.py` explains the arithmetic."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """A step, the prediction that belongs to it, and both in one pass; each chooses its twin by where tensors are."""
+    """A step, its prediction, and both in one pass; the device of the tensors decides which twin computes."""
 
     step: Step
     weights: NextWeights
-    """Makes weights for this peer alone."""
+    """The step's weights up to rounding, for use on this peer only."""
     predict: Predict
     advance: Advance
     moment2_of: Literal["all", "rest", "none"]
-    """The elements that have a second moment; "rest": those behind the hidden matrices."""
+    """The elements with a second moment; "rest": those after the hidden matrices."""
 
     def moment2_numel(self, numel: int, matrices: Matrices = ()) -> int:
-        """Elements of `moment2_N` for a layer of `numel` elements with these hidden matrices."""
+        """Return the length of `moment2_N` for a layer of `numel` elements with these hidden matrices."""
         match self.moment2_of:
             case "all":
                 return numel
@@ -42,7 +42,7 @@ class Optimizer:
                 return 0
 
     def moments(self, param_N: Tensor, matrices: Matrices = ()) -> tuple[Tensor, Tensor]:
-        """(moment1_N, moment2_N) of version 0, on the device of `param_N`."""
+        """Return (moment1_N, moment2_N) of version 0, on the device of `param_N`."""
         num_elements = self.moment2_numel(param_N.numel(), matrices)
         return param_N.new_zeros(param_N.shape), param_N.new_zeros(num_elements)
 
@@ -51,7 +51,7 @@ _triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 
 
 def _by_device(name: str, function: _F) -> _F:
-    """`function`, or its Triton twin `name` for float32 tensors on a CUDA device that are not empty."""
+    """Return `function`, with its Triton twin `name` for non-empty float32 tensors on a CUDA device."""
 
     @wraps(function)
     def choose(param_N: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def _by_device(name: str, function: _F) -> _F:
 
 
 def _next_weights(name: str, rules: ModuleType) -> NextWeights:
-    """Take the rule's own function on a CPU, where the rule has one; otherwise take the weights of its step."""
+    """Return a function that uses the rule's own one on a CPU, if any; otherwise it takes the weights of the step."""
     step = _by_device(f"{name}_step", getattr(rules, f"{name}_step"))
     own = getattr(rules, f"{name}_weights", None)
 
@@ -90,4 +90,3 @@ OPTIMIZERS: Final[Mapping[str, Optimizer]] = {
     "nadam": _optimizer("nadam", reference, "all"),
     "muon": _optimizer("muon", muon, "rest"),
 }
-"""The optimizers, by the name that the run spec uses."""

@@ -1,5 +1,5 @@
-"""Step and prediction together, in plain torch: one after the other, so bit-equal with them, and what fast twins are
-tested against. `rules.Advance` says what goes in and out.
+"""Step and prediction together, in plain torch: one after the other, so bit-equal to both, and the test reference of
+the fast twins. `rules.Advance` describes arguments and results.
 
 N elements of one layer
 """

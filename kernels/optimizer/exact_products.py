@@ -1,20 +1,20 @@
 """Matrix products without any error, so that every device has the same bits.
 
-A library sums a product in its own order, and threads and cards in another. So operands are rounded to whole numbers
-of so few bits that every sum of their products is exact: then no order can change it, and no fused multiply-add. Two
-ways lead to the same bits:
+Libraries, thread counts and cards sum a product in different orders. So operands are rounded to whole numbers with few
+enough bits that every sum of their products is exact: then neither the order nor a fused multiply-add can change it.
+Two ways give the same bits:
 
 - float64 holds whole numbers up to 2^53, and operands of (53 - log2 K) / 2 bits keep every sum below that;
-- operands of at most 14 bits are two slices of 8 bits each, whose products int32 holds: four products of int8 (three
-  of a matrix by itself), which cards and newer processors make many times as fast as one of float64.
+- operands of at most 14 bits are two slices of 8 bits each, whose products int32 holds: four int8 products (three for a
+  matrix by itself), which cards and newer processors compute many times as fast as one in float64.
 
-A device multiplies int8 where it proves exact and quicker (`multiplies_int8`): processors without VNNI saturate the
-sums of two products at 16 bits.
+A device uses int8 if that proves exact and faster (`multiplies_int8`): processors without VNNI saturate sums of two
+products at 16 bits.
 
 Source: operands cut so that products are free of error: Ozaki, Ogita, Oishi and Rump (Numerical Algorithms 59, 2012);
-in int8: Ootomo, Ozaki and Yokota (2024, arXiv 2306.11975).
+    in int8: Ootomo, Ozaki and Yokota (2024, arXiv 2306.11975).
 
-R rows   C columns   K what a product sums over
+R rows   C columns   K terms of a product's sums
 """
 
 import functools
@@ -31,13 +31,12 @@ from torch.nn.functional import pad
 SIGNIFICAND_BITS: Final = 53
 """float64 holds whole numbers up to 2^53."""
 MOST_BITS: Final = 14
-"""What two slices of int8 hold: the largest operand, 2^14, is 64 x 256 + 0."""
+"""The bits that two slices of int8 hold: the largest operand, 2^14, is 64 x 256 + 0."""
 _SLICE: Final = 256
 _MOST_TERMS: Final = 1 << 16
-"""What a product of int8 may sum over: sums of both mixed products stay below 2 x 2^13 x 2^16 = 2^30."""
+"""The most terms of an int8 product: sums of both mixed products stay below 2 x 2^13 x 2^16 = 2^30."""
 _MULTIPLE: Final = 32
-"""Rows and columns are filled up with zeros to multiples of this: cuBLASLt multiplies int8 only in multiples of 8, and
-with more than 16 rows."""
+"""Zeros fill up rows and columns to multiples of this, for cuBLASLt: multiples of 8, and more than 16 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,53 +50,53 @@ class Fixed:
 
 
 def operand_bits(terms: int) -> int:
-    """Count the bits that operands of a product may have whose elements are sums of `terms`: 2 bits + log2 K <= 53,
-    and at most two slices."""
+    """Return the bits of operands with `terms` terms in a sum: 2 bits + log2 K <= 53, and at most two slices."""
     return min(MOST_BITS, (SIGNIFICAND_BITS - (terms - 1).bit_length()) // 2)
 
 
 def fixed(x_RC: Tensor, *, terms: int) -> Fixed:
-    """Round float64 [R, C] to the nearest whole multiples of a unit, fine enough that the largest has all bits."""
-    exponent = torch.frexp(torch.linalg.vector_norm(x_RC, torch.inf)).exponent  # a largest element has no rounding
+    """Round float64 [R, C] to whole multiples of a unit, the finest at which the largest element fits."""
+    # the norm of order infinity has no rounding
+    exponent = torch.frexp(torch.linalg.vector_norm(x_RC, torch.inf)).exponent
     bits = operand_bits(terms)
     return Fixed((x_RC * _power_of_two(bits - exponent)).round_(), _power_of_two(exponent - bits))
 
 
 def exact_matmul(a_RK: Fixed, b_KC: Fixed) -> Tensor:
-    """Multiply a by b: float64 [R, C], without any error if both were made with `terms` >= K."""
+    """Multiply a by b: float64 [R, C], without error if both were made with `terms` >= K."""
     whole = product_of_slices if _is_for_int8(a_RK) else product_of_doubles
     return whole(a_RK.whole_RC, b_KC.whole_RC).mul_(a_RK.unit * b_KC.unit)
 
 
 def exact_square(a_RK: Fixed) -> Tensor:
-    """Multiply a by itself transposed: float64 [R, R], without any error if `a_RK` was made with `terms` >= K."""
+    """Multiply a by its transpose: float64 [R, R], without error if `a_RK` was made with `terms` >= K."""
     whole = square_of_slices if _is_for_int8(a_RK) else square_of_doubles
     return whole(a_RK.whole_RC).mul_(a_RK.unit * a_RK.unit)
 
 
 def product_of_doubles(a_RK: Tensor, b_KC: Tensor) -> Tensor:
-    """The product of whole numbers, float64 [R, C], by way of float64."""
-    # Whether a sum of nothing but zeros is -0 does depend on the order; + 0.0 makes it 0.
+    """Multiply whole numbers in float64: float64 [R, C]."""
+    # The sign of a zero sum depends on the order; + 0.0 makes -0 to 0.
     return (a_RK @ b_KC).add_(0.0)
 
 
 def square_of_doubles(a_RK: Tensor) -> Tensor:
-    """Whole numbers by themselves transposed, float64 [R, R], by way of float64."""
+    """Multiply whole numbers by their transpose in float64: float64 [R, R]."""
     return product_of_doubles(a_RK, a_RK.T)
 
 
 def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
-    """Multiply whole numbers by way of int8: float64 [R, C].
+    """Multiply whole numbers in int8: float64 [R, C].
 
     Each operand is cut into two slices, a = 256 a1 + a0 and b = 256 b1 + b0. Then
-    a b = 2^16 a1 b1 + 2^8 (a1 b0 + a0 b1) + a0 b0, which are four products of int8.
+    a b = 2^16 a1 b1 + 2^8 (a1 b0 + a0 b1) + a0 b0, which takes four int8 products.
 
     Args: a_RK, b_KC: float64, whole numbers of at most `MOST_BITS` bits.
     """
     high_a_RK, low_a_RK = _slices(a_RK)
     if a_RK.device.type == "cpu":
         high_b_KC, low_b_KC = _slices(b_KC)
-    else:  # cuBLASLt multiplies int8 if the columns of b are contiguous, and not otherwise
+    else:  # cuBLASLt multiplies int8 only if the columns of b are contiguous
         high_b_KC, low_b_KC = (part_CK.T for part_CK in _slices(b_KC.T))
     middle_RC = torch._int_mm(high_a_RK, low_b_KC).add_(torch._int_mm(low_a_RK, high_b_KC))
     product_RC = _sum_of_slices(torch._int_mm(high_a_RK, high_b_KC), middle_RC, torch._int_mm(low_a_RK, low_b_KC))
@@ -105,8 +104,8 @@ def product_of_slices(a_RK: Tensor, b_KC: Tensor) -> Tensor:
 
 
 def square_of_slices(a_RK: Tensor) -> Tensor:
-    """Whole numbers of at most `MOST_BITS` by themselves transposed, float64 [R, R], by way of int8: three products,
-    since a0 a1T is a1 a0T transposed."""
+    """Multiply whole numbers of at most `MOST_BITS` bits by their transpose in int8: float64 [R, R]. a0 a1T is a1 a0T
+    transposed, so three products suffice."""
     high_RK, low_RK = _slices(a_RK)
     mixed_RR = torch._int_mm(high_RK, low_RK.T)
     middle_RR = mixed_RR + mixed_RR.T
@@ -120,29 +119,27 @@ def _is_for_int8(a_RK: Fixed) -> bool:
 
 
 def _sum_of_slices(high_RC: Tensor, middle_RC: Tensor, low_RC: Tensor) -> Tensor:
-    """2^16 high + 2^8 middle + low, float64, each sum exact: it is a multiple of a power of two, with at most 53 bits
-    above that."""
+    """Return 2^16 high + 2^8 middle + low, float64, exactly: at most 53 bits above a power of two."""
     product_RC = high_RC.to(torch.float64).mul_(_SLICE**2)
     return product_RC.add_(middle_RC, alpha=_SLICE).add_(low_RC)
 
 
 @functools.cache
 def multiplies_int8(device: torch.device) -> bool:
-    """Whether a device's products of int8 are exact, and quicker than one of float64 for the same numbers. It takes
-    some milliseconds, once a device."""
+    """True if a device's int8 products are exact and faster than float64. The first call takes some milliseconds."""
     try:
         return _is_exact(device) and _best_s(product_of_slices, device) < _best_s(product_of_doubles, device)
     except torch.OutOfMemoryError:
-        raise  # it says nothing about the device: the job is tried again, and asks again
-    except RuntimeError:  # this build, or this kind of device, has no such product
+        raise  # says nothing about the device: the job is retried, and calls this again
+    except RuntimeError:  # this build, or this kind of device, has no int8 product
         return False
 
 
 def _is_exact(device: torch.device) -> bool:
-    """Multiply the largest numbers, whose sums saturate first, and others."""
+    """Compare int8 products of the largest numbers, whose sums saturate first, and of others."""
     chance, shape_RK = torch.Generator().manual_seed(0), (72, 520)
     largest_RK = torch.full(shape_RK, 2.0**MOST_BITS, dtype=torch.float64)
-    low_RK = torch.full(shape_RK, -1.0, dtype=torch.float64) * _SLICE // 2  # slices of -128, its products are 2^14
+    low_RK = torch.full(shape_RK, -1.0, dtype=torch.float64) * _SLICE // 2  # slices of -128, whose products are 2^14
     others_RK = torch.randint(-(2**MOST_BITS), 2**MOST_BITS, shape_RK, generator=chance).to(torch.float64)
     for a_RK in (largest_RK, low_RK, low_RK + _SLICE - 1, others_RK):
         for b_KR in (a_RK.T, -a_RK.T, others_RK.T):
@@ -155,7 +152,7 @@ def _is_exact(device: torch.device) -> bool:
 
 
 def _best_s(product: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> float:
-    """The shortest of three, of a matrix by its transpose, large enough that a card's launches count for little."""
+    """Return the shortest of three times of a matrix by its transpose, large enough to hide a card's launch times."""
     shape_RK = (256, 1024) if device.type == "cpu" else (2048, 4096)
     x_RK, best_s = torch.full(shape_RK, 77.0, dtype=torch.float64, device=device), math.inf
     for _ in range(4):  # the first one warms up
@@ -166,7 +163,7 @@ def _best_s(product: Callable[[Tensor, Tensor], Tensor], device: torch.device) -
 
 
 def _slices(whole_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers as int8 slices, 256 high + low, with rows and columns of zeros up to the next `_MULTIPLE`."""
+    """Return whole numbers as int8 slices, 256 high + low, padded with zeros to multiples of `_MULTIPLE`."""
     R, K = whole_RK.shape
     whole_RK = pad(whole_RK.to(torch.int16), (0, -K % _MULTIPLE, 0, -R % _MULTIPLE))
     high_RK = (whole_RK + _SLICE // 2) >> 8
@@ -174,5 +171,5 @@ def _slices(whole_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent, float64 []. Its bits are put together, since `pow` is not exact on every device."""
+    """Return 2^exponent, float64 [], by its bits, since `pow` is not exact on every device."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)

@@ -1,12 +1,12 @@
-"""Muon in plain torch: hidden matrices step along an orthogonal matrix, everything else takes AdamW's rule.
+"""Muon in plain torch: hidden matrices step along an orthogonal matrix, all other elements take AdamW's rule.
 
-As in `reference.py`: nothing is changed in place, and steps give the same bits on every device. The first moment is
-AdamW's too, an average of gradients and not their sum: what is made orthogonal does not depend on its length.
-A hidden matrix needs no second moment, so `moment2_N` has only the elements behind the matrices.
+As in `reference.py`, nothing is changed in place, and steps give the same bits on every device. The first moment is an
+average of gradients as AdamW's, not their sum: the orthogonal matrix does not depend on its length. A hidden matrix
+needs no second moment, so `moment2_N` has only the elements after the matrices.
 
 Sources: Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon), in its Nesterov form, five iterations. Length
-of a step and weight decay: Moonlight (2025, arXiv 2502.16982, section 2.2). The same as
-`torch.optim.Muon(nesterov=True, adjust_lr_fn="match_rms_adamw")` but that torch rounds the iterations to bfloat16.
+of a step and weight decay: Moonlight (2025, arXiv 2502.16982, section 2.2). Equal to `torch.optim.Muon(nesterov=True,
+adjust_lr_fn="match_rms_adamw")`, except that torch rounds the iterations to bfloat16.
 
 N elements of one layer   H elements of its hidden matrices, which come first   R rows   C columns
 """
@@ -36,11 +36,11 @@ def muon_step(
     step: int,
     matrices: Matrices = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of Muon; arguments and result as `reference.adamw_step`, but for two.
+    """Make one step of Muon; arguments and result as `reference.adamw_step`, except two.
 
     Args:
         moment2_N: float32 [N - H].
-        matrices: those that are made orthogonal: one behind the other from element 0 on, all of them decayed.
+        matrices: the hidden matrices, one behind the other from element 0 on, all of them decayed.
     Raises: ValueError: the matrices lie elsewhere.
     """
     H = hidden_numel(matrices)
@@ -84,10 +84,10 @@ def muon_predict(
     staleness_steps: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """Predict as `reference.adamw_predict` does, for `muon_step`; the direction is the first moment's, made orthogonal.
+    """Predict as `reference.adamw_predict` does, for `muon_step`, along the first moment made orthogonal.
 
-    With a gradient that repeats the moment is a multiple of it, and the length of what is made orthogonal does not
-    matter: exact from the first step on, as AdamW's is.
+    If the gradient repeats, the moment is a multiple of it, and its length does not matter: like AdamW's, the
+    prediction is exact from the first step on.
     """
     if staleness_steps == 0 or step == 0:
         return param_N
@@ -116,7 +116,7 @@ def muon_predict(
 
 
 def hidden_numel(matrices: Matrices) -> int:
-    """H. Raises: ValueError: the matrices are not one behind the other from element 0 on."""
+    """Return H. Raises: ValueError: the matrices are not one behind the other from element 0 on."""
     end = 0
     for first, R, C in matrices:
         if first != end:
@@ -126,6 +126,5 @@ def hidden_numel(matrices: Matrices) -> int:
 
 
 def _length(R: int, C: int) -> float:
-    """The length of a step in learning rates: its root mean square is AdamW's, 0.2, since an orthogonal one's is
-    1/sqrt(max)."""
+    """Return the length of a step in learning rates, so that its root mean square is AdamW's, 0.2."""
     return 0.2 * math.sqrt(max(R, C))

@@ -1,8 +1,8 @@
-"""The nearest orthogonal matrix, nearly, by Newton-Schulz iterations: what Muon steps along.
+"""The approximately nearest orthogonal matrix by Newton-Schulz iterations: the direction of Muon's steps.
 
 A step must give the same bits on every device (see `reference.py`), so its products are exact (`exact_products.py`)
-and their operands are rounded to 14 bits. Newton-Schulz is content with that (`MEASURED.md` has figures): it draws
-every singular value towards 1 whatever it was, and errors with them.
+with operands rounded to 14 bits. Newton-Schulz tolerates that (`MEASURED.md` has figures): it draws every singular
+value towards 1, and errors with them.
 
 Source: Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon), the iteration and its coefficients.
 
@@ -19,15 +19,13 @@ from shoal.kernels.optimizer.roots import rounded_sqrt
 
 ITERATIONS: Final = 5
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""The coefficients of x, x^3, x^5: steep at zero, for speed. The iteration does not converge: what began above 0.0015
-ends in [0.68, 1.21]."""
+"""The coefficients of x, x^3, x^5: steep at zero, for speed. A value above 0.0015 ends in [0.68, 1.21], not at 1."""
 
 
 def orthogonal(x_RC: Tensor) -> Tensor:
-    """Every singular value of `x_RC` brought near 1, its singular vectors kept: the same bits on every device.
+    """Bring every singular value of `x_RC` near 1 and keep its singular vectors, with the same bits on every device.
 
-    Args:
-        x_RC: float32 [R, C], finite. A matrix of zeros gives zeros.
+    Args: x_RC: float32 [R, C], finite. A matrix of zeros gives zeros.
     Returns: float32 [R, C]; singular values that were above a five-hundredth of the norm are in [0.68, 1.21].
     """
     tall = x_RC.shape[0] > x_RC.shape[1]
@@ -40,7 +38,7 @@ def orthogonal(x_RC: Tensor) -> Tensor:
         x = fixed(x_RC, terms=terms)
         gram_RR = exact_square(x)
         gram = fixed(gram_RR, terms=terms)
-        gain_RR = exact_square(gram).mul_(fifth)  # it is symmetric
+        gain_RR = exact_square(gram).mul_(fifth)  # symmetric
         gain_RR.add_(gram_RR.mul_(third))
         x_RC.mul_(first)
         x_RC.add_(exact_matmul(fixed(gain_RR, terms=terms), x))
@@ -48,11 +46,10 @@ def orthogonal(x_RC: Tensor) -> Tensor:
 
 
 def orthogonal_nearby(x_RC: Tensor) -> Tensor:
-    """Do as `orthogonal` does, in plain float32: for predictions, which no other peer makes. The result is some 1e-5
-    from it."""
+    """Do as `orthogonal` in plain float32, about 1e-5 off, for predictions, which stay on one peer."""
     tall = x_RC.shape[0] > x_RC.shape[1]
     x_RC = x_RC.T if tall else x_RC
-    x_RC = x_RC / _at_least_tiny(torch.linalg.vector_norm(x_RC, torch.inf))  # squares of it have room in float32
+    x_RC = x_RC / _at_least_tiny(torch.linalg.vector_norm(x_RC, torch.inf))  # its squares fit in float32
     x_RC = x_RC / _at_least_tiny(x_RC.norm())
     first, third, fifth = COEFFICIENTS
     for _ in range(ITERATIONS):
@@ -63,5 +60,5 @@ def orthogonal_nearby(x_RC: Tensor) -> Tensor:
 
 
 def _at_least_tiny(norm: Tensor) -> Tensor:
-    """Raise numbers below 1e-37, which is below every normal float32, so that zero stays zero."""
+    """Raise norms below 1e-37, which is near the smallest normal float32, so that zero stays zero."""
     return norm.clamp_min(1e-37)

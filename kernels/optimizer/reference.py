@@ -1,24 +1,24 @@
-"""Optimizer steps and weight prediction in plain torch: the CPU path, and what fast twins are tested against. Muon's
-are in `muon.py`.
+"""Optimizer steps and weight prediction in plain torch: the CPU path, and the test reference of the fast twins. Muon is
+in `muon.py`.
 
-State of one layer is three flat fp32 tensors of N elements. The first `num_decayed` elements are matrices and get
-decoupled weight decay; the rest are norms and do not.
+The state of one layer is three flat fp32 tensors of N elements. The first `num_decayed` elements are matrices and get
+decoupled weight decay; the rest are norms and get none.
 
 Convention: `step` is the version of `param_N`, the number of steps it has taken, so the swarm's step t is made with
-`step=t` (torch.optim counts t + 1). Nothing is changed in place, because microbatches in flight may still use the
-old version; each function allocates its results and at most one temporary.
+`step=t` (torch.optim counts t + 1). Nothing is changed in place, because microbatches in flight may still use the old
+version; each function allocates its results and at most one temporary.
 
 **Steps give the same bits on every device.** Replicas compare digests after a step, and they have different CPUs,
-thread counts and GPUs. So a step is made of operations that IEEE 754 rounds in one way only (+, -, *, /, one rounding
-each, and the root of `roots.py`, since torch's is not so rounded): no lerp, addcmul, addcdiv or alpha=, which are fused
-where the CPU has fused multiply-add and not where it has not; no division by a scalar, which CUDA turns into a
-multiplication; no reduction in float32, whose order depends on the number of threads. Predictions are local and need
-not be equal, so they take the fused operations.
+thread counts and GPUs. So a step uses only operations that IEEE 754 rounds in one way (+, -, *, /, one rounding each,
+and the root of `roots.py`, since torch's is not). It uses no lerp, addcmul, addcdiv or alpha=, which are fused only on
+a CPU with fused multiply-add; no division by a scalar, which CUDA turns into a multiplication; and no float32
+reduction, whose order depends on the number of threads. Predictions are local and need not be equal, so they use the
+fused operations.
 
 Sources: SGD with momentum; AdamW (Loshchilov and Hutter, 2019, arXiv 1711.05101); NAdam (Dozat, 2016), with constant
-momentum as `torch.optim.NAdam(momentum_decay=math.inf)`. Prediction: PipeOptim (2023, arXiv 2312.00839),
-w' = w - learning_rate * staleness * direction; we differ in that weight decay is predicted too and that NAdam's fresh
-gradient, which nobody has yet, is taken to be the bias-corrected first moment.
+momentum as `torch.optim.NAdam(momentum_decay=math.inf)`. Prediction: PipeOptim (2023, arXiv 2312.00839), w' = w -
+learning_rate * staleness * direction; we differ in that weight decay is predicted, too, and that the bias-corrected
+first moment stands in for NAdam's next gradient, which is not known yet.
 
 N elements of one layer
 """
@@ -34,7 +34,7 @@ from shoal.kernels.optimizer.roots import rounded_sqrt
 from shoal.kernels.optimizer.rules import Matrices
 
 NORM_PART: Final = 1 << 20
-"""Elements whose squares are in memory as float64 at a time: 8 MiB."""
+"""Elements squared in float64 at a time: 8 MiB."""
 
 
 def sgd_step(
@@ -52,11 +52,11 @@ def sgd_step(
     step: int,
     matrices: Matrices = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of SGD with momentum `beta1`: m = beta1 m + g, w = (1 - lr wd) w - lr m.
+    """Make one step of SGD with momentum `beta1`: m = beta1 m + g, w = (1 - lr wd) w - lr m.
 
     Args:
         param_N, grad_N, moment1_N: float32 [N].
-        moment2_N: not used; float32 [0] goes in and comes out. So are `beta2` and `epsilon`.
+        moment2_N: unused; float32 [0] goes in and comes out. `beta2` and `epsilon` are unused, too.
         num_decayed: elements [0, num_decayed) get weight decay.
         step: version of `param_N`, >= 0.
     Returns: the new (param_N, moment1_N, moment2_N).
@@ -81,7 +81,7 @@ def adamw_step(
     step: int,
     matrices: Matrices = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of AdamW, equal to `torch.optim.AdamW`. Arguments and result as `sgd_step`; all four are [N]."""
+    """Make one step of AdamW, equal to `torch.optim.AdamW`. Arguments and result as `sgd_step`; all four are [N]."""
     moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, beta1, beta2)
     change_N = _root(moment2_N, beta2, step + 1, epsilon)
     torch.div(moment1_N, change_N, out=change_N).mul_(-learning_rate / (1 - beta1 ** (step + 1)))
@@ -103,7 +103,7 @@ def nadam_step(
     step: int,
     matrices: Matrices = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of NAdam, equal to `torch.optim.NAdam(decoupled_weight_decay=True, momentum_decay=math.inf)`.
+    """Make one step of NAdam, equal to `torch.optim.NAdam(decoupled_weight_decay=True, momentum_decay=math.inf)`.
 
     Arguments and result as `sgd_step`; all four are [N].
     """
@@ -129,8 +129,8 @@ def sgd_weights(
     step: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """The weights that `sgd_step` would make, float32 [N], up to rounding: for this peer alone, so by fused operations,
-    and without the moments that go with them. Arguments as `sgd_step`."""
+    """Make the weights of `sgd_step`, float32 [N], up to rounding and without its moments. They stay on this peer, so
+    fused operations are allowed. Arguments as `sgd_step`."""
     change_N = torch.mul(moment1_N, beta1).add_(grad_N)
     return _decayed(param_N, learning_rate * weight_decay, num_decayed).add_(change_N, alpha=-learning_rate)
 
@@ -196,11 +196,11 @@ def sgd_predict(
     staleness_steps: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """Predict where `staleness_steps` more steps of `sgd_step` will take `param_N`, if they go as the last ones went.
+    """Predict `param_N` after `staleness_steps` more steps of `sgd_step`, if they go as the last ones.
 
     Args:
-        param_N, moment1_N, moment2_N: float32 [N], the state at version `step` (`moment2_N` not used).
-        staleness_steps: >= 0. At 0, or before the first step (nothing is known), `param_N` itself is returned.
+        param_N, moment1_N, moment2_N: float32 [N], the state at version `step` (`moment2_N` is unused).
+        staleness_steps: >= 0. At 0, or before the first step, `param_N` itself is returned.
     Returns: float32 [N].
     """
     if staleness_steps == 0 or step == 0:
@@ -251,8 +251,7 @@ def nadam_predict(
     staleness_steps: int,
     matrices: Matrices = (),
 ) -> Tensor:
-    """Predict as `sgd_predict` does, for `nadam_step`; the next gradient is taken to be the bias-corrected first
-    moment."""
+    """Predict as `sgd_predict` does, for `nadam_step`, with the bias-corrected first moment as the next gradient."""
     if staleness_steps == 0 or step == 0:
         return param_N
     scale_N = _root(moment2_N, beta2, step, epsilon)
@@ -261,20 +260,20 @@ def nadam_predict(
 
 
 def sgd_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
-    """Give the length of each of the next steps, in learning rates times the direction, which is the first moment."""
+    """Return the lengths of the next steps, in learning rates times the direction, which is the first moment."""
     return [1.0] * staleness_steps
 
 
 def adamw_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
-    """Give the gains as `sgd_gains` does; the direction is moment1 / (sqrt(v^) + epsilon) at version `step`."""
+    """Return the gains as `sgd_gains` does; the direction is moment1 / (sqrt(v^) + epsilon) at version `step`."""
     return [1 / (1 - beta1**step)] * staleness_steps
 
 
 def nadam_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
-    """Give the gains as `adamw_gains` does.
+    """Return the gains as `adamw_gains` does.
 
     With a constant gradient g the first moment after n steps is (1 - beta1^n) g. Inserted into the two terms of
-    `nadam_step` at version n, that gives a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
+    `nadam_step` at version n, this gives a multiple of g, which is moment1 / (1 - beta1^step) by assumption.
     """
     return [
         (beta1 * (1 - beta1 ** (n + 1)) / (1 - beta1 ** (n + 2)) + (1 - beta1) / (1 - beta1 ** (n + 1)))
@@ -284,9 +283,9 @@ def nadam_gains(beta1: float, step: int, staleness_steps: int) -> list[float]:
 
 
 def ways(learning_rate: float, weight_decay: float, gains: Sequence[float]) -> tuple[float, float, float]:
-    """Sum up what len(gains) steps do to a weight.
+    """Sum up the effect of len(gains) steps on a weight.
 
-    Returns: (share of a decayed weight that is kept, how far it goes along the direction, how far another one goes). An
+    Returns: (kept share of a decayed weight, its distance along the direction, an undecayed weight's distance). An
         update made j steps before the end is itself decayed j times: lr (1 - lr wd)^j.
     """
     keep = 1 - learning_rate * weight_decay
@@ -295,12 +294,12 @@ def ways(learning_rate: float, weight_decay: float, gains: Sequence[float]) -> t
 
 
 def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
-    """Scale a layer's gradient to a norm of at most `clip_norm`; 0 leaves it alone.
+    """Scale a layer's gradient to a norm of at most `clip_norm`; 0 leaves it unchanged.
 
-    Returns: (float32 [N], `grad_N` itself if nothing was to do; its 2-norm before clipping, a float32 number).
+    Returns: (float32 [N], `grad_N` itself if unchanged; its 2-norm before clipping, a float32 number).
     """
-    # The order of a sum depends on threads and devices, but in float64 it is out by 1e-15 of the norm, which the
-    # rounding to float32 swallows (but for one norm in 10^7, whose replicas then part and one fetches the state).
+    # The order of a sum depends on threads and devices, but in float64 the error is 1e-15 of the norm, which the
+    # rounding to float32 hides (except for one norm in 10^7: its replicas diverge, and one fetches the state).
     squares = (part_N.double().square_().sum() for part_N in torch.split(grad_N, NORM_PART))
     norm = float(torch.tensor(math.sqrt(sum(float(square) for square in squares)), dtype=torch.float32))
     scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
@@ -308,7 +307,7 @@ def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
 
 
 def _decayed(param_N: Tensor, rate: float, num_decayed: int) -> Tensor:
-    """A copy, its first `num_decayed` elements shrunk by `rate`."""
+    """Return a copy with its first `num_decayed` elements shrunk by `rate`."""
     param_N = param_N.clone()
     if rate:
         param_N[:num_decayed].mul_(1 - rate)
@@ -323,12 +322,12 @@ def _moments(grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, beta1: float,
 
 
 def _root(moment2_N: Tensor, beta2: float, num_steps: int, epsilon: float) -> Tensor:
-    """sqrt of the bias-corrected second moment after `num_steps`, plus epsilon: float32 [N]."""
+    """Return the root of the bias-corrected second moment after `num_steps`, plus epsilon: float32 [N]."""
     return rounded_sqrt(moment2_N).mul_((1 - beta2**num_steps) ** -0.5).add_(epsilon)
 
 
 def _next_scale(grad_N: Tensor, moment2_N: Tensor, beta2: float, step: int, epsilon: float) -> Tensor:
-    """Compute what a step from `step` divides by, up to rounding."""
+    """Return the divisor of a step from version `step`, up to rounding."""
     scale_N = torch.mul(moment2_N, beta2).addcmul_(grad_N, grad_N, value=1 - beta2).sqrt_()
     return scale_N.mul_((1 - beta2 ** (step + 1)) ** -0.5).add_(epsilon)
 
@@ -336,7 +335,7 @@ def _next_scale(grad_N: Tensor, moment2_N: Tensor, beta2: float, step: int, epsi
 def _drifted(
     param_N: Tensor, learning_rate: float, weight_decay: float, num_decayed: int, gains: Sequence[float]
 ) -> tuple[Tensor, float, float]:
-    """(a copy after the weight decay alone, the two ways of `ways`)."""
+    """Return (a copy after the weight decay alone, the two distances of `ways`)."""
     kept, decayed, plain = ways(learning_rate, weight_decay, gains)
     return _decayed(param_N, 1 - kept, num_decayed), decayed, plain
 
@@ -344,7 +343,7 @@ def _drifted(
 def _moved(
     param_N: Tensor, decayed: float, plain: float, moment1_N: Tensor, scale_N: Tensor, num_decayed: int
 ) -> Tensor:
-    """Subtract way * moment1 / scale in place, with its own way for each of the two parts."""
+    """Subtract way * moment1 / scale in place, with its own way for the decayed and the undecayed part."""
     for part, way in ((slice(None, num_decayed), decayed), (slice(num_decayed, None), plain)):
         param_N[part].addcdiv_(moment1_N[part], scale_N[part], value=-way)
     return param_N

@@ -1,4 +1,4 @@
-"""Defines what every optimizer rule looks like: a step, a prediction, and both in one pass over memory.
+"""The signatures of every optimizer rule: a step, a prediction, and both in one pass over memory.
 
 N elements of one layer
 """
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 Matrices = tuple[tuple[int, int, int], ...]
-"""(first element, rows, columns) of each hidden matrix in a flat layer. All rules take them, only Muon's looks."""
+"""(first element, rows, columns) of each hidden matrix in a flat layer. All rules take them, only Muon's uses them."""
 
 Ahead = tuple[int, float]
-"""(staleness_steps, gain): weights `gain` of the way to those that many steps ahead. (0, gain) are the new weights."""
+"""(staleness_steps, gain): weights `gain` of the way to those `staleness_steps` ahead; (0, gain): the new ones."""
 
 COMPUTE_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 
 class Step(Protocol):
-    """`step` is the version of `param_N`: step t of the swarm is made with `step=t`."""
+    """A step. `step` is the version of `param_N`: step t of the swarm is made with `step=t`."""
 
     def __call__(
         self,
@@ -61,7 +61,7 @@ class NextWeights(Protocol):
 
 
 class Predict(Protocol):
-    """`step` is the version of `param_N`; the result estimates version `step + staleness_steps`."""
+    """A prediction. `step` is the version of `param_N`; the result estimates version `step + staleness_steps`."""
 
     def __call__(
         self,
@@ -82,10 +82,10 @@ class Predict(Protocol):
 
 
 class Advance(Protocol):
-    """A step, and the weights that microbatches of the next steps will want of the version it makes.
+    """A step, and the weights of the version it makes that microbatches of the next steps need.
 
-    Args, those that a step has not:
-        ahead: of which weights to make a copy, counted from the new version.
+    Args, besides those of a step:
+        ahead: the weights to copy, counted from the new version.
         ahead_learning_rate: the schedule's at the new version.
         compute_dtype: of the copies, one of `COMPUTE_DTYPES`; masters and moments stay float32.
     Returns: (param_N, moment1_N, moment2_N, one copy for each of `ahead`). A float32 copy at staleness 0 is the new
@@ -115,6 +115,6 @@ class Advance(Protocol):
 
 
 def check_compute_dtype(dtype: torch.dtype) -> None:
-    """Raises: ValueError: not one of `COMPUTE_DTYPES`."""
+    """Check a dtype. Raises: ValueError: it is not one of `COMPUTE_DTYPES`."""
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(f"compute copies are float32 or bfloat16, not {dtype}")

@@ -1,9 +1,9 @@
-"""Step and prediction in one pass over memory, in Triton: twins of `reference.py` and `advance.py` but for Muon.
+"""Step and prediction in one pass over memory, in Triton: twins of `reference.py` and `advance.py`, without Muon.
 
-Every element is read once and written once: with AdamW 16 bytes in (weight, gradient, two moments) and 12 out, and 2 or
-4 more for each copy. Everything is computed in float32 and narrowed last. Steps give the same bits as the reference:
-roots and quotients are rounded (`sqrt_rn`, `div_rn`), and products are not contracted with sums
-(`enable_fp_fusion=False`). What is ahead stays on this peer, and may differ from the reference in its last bits.
+Every element is read and written once: with AdamW 16 bytes in (weight, gradient, two moments) and 12 out, and 2 or 4
+more for each copy. All arithmetic is in float32 and narrowed last. Steps give the same bits as the reference: roots and
+quotients are rounded (`sqrt_rn`, `div_rn`), and products are not contracted with sums (`enable_fp_fusion=False`).
+Predictions stay on this peer, and may differ from the reference in their last bits.
 
 `TRITON_INTERPRET=1`, set when this file is first imported, runs it on a CPU; for tests only.
 
@@ -23,7 +23,7 @@ from shoal.kernels.optimizer.reference import adamw_gains, nadam_gains, sgd_gain
 from shoal.kernels.optimizer.rules import Advance, Ahead, Matrices, Predict, Step, check_compute_dtype
 
 BLOCK: Final = 1024
-"""Elements a program: 8 a thread, two vectors of 16 bytes."""
+"""Elements of a program: 8 a thread, two vectors of 16 bytes."""
 GAINS: Final = {"sgd": sgd_gains, "adamw": adamw_gains, "nadam": nadam_gains}
 
 
@@ -33,10 +33,11 @@ def advance_kernel(
     numel, num_decayed, keep, beta1, beta1_rest, beta2, beta2_rest, correction, epsilon, fresh, past, rate,
     STEPS: tl.constexpr, ADAPTS: tl.constexpr, NESTEROV: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of elements; the arithmetic of `reference.py`, operation by operation.
+    """Process one block of elements with the arithmetic of `reference.py`, operation by operation.
 
-    STEPS: make a step; otherwise only copies of what is there.   ADAPTS: has a second moment.   NARROW: copies are
-    bf16, given as int16.   ways_of_copies: (share of a decayed weight that is kept, its way, an undecayed one's) each.
+    STEPS: make a step; otherwise only copies of the present weights.   ADAPTS: has a second moment.   NARROW: copies
+    are bf16, given as int16.   ways_of_copies: (kept share of a decayed weight, its way, an undecayed one's) for each
+    copy.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -79,7 +80,7 @@ def advance_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """The keywords that all three kinds of function have."""
+    """The keywords that steps, predictions and advances share."""
 
     learning_rate: float
     beta1: float
@@ -99,12 +100,11 @@ def _run(
     ahead_learning_rate: float = 0.0,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor]]:
-    """(the new (param_N, moment1_N, moment2_N), copies). Without a gradient no step is made; `ahead` counts from what
-    there is then."""
+    """Return ((param_N, moment1_N, moment2_N), copies). Without a gradient there is no step before the copies."""
     check_compute_dtype(compute_dtype)
     s, steps, numel = settings, grad_N is not None, old[0].numel()
     param_N, moment1_N, moment2_N = (tensor.contiguous() for tensor in old)
-    # torch's order of operations, so that the same numbers are rounded to float32 on their way into the kernel.
+    # In torch's order of operations, so that the same numbers are rounded to float32 on their way into the kernel.
     fresh, past, rate = 0.0, 0.0, -s.learning_rate
     if name == "adamw":
         rate = -s.learning_rate / (1 - s.beta1 ** (s.step + 1))
@@ -119,7 +119,7 @@ def _run(
     version = s.step + steps
     narrow = compute_dtype == torch.bfloat16
     if numel:
-        # Triton launches on the current device, whatever it is given.
+        # Triton launches on the current device, not on the tensors'.
         with torch.cuda.device_of(param_N):  # type: ignore[no-untyped-call]
             advance_kernel[(triton.cdiv(numel, BLOCK),)](
                 param_N, param_N if grad_N is None else grad_N.contiguous(), moment1_N, moment2_N, *new,
@@ -136,7 +136,7 @@ def _run(
 def _ways(
     name: str, ahead: Ahead, learning_rate: float, beta1: float, weight_decay: float, version: int
 ) -> tuple[float, float, float]:
-    """(share of a decayed weight that is kept, how far it goes, how far another one goes)."""
+    """Return (kept share of a decayed weight, its distance, an undecayed weight's distance)."""
     staleness_steps, gain = ahead
     kept, decayed, plain = ways(learning_rate, weight_decay, GAINS[name](beta1, version, staleness_steps))
     return 1 + gain * (kept - 1), gain * decayed, gain * plain

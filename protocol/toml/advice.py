@@ -1,6 +1,6 @@
-"""Finds what in a run spec is likely to make its run diverge or waste time, before the run begins. Pure.
+"""Find settings in a run spec that are likely to make its run diverge or waste time, before the run begins. Pure.
 
-The measure is what `defaults.py` would have chosen.
+Each setting is compared with the choice of `defaults.py`.
 """
 
 from typing import Final
@@ -22,17 +22,18 @@ RATE_HIGH: Final = 4.0
 RATE_LOW: Final = 1 / 30
 BATCH_RANGE: Final = 16.0
 PASSES_MAX: Final = 16.0
-"""Repeated text is worth half as much as new text after so many passes (2305.16264, section 5)."""
+"""The passes after which repeated text is worth half as much as new text (2305.16264, section 5)."""
 PASSES_GOOD: Final = 4.0
-"""Up to so many, hardly less than new text (2305.16264)."""
+"""The passes up to which repeated text is hardly worth less than new text (2305.16264)."""
 
 
 def advice(spec: RunSpec, *, training_tokens: int | None = None, text_vocab_size: int | None = None) -> list[str]:
-    """List what in `spec` is likely to make the run diverge or waste time: a sentence each, with the value to set.
+    """Return a sentence for each setting of `spec` that is likely to make the run diverge or waste time, with the value
+    to set.
 
     Args:
-        training_tokens: of the run's text; None: not known.
-        text_vocab_size: tokens of the text are below it; None: not known.
+        training_tokens: of the run's text; None: unknown.
+        text_vocab_size: tokens of the text are below it; None: unknown.
     """
     return [
         *_adapter_advice(spec),
@@ -75,7 +76,7 @@ def _adapter_advice(spec: RunSpec) -> list[str]:
     if spec.adapter is None or spec.initial.digests:
         return []
     return [
-        "the adapters are trained beside random weights, as the run begins with no model's: "
+        "the adapters train beside random weights, since the run has no base model: "
         "make its run file with `shoal import FOLDER RUN.toml --lora RANK`"
     ]
 
@@ -134,8 +135,8 @@ def _text_advice(spec: RunSpec, training_tokens: int) -> list[str]:
     if passes > PASSES_MAX:
         steps = max(1, round(PASSES_GOOD * training_tokens / spec.tokens_per_step))
         found.append(
-            f"the run reads its text {passes:.0f} times over: after {PASSES_MAX:.0f} times it learns it by heart, no "
-            f"more. Give it more text (data.source), or set training.steps = {steps} ({PASSES_GOOD:.0f} times)"
+            f"the run reads its text {passes:.0f} times over: beyond {PASSES_MAX:.0f} times it only "
+            f"memorises it. Give it more text (data.source), or set training.steps = {steps} ({PASSES_GOOD:.0f} times)"
         )
     samples = training_tokens // (spec.model.context + 1)
     if samples < spec.tokens_per_step // spec.model.context:

@@ -1,4 +1,4 @@
-"""Says what is wrong with a file that a person wrote, in that person's words and not in the decoder's. Pure."""
+"""Messages about errors in a file that a person wrote, in that person's words and not in the decoder's. Pure."""
 
 import difflib
 import re
@@ -9,10 +9,10 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import msgspec
 
 _READ_MAX: Final = 256
-"""Names of a table, and letters of a name, that are compared with ours: a slip is in none longer."""
+"""The limit on compared names of a table, and on letters of a name: no misspelling is longer."""
 _SLIP: Final = 0.9
-"""How alike an unknown field and one of ours must be to be taken for a slip (`difflib`), where a file may say more than
-we read: `num_layer` is one (0.95), `num_devices` beside `devices` is none (0.78)."""
+"""The similarity (`difflib`) from which an unknown field counts as a misspelling, in files with fields that we do not
+read: `num_layer` is one (0.95), `num_devices` beside `devices` is not (0.78)."""
 _WHERE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`")
 _KIND: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
@@ -33,10 +33,9 @@ _BOUNDS: Final = {">=": "at least", "<=": "at most", ">": "more than", "<": "les
 
 
 def complaint(error: Exception, kind: type) -> str:
-    """One line: the field as its author names it, and what is wrong with it.
+    """Return one line: the field as its author names it, and the error in it.
 
-    Args:
-        error: from decoding a `kind` (a msgspec struct) by msgspec, or a ValueError of one of its checks.
+    Args: error: a msgspec error from decoding a `kind` (a msgspec struct), or a ValueError of one of its checks.
     """
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
     path = ""
@@ -66,11 +65,11 @@ def complaint(error: Exception, kind: type) -> str:
 
 
 def misspelt(found: object, kind: type) -> str:
-    """One line about the first field of `found` that is nearly one of `kind`, for files in which others may say more
-    than we read (`unread`); empty if there is none.
+    """Return one line about the first field of `found` that misspells one of `kind`, for files with fields that we do
+    not read (`unread`); empty if there is none.
 
     Args:
-        found: an object of the file, as decoded without a type.
+        found: an object of the file, decoded without a type.
         kind: the msgspec struct that is read from it.
     """
     names = _field_names(kind)
@@ -81,7 +80,7 @@ def misspelt(found: object, kind: type) -> str:
 
 
 def unread(found: object, kind: type) -> tuple[str, ...]:
-    """List the fields of `found` that are none of `kind`. Args: as of `misspelt`."""
+    """List the fields of `found` that `kind` does not have. Args: as of `misspelt`."""
     names = _field_names(kind)
     return tuple(name for name in found if name not in names) if isinstance(found, dict) else ()
 
@@ -98,12 +97,12 @@ def _no_such(name: str, path: str, names: tuple[str, ...]) -> str:
 
 
 def _table(path: str) -> str:
-    """`[model] `, as the file's headings are; nothing at the top."""
+    """Return `[model] `, as a heading of the file; empty at the top."""
     return f"[{path}] " if path else ""
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """Find the type of the field `a.b`, or `a[0].b` where a is a list of structs; None: there is no such field."""
+    """Return the type of the field `a.b`, or `a[0].b` for a list of structs a; None if there is none."""
     for part in filter(None, path.split(".")):
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
             return None
@@ -114,7 +113,7 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def _inside(kind: Any, *, is_element: bool) -> Any:
-    """A field's type without `None`; of a list its elements', where one of them is meant."""
+    """Return a field's type without `None`, or the type of its elements if `is_element`."""
     if get_origin(kind) in (Union, UnionType):
         parts = [part for part in get_args(kind) if part is not type(None)]
         kind = parts[0] if len(parts) == 1 else kind
@@ -128,7 +127,6 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _choices(kind: Any) -> tuple[object, ...]:
-    """List the values of a `Literal`, also of one inside a union."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     if get_origin(kind) in (Union, UnionType):

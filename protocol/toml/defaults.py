@@ -1,8 +1,8 @@
-"""Chooses what a run spec takes where its author says nothing, by rules that follow the model's size. Pure.
+"""Default values for a run spec, by rules that follow the model's size. Pure.
 
-`fill_in` puts numbers in the place of fields that a run file leaves out, or sets to "auto", before it becomes a
-`RunSpec`. So a `RunSpec` has numbers there: peers agree on what was chosen, and never on a rule. `advice.py` compares
-what a spec says with the same rules. No rule chooses `swarm.stages`: "auto" leaves it to the swarm's coordinator.
+`fill_in` replaces fields that a run file leaves out, or sets to "auto", by numbers, before it becomes a `RunSpec`. So
+peers agree on numbers and never on a rule. `advice.py` compares a spec with the same rules. No rule chooses
+`swarm.stages`: "auto" leaves it to the swarm's coordinator.
 
 | field | rule | source |
 |---|---|---|
@@ -10,14 +10,13 @@ what a spec says with the same rules. No rule chooses `swarm.stages`: "auto" lea
 | num_kv_heads | all heads, at most 8 | grouped-query attention (2305.13245), as Llama 3 |
 | ffn_dim | 8/3 of the width, rounded up | SwiGLU (2002.05202, section 2), Llama (2302.13971) |
 | tokens a step | 0.58 (20 N)^0.571 | Step Law (2503.04715), at 20 tokens a parameter (2203.15556) |
-| microbatches | at least 4 a stage | GPipe (1811.06965): the bubble hardly shows from there on |
+| microbatches | at least 4 a stage | GPipe (1811.06965): from there on the bubble hardly shows |
 | learning_rate | 0.3118 C^-0.125, less for small steps | DeepSeek LLM (2401.02954, equation 1) |
 | warmup_steps | 2 / (1 - beta2), 1 % of a long run | untuned warm-up (1910.04209, section 5) |
 
-N are the parameters of the decoder layers that a token passes, C the FLOP of the whole run. A step is as large as suits
-a run of 20 N tokens, however long the run itself is: it should be worth its reduction over slow links.
-`tests/bench/rates.py` trains models of several sizes by these rules; MEASURED.md says what came of it, and what is
-extrapolated.
+N are the parameters of the decoder layers that a token passes, C the FLOP of the whole run. The step size suits a run
+of 20 N tokens, for any length of the run: a step should be worth its reduction over slow links. `tests/bench/rates.py`
+trains models of several sizes by these rules; `protocol/MEASURED.md` has the results, and says what is extrapolated.
 """
 
 import copy
@@ -30,46 +29,44 @@ from shoal.protocol.limits import DIM_MAX, MICROBATCHES_PER_STEP_MAX, STREAM_CRE
 from shoal.protocol.spec import RunSpec
 
 AUTO: Final = "auto"
-"""A run file that has this value says as much as one without the field."""
+"""The value that means the same as leaving the field out."""
 
 TOKENS_PER_PARAMETER: Final = 20.0
 """2203.15556 (Chinchilla), table 3, rounded."""
 _WIDE: Final = 2048
-"""Models of this width and more have heads of 128."""
+"""Models of at least this width have heads of 128."""
 _KV_HEADS_MAX: Final = 8
 _NARROW: Final = 1024
-"""Below this width `ffn_dim` is a multiple of 32, so that a model of 128 is not made half as wide again by rounding."""
+"""Below this width `ffn_dim` is a multiple of 32: rounding to 256 would make a width of 128 half as large again."""
 MICROBATCHES_PER_STAGE: Final = 4
 _MICROBATCHES_MIN: Final = 8
 _WARMUP_SHARE: Final = 0.01
 _WARMUP_STEPS_MAX: Final = 2000
-"""DeepSeek LLM, Step Law and Llama all warm up for so many."""
+"""The warm-up of DeepSeek LLM, Step Law and Llama."""
 _WARMUP_SHARE_MAX: Final = 0.1
 _TUNING: Final = 1 / 15
-"""Weights that are good already take this share of the rate from scratch: Llama 2 of 7 B has 3e-4, and 2e-5 to be tuned
-(2307.09288, sections 2.2 and 3.1)."""
+"""The share of the rate from scratch for tuning: Llama 2 of 7 B has 3e-4 and 2e-5 (2307.09288, 2.2 and 3.1)."""
 _ADAPTING: Final = 10 / 15
-"""Adapters take ten times the rate at which all weights are tuned: QLoRA has 2e-4 for 7 B (2305.14314, table 9)."""
+"""Adapters take ten times the rate for tuning all weights: QLoRA has 2e-4 for 7 B (2305.14314, table 9)."""
 _SHORT: Final = 2.5
-"""A run with a 1,500th of 20 N tokens takes this multiple of the rate."""
+"""The factor on the rate for a run with a 1,500th of 20 N tokens."""
 STAGES_FED: Final = 3
-"""A step of a run whose number of stages is free is cut into microbatches for so many. The swarm may come to have more:
-two microbatches a stage still keep six of them busy."""
+"""The number of stages for which a step is cut into microbatches if a run leaves their number free. A swarm with more
+stages still works: two microbatches a stage keep six of them busy."""
 _SAID_MAX: Final = 2**40
-"""What a rule reckons with. Nothing in a spec may be as large, which whoever decodes the tables says."""
+"""The limit on numbers that the rules compute with. A spec allows none as large, and its decoder reports them."""
 _SGD_RATE: Final = 4e-3
 """No law is known to us for the rate of SGD on language models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilledField:
-    """One field that a rule has filled in."""
+    """One field that a rule filled in."""
 
     field: str
-    """`optimizer.learning_rate`."""
+    """The path, such as `optimizer.learning_rate`."""
     value: int | float
     why: str
-    """The reason, for a person."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +74,13 @@ class Size:
     """The size of a model, as the laws count it."""
 
     parameters: float
-    """N: of the decoder layers, of experts those that a token passes."""
+    """N: of the decoder layers, with the experts that a token passes."""
     flop_per_token: float
-    """M: forward and backward of the decoder layers, attention as if it looked at the whole context (2401.02954,
-    equation 2)."""
+    """M: forward and backward of the decoder layers, with attention over the whole context (2401.02954, equation 2)."""
 
     @property
     def tokens(self) -> float:
-        """The tokens from which a model of this size learns most for its arithmetic."""
+        """The tokens that train a model of this size best for its compute."""
         return TOKENS_PER_PARAMETER * self.parameters
 
 
@@ -100,10 +96,12 @@ def model_size(
     head_size: int | None = None,
     written_width: int | None = None,
 ) -> Size:
-    """Args:
-    experts: that a token passes in each layer; 1 in a dense model.
-    head_size: None: dim / num_heads.
-    written_width: `ModelSpec.written_width`; None: dim.
+    """Compute the size of a model.
+
+    Args:
+        experts: that a token passes in each layer; 1 in a dense model.
+        head_size: None: dim / num_heads.
+        written_width: `ModelSpec.written_width`; None: dim.
     """
     head_dim = dim / num_heads if head_size is None else head_size
     q_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
@@ -128,25 +126,25 @@ def size_of(spec: RunSpec) -> Size:
 
 
 def heads_of(dim: int) -> int:
-    """Query heads whose size is even, divides `dim`, and is as near to 64 as that allows (128 for wide models)."""
+    """Return the number of query heads, of an even size that divides `dim`, the nearest to 64 (128 if wide)."""
     wanted = 128 if dim >= _WIDE else 64
     sizes = [size for size in range(2, dim + 1, 2) if dim % size == 0] or [dim]
     return dim // min(sizes, key=lambda size: (abs(math.log(size / wanted)), size))
 
 
 def kv_heads_of(num_heads: int) -> int:
-    """Key and value heads: the most that divide `num_heads`, at most 8."""
+    """Return the number of key and value heads: the largest divisor of `num_heads` up to 8."""
     return max(number for number in range(1, min(num_heads, _KV_HEADS_MAX) + 1) if num_heads % number == 0)
 
 
 def ffn_dim_of(dim: int) -> int:
-    """Hidden width of SwiGLU, whose three matrices are then as large as two of 4 D² are."""
+    """Return the hidden width of SwiGLU at which its three matrices are as large as two of 4 D²."""
     multiple = 32 if dim < _NARROW else 256
     return multiple * math.ceil(8 * dim / 3 / multiple)
 
 
 def batch_tokens_of(size: Size) -> float:
-    """Tokens a step."""
+    """Return the tokens of a step."""
     return float(0.58 * size.tokens**0.571)
 
 
@@ -159,16 +157,16 @@ def learning_rate_of(
     tunes: bool = False,
     adapts: bool = False,
 ) -> float:
-    """The peak of the schedule, to two digits.
+    """Return the peak of the schedule, to two digits.
 
     Steps smaller than `batch_tokens_of` take less, by the square root (2205.10287, section 4; 2405.14578); larger ones
-    do not take more, where the law's own optimum is flat. The law is of runs of 1e17 FLOP and more; a shorter run takes
-    at most `_SHORT` times what one of 20 N tokens does.
+    do not take more, where the law's own optimum is flat. The law covers runs of 1e17 FLOP and more; a shorter run
+    takes at most `_SHORT` times the rate of a run of 20 N tokens.
 
     Args:
         steps: of the whole run.
-        optimizer: its name in the run spec. Muon's is AdamW's (2502.16982), and so is NAdam's; none is known for SGD.
-        tunes: the run begins with weights that are good already.
+        optimizer: its name in the run spec. Muon and NAdam take AdamW's rate (2502.16982); none is known for SGD.
+        tunes: the run begins with weights that are already good.
         adapts: it trains adapters beside such weights.
     """
     if optimizer == "sgd":
@@ -180,14 +178,14 @@ def learning_rate_of(
 
 
 def warmup_steps_of(steps: int, *, beta2: float) -> int:
-    """Steps until the rate's peak: the memory of Adam's second moment twice over, 1 % of a long run, and at most a
-    tenth of a short one. The same for all runs of 400 to 4,000 steps with a `beta2` of 0.95."""
+    """Return the steps until the rate's peak: twice the memory of Adam's second moment, 1 % of a long run, and at most
+    a tenth of a short one. All runs of 400 to 4,000 steps with a `beta2` of 0.95 get the same."""
     wanted = max(2.0 / (1.0 - beta2), _WARMUP_SHARE * steps)
     return round(min(wanted, _WARMUP_STEPS_MAX, _WARMUP_SHARE_MAX * steps))
 
 
 def stages_fed(stages: int | None, *, num_layers: int) -> int:
-    """How many stages a step's microbatches are to keep busy. Args: stages: of the run; None: their number is free."""
+    """Return the number of stages that a step's microbatches keep busy. Args: stages: of the run; None: free."""
     return min(STAGES_FED, num_layers) if stages is None else stages
 
 
@@ -204,9 +202,9 @@ def microbatches_of(
     """Cut a step of about `tokens` into microbatches.
 
     Args:
-        dim: numbers a token of an activation, which must not be more than a stream takes at once.
-        experts: that each token is sent to, so many times its activation.
-        number: of microbatches, if its author has said it.
+        dim: numbers of a token's activation; an activation must not exceed a stream's credit.
+        experts: that each token is sent to, each with its activation.
+        number: of microbatches, if the author gives it.
         samples: of one microbatch, likewise.
     Returns: (microbatches a step, samples of each).
     """
@@ -221,14 +219,14 @@ def microbatches_of(
 
 
 def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], tuple[FilledField, ...]]:
-    """The tables of a run file with a number in the place of each field that it leaves to a rule.
+    """Return the tables of a run file with a number in each field that it leaves to a rule.
 
-    What is of a wrong type or impossible is left as it is: whoever decodes the tables says what is wrong with them.
+    Values of a wrong type and impossible values stay: the decoder of the tables reports them.
 
     Args:
         tables: as TOML has them.
-        base: what the fields are that no rule is about, where `tables` does not say.
-    Returns: the tables, and what was chosen, in an order to be read in.
+        base: the values of all other fields that `tables` does not give.
+    Returns: the tables, and the choices in reading order.
     """
     filling = _Filling(tables, base)
     dim, context, num_layers = (filling.number(f"model.{name}") for name in ("dim", "context", "num_layers"))
@@ -277,7 +275,7 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
 
 
 def in_words(choices: tuple[FilledField, ...], spec: RunSpec) -> tuple[str, ...]:
-    """Say what was chosen and why, a line each; empty: the author has said everything."""
+    """Describe the choices and their reasons, a line each; empty if the author left nothing open."""
     if not choices:
         return ()
     lines = [f"the run file leaves these to shoal ({millions(size_of(spec).parameters)} parameters in the layers):"]
@@ -292,20 +290,17 @@ def in_words(choices: tuple[FilledField, ...], spec: RunSpec) -> tuple[str, ...]
 
 
 class _Filling:
-    """The tables of a run file while they are filled in."""
-
     def __init__(self, tables: Mapping[str, Any], base: RunSpec) -> None:
         self.tables: dict[str, Any] = copy.deepcopy(dict(tables))
         self.choices: list[FilledField] = []
         self._base = base
 
     def table(self, section: str) -> dict[str, Any]:
-        """Give the table of this name; it is empty if there is none, or if what is there is no table."""
         found = self.tables.get(section, {})
         return found if isinstance(found, dict) else {}
 
     def said(self, path: str) -> int | None:
-        """Give the positive number that the file says; None: the file leaves it to a rule, or says what cannot be."""
+        """Return the file's positive number; None if the file leaves it to a rule or has an impossible value."""
         section, _, name = path.partition(".")
         value = self.table(section).get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _SAID_MAX else None
@@ -329,7 +324,7 @@ class _Filling:
         return value if isinstance(value, str) else str(getattr(getattr(self._base, section), name))
 
     def choose(self, path: str, value: Any, why: str) -> Any:
-        """Returns: what the file says, or `value`, which is then put there."""
+        """Return the file's value, or put `value` there and return it."""
         section, _, name = path.partition(".")
         table = self.tables.setdefault(section, {})
         if not isinstance(table, dict) or (name in table and table[name] != AUTO):

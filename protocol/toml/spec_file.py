@@ -1,6 +1,6 @@
 """A run file on disk: TOML that a person wrote, read into a `RunSpec`.
 
-The rules of `defaults.py` fill in what the author leaves open, so a `RunSpec` never depends on who reads it.
+The rules of `defaults.py` fill in the open fields, so every reader gets the same `RunSpec`.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from shoal.protocol.toml.toml_file import read_toml
 
 
 def load_spec(path: Path) -> RunSpec:
-    """Read a run spec; `shoal.protocol.toml.defaults` fills in what its author leaves out or sets to "auto".
+    """Read a run spec; `shoal.protocol.toml.defaults` fills in fields that are left out or "auto".
 
-    Raises: SpecError: one line with the file, the field and what is wrong with it.
+    Raises: SpecError: one line with the file, the field and the error.
     """
     return convert_spec(read_tables(path), name=str(path))[0]
 
@@ -34,11 +34,10 @@ def read_tables(path: Path) -> dict[str, Any]:
 
 
 def convert_spec(tables: Mapping[str, Any], *, name: str) -> tuple[RunSpec, tuple[FilledField, ...]]:
-    """Turn a run file's tables into the spec that they mean.
+    """Turn a run file's tables into their spec.
 
-    Args:
-        name: the file's name, for complaints.
-    Returns: the spec, and the fields that a rule has filled in.
+    Args: name: the file's name, for complaints.
+    Returns: the spec, and the fields that a rule filled in.
     Raises: SpecError.
     """
     filled, choices = fill_in(tables, RunSpec())

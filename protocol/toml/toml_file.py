@@ -1,4 +1,4 @@
-"""TOML that somebody else may have written: read within bounds of size, depth and number."""
+"""TOML from untrusted authors: read within bounds of size, depth and number."""
 
 import re
 from pathlib import Path
@@ -10,14 +10,13 @@ from shoal.protocol.limits import TOML_BYTES_MAX
 
 _PART: Final = rb"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
 _PARTS_MAX: Final = 16
-"""Parts of a key `a.b.c`; our deepest has three. Python's parser takes time that grows with their square: 20,000 of
-them, in 40 KB, take eight seconds."""
+"""The limit on parts of a key `a.b.c`; our deepest has three. Python's parser takes 8 s for 20,000 of them (40 KB)."""
 _DEEP_KEY: Final = re.compile(rb"(?<![A-Za-z0-9_-])" + _PART + rb"(?:\.[ \t]*+" + _PART + rb"){%d}" % _PARTS_MAX)
 _WHOLE_NUMBER: Final = range(-(2**63), 2**63)
 
 
 def read_at_most(path: Path, bytes_max: int) -> bytes:
-    """Raises: OSError: it cannot be read. msgspec.DecodeError: it has more than that: a device has no end."""
+    """Read a file. Raises: OSError. msgspec.DecodeError: it has more than `bytes_max`, as an endless device has."""
     with path.open("rb") as file:
         raw = file.read(bytes_max + 1)
     if len(raw) > bytes_max:
@@ -26,15 +25,12 @@ def read_at_most(path: Path, bytes_max: int) -> bytes:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises: OSError: it cannot be read. msgspec.DecodeError: it is no TOML, or none that fits into our bounds."""
+    """Read a TOML file. Raises: OSError. msgspec.DecodeError: it is not TOML, or exceeds our bounds."""
     return decode_toml(read_at_most(path, TOML_BYTES_MAX))
 
 
 def decode_toml(raw: bytes) -> dict[str, Any]:
-    """Whole numbers have 64 bits at most, as TOML itself asks for.
-
-    Raises: msgspec.DecodeError.
-    """
+    """Decode TOML. Whole numbers have at most 64 bits, as TOML itself requires. Raises: msgspec.DecodeError."""
     if _DEEP_KEY.search(raw):
         raise msgspec.DecodeError(f"a name in it has more than {_PARTS_MAX} dots")
     try:
@@ -45,7 +41,7 @@ def decode_toml(raw: bytes) -> dict[str, Any]:
         raise msgspec.DecodeError("it is not UTF-8") from error
     except msgspec.DecodeError:
         raise
-    except ValueError as error:  # of Python's int(), for thousands of digits
+    except ValueError as error:  # from Python's int(), for thousands of digits
         raise msgspec.DecodeError("a number in it has thousands of digits") from error
     _check_numbers(tables)
     return tables

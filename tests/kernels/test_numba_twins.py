@@ -31,11 +31,11 @@ def test_a_module_is_there_once_it_is_proved(monkeypatch):
 
 def test_a_module_whose_results_differ_is_not_used(monkeypatch, caplog):
     def differs():
-        raise RuntimeError("it writes int8 otherwise than the reference does")
+        raise RuntimeError("it encodes int8 differently from the reference")
 
     twin, _ = twin_that(monkeypatch, differs)
     assert twin.wait() is None
-    assert f"{NAME} stays unused, which is slower: it writes int8 otherwise" in caplog.text
+    assert f"{NAME} stays unused, which is slower: it encodes int8 differently" in caplog.text
 
 
 def test_a_module_that_is_not_there_is_done_without(caplog):

@@ -223,7 +223,7 @@ def test_nobody_gets_a_stage_that_its_memory_does_not_hold():
     first = ALLOCATOR.allocate(free(large), None, seed=0)
     layout = ALLOCATOR.allocate(free(large, small), as_plan(first), seed=0)
     assert (groups(layout), layout.spares) == ([["a"]], ("b",))
-    with pytest.raises(NoLayout, match=r"stage \d takes 0\.0 GB of memory, and nobody has more than 0\.0 GB"):
+    with pytest.raises(NoLayout, match=r"stage \d takes 0\.0 GB of memory, and no peer has more than 0\.0 GB"):
         ALLOCATOR.allocate(free(*(measured(name, memory_bytes=WHOLE_BYTES / 9) for name in "ab")), None, seed=0)
 
 
@@ -253,7 +253,7 @@ def test_a_draining_peer_stays_until_another_has_the_state():
 def test_too_few_peers_is_a_sentence():
     with pytest.raises(NoLayout, match="2 peers cannot hold 3 stages"):
         ALLOCATOR.allocate(snapshot([measured("a"), measured("b")]), None, seed=0)
-    with pytest.raises(NoLayout, match="nobody has the run's text to hold stage 0"):
+    with pytest.raises(NoLayout, match="no peer has the run's text to hold stage 0"):
         ALLOCATOR.allocate(snapshot([measured(name, has_data=False) for name in "abc"]), None, seed=0)
 
 

@@ -197,7 +197,8 @@ def test_nobody_moves_for_less_than_what_is_seen():
     assert moved.stages == layout.stages
     stays, why = ALLOCATOR.search(faster, previous, seed=3)
     assert stays is None
-    assert why == f"stays: what was found should make {promised:,.0f} tokens/s, and {1.01 * promised:,.0f} are seen"
+    told = f"{promised:,.0f} tokens/s, and the live one makes {1.01 * promised:,.0f}"
+    assert why == f"stays: the layout found should make {told}"
 
 
 def test_searches_end_where_nothing_is_worth_a_move():
@@ -215,7 +216,7 @@ def test_noise_of_ten_percent_moves_nobody():
 
 
 def test_nobody_moves_while_somebody_drains():
-    assert search(plan_of(SPLIT), says={"l": {"draining": True}}) == (None, "somebody is leaving")
+    assert search(plan_of(SPLIT), says={"l": {"draining": True}}) == (None, "a peer is leaving")
 
 
 def test_who_does_not_hold_its_state_yet_stays_where_it_is():

@@ -112,7 +112,7 @@ def test_what_cannot_be_is_said_in_one_line() -> None:
     with pytest.raises(NoLayout, match="text"):
         plan(blind, swarms.workload(), num_stages=2, work=100_000)
     workload, two = swarms.workload(), make_topology(np.full((2, 2), 0.01), np.full((2, 2), 1e9), may_feed=0.0)
-    with pytest.raises(NoLayout, match="nobody is left"):
+    with pytest.raises(NoLayout, match="no device is left"):
         take_in(two, workload, ThroughputObjective(two, workload), Placement(stages=((), (1,)), bounds=(0, 3, 6)))
 
 

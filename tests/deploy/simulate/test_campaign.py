@@ -108,7 +108,7 @@ BROKEN = Verdict(
 def test_a_failure_says_all_that_is_needed_to_see_it_again() -> None:
     text = failure(BROKEN, CampaignOptions())
     for part in (
-        "seed 4711: it does not hold that nothing is lost",
+        "seed 4711: violated: nothing is lost",
         "at 3 s: something was",
         "at 1.500 s for 2 s: crash of n1",
         "n1 starts",
@@ -146,7 +146,7 @@ def test_a_line_of_json_a_seed() -> None:
 def test_kinds_by_name() -> None:
     assert parse_kinds(()) == tuple(FaultKind)
     assert parse_kinds(("crash", "one-way cut")) == (FaultKind.CRASH, FaultKind.ONE_WAY_CUT)
-    with pytest.raises(LocalError, match="no fault: take some of crash"):
+    with pytest.raises(LocalError, match="not a fault: take some of crash"):
         parse_kinds(("flood",))
 
 
@@ -202,7 +202,7 @@ def test_a_run_in_few_bits_breaks_nothing_either() -> None:
 
 @pytest.mark.parametrize("text", ["int8", "int8,int8", "int8,int8,int7", "int8,int8,int8,int8", ""])
 def test_formats_that_do_not_exist_are_named_beside_those_that_do(text: str) -> None:
-    with pytest.raises(LocalError, match=r"names no three formats.*take some of fp32, bf16, int8"):
+    with pytest.raises(LocalError, match=r"does not name three formats.*take some of fp32, bf16, int8"):
         parse_wire(text)
 
 

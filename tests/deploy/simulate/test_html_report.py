@@ -111,9 +111,9 @@ def test_what_did_not_work_says_why() -> None:
     assert slow.bound_by == "1 step in 51 s"
     assert slow.tokens_per_s_below == pytest.approx(1000 / 50)
     assert cells(slow)[1:3] == ("< 20", "no second")
-    ending = Ending(at_s=51.0, wall_s=0.5, num_events=7, standstill="nobody was there any more")
+    ending = Ending(at_s=51.0, wall_s=0.5, num_events=7, standstill="no device was present any more")
     held_up = row_of(outcome(result=result(steps=(), ending=ending)))
-    assert held_up.bound_by == "no steps in 51 s: nobody was there any more"
+    assert held_up.bound_by == "no steps in 51 s: no device was present any more"
 
 
 def test_few_steps_have_a_figure_and_say_so() -> None:

@@ -172,7 +172,7 @@ REGION = '[network]\nregion = [{ name = "A", count = 2 }]\n'
         ("steps = 0\n" + REGION, "steps must be in [1, 1000000], is 0"),
         ("stages = 7\n" + REGION, "stages must be in [1, 6], is 7"),
         ("seconds = inf\n" + REGION, "seconds must be positive, is inf"),
-        ("[training]\nsteps = 9\n" + REGION, "training.steps means nothing here"),
+        ("[training]\nsteps = 9\n" + REGION, "training.steps has no effect here"),
         ("[training]\ns_max = 9\n" + REGION, "s_max must be in [0, 8]"),
         ("[churn]\n" + REGION, "[churn] trace is missing"),
         ('[churn]\ntrace = "none.csv"\n' + REGION, "there is no trace"),
@@ -184,7 +184,7 @@ REGION = '[network]\nregion = [{ name = "A", count = 2 }]\n'
         (EXPERTS + "holders = 0\n" + REGION, "holders must be in [1, 20000], is 0"),
         (EXPERTS + 'holders = "all"\n' + REGION, "'all'"),
         (EXPERTS + "loads = [1, 2]\n" + REGION, "experts.loads has 2 of 4 experts"),
-        (EXPERTS + "loads = [0, 0, 0, 0]\n" + REGION, "loads must be 0 or more, and one of them more"),
+        (EXPERTS + "loads = [0, 0, 0, 0]\n" + REGION, "loads must be 0 or more, and at least one above 0"),
         ('[[strategy]]\nname = "x"\nlayout = "best"\n' + REGION, "'best'"),
         ('[[strategy]]\nname = ""\nlayout = "ours"\n' + REGION, "name must have 1 to 40 characters"),
         ('[[strategy]]\nname = "x"\nlayout = "ours"\n' * 2 + REGION, "two strategies have one name"),
@@ -198,7 +198,7 @@ def test_what_is_no_scenario_is_refused_in_a_line(tmp_path: Path, text: str, wha
 
 
 def test_a_name_that_is_not_shipped() -> None:
-    with pytest.raises(LocalError, match="'atlantis' is no file, and none of the shipped scenarios: data-centre, "):
+    with pytest.raises(LocalError, match="'atlantis' is neither a file nor a shipped scenario: data-centre, "):
         find_scenario("atlantis")
 
 

@@ -124,11 +124,11 @@ def test_shipped_scenarios_are_listed() -> None:
 def test_what_cannot_be_simulated_is_said_in_a_line(tmp_path: Path, tiny: Path) -> None:
     assert "say what to simulate" in complaint()
     assert "say what to simulate" in complaint(tiny, "--campaign", 1)
-    assert "'atlantis' is no file" in complaint("atlantis")
-    assert "'best' is no strategy: take some of ours, " in complaint(tiny, "--strategies", "ours,best")
+    assert "'atlantis' is neither a file nor a shipped scenario" in complaint("atlantis")
+    assert "'best' is not a strategy: take some of ours, " in complaint(tiny, "--strategies", "ours,best")
     assert "no strategy is named" in complaint(tiny, "--strategies", ",")
     (tmp_path / "trace.csv").write_text("when,what\n")
-    assert "trace.csv is no trace" in complaint(tiny, "--trace", tmp_path / "trace.csv")
+    assert "trace.csv is not a trace" in complaint(tiny, "--trace", tmp_path / "trace.csv")
 
 
 def test_a_result_that_cannot_be_written_is_said_before_anything_is_simulated(tmp_path: Path, tiny: Path) -> None:
@@ -198,7 +198,7 @@ def test_what_it_comes_to_is_counted_from_what_was_simulated(tmp_path: Path, tin
     month_gb = row.bytes_per_step * 30 * 86_400 / row.step_s / 1e9
     assert 2 * sum(each.up_gb_month[0] for each in figures.members) <= month_gb * (1 + 1e-9)
     assert 2 * sum(each.up_gb_month[1] for each in figures.members) >= month_gb * (1 - 1e-9)
-    assert "What given comes to, at its simulated pace" in result.stdout
+    assert "Figures of given at its simulated pace" in result.stdout
 
 
 def test_the_planner_and_the_simulation_agree_about_what_members_send(
@@ -251,7 +251,7 @@ def test_patience_is_measured_by_the_first_strategy(tiny: Path) -> None:
     ("trace", "seconds", "why"),
     [
         ("12,remove,a\n12,remove,b\n12,remove,c\n", 16, "only 1 of the 4 members"),
-        ("4,remove,a\n4,remove,b\n4,remove,c\n4,remove,d\n", 8, "nobody was there"),
+        ("4,remove,a\n4,remove,b\n4,remove,c\n4,remove,d\n", 8, "no device was present"),
         ("", 8, "a step takes "),
     ],
 )
@@ -293,7 +293,7 @@ def test_a_strategy_may_have_the_model_in_a_subspace_and_is_told_where_that_cann
     model = Strategy(name="x", layout="mod", subspace=8).applied_to(scenario.spec).model
     assert model == msgspec.structs.replace(scenario.spec.model, subspace=8)
     tiny.write_text(TINY + f'[[strategy]]\nname = "x"\nlayout = "mod"\nsubspace = {model.dim}\n')
-    with pytest.raises(LocalError, match="is no scenario: subspace must be in"):
+    with pytest.raises(LocalError, match="is not a scenario: subspace must be in"):
         find_scenario(str(tiny))
 
 
@@ -365,4 +365,4 @@ def test_whoever_waits_hears_how_much_is_over(tiny: Path, options: Options) -> N
 def test_nobody_there_is_an_outcome(tiny: Path) -> None:
     everybody_late = tuple(Churn(5.0, "add", device) for device in range(4))
     outcome = run_strategy(find_scenario(str(tiny)), KNOWN["mod"], everybody_late, Options())
-    assert (outcome.result, outcome.problem) == (None, "nobody is there at the beginning")
+    assert (outcome.result, outcome.problem) == (None, "no device is present at the beginning")
