@@ -1,4 +1,4 @@
-"""A run for Prometheus: the same facts as on the dashboard, in its text format. Pure.
+"""Formats a view of the run for Prometheus. Pure.
 
 Counters are of this process; gauges of the whole run come from the coordinator and are as old as
 `shoal_status_age_seconds` says. A metric without a value is left out.
@@ -12,13 +12,13 @@ from shoal.deploy.dashboard.view import MineView, PeerState, View
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TRAIN: Sequence[PeerState] = ("training", "light")
-"""States of those who do their stage's work."""
+"""States of peers that do their stage's work."""
 
 Sample = tuple[Mapping[str, str], float]
 
 
 def render_metrics(view: View) -> str:
-    """Every family with its help and type, the run's first, then stages, experts, peers and what this peer gives."""
+    """Return all metric families: the run's, then stages, experts, peers and this peer's contribution."""
     return "".join(line for part in (_run, _stages, _experts, _peers, _mine) for line in part(view))
 
 

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a machine itself: its GPU, disk and memory."""
+"""Diagnoses a machine's own problems: GPU, disk and memory."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ DISK_BYTES_MIN = 64 * 2**20
 """Less than a peer writes in its first minutes: plans, a log, the first snapshot of a small stage."""
 DISK_BYTES_UNEASY = 2 * 2**30
 MEMORY_BYTES_MIN = 512 * 2**20
-"""A process with torch and hivemind loaded has 280 MB before it holds any weight, its network daemon 60 more."""
+"""With torch and hivemind loaded a process has 280 MB before it holds any weight, and its network daemon 60 MB."""
 MEMORY_BYTES_UNEASY = 2**30
 
 
@@ -28,7 +28,7 @@ def machine_problems(machine: MachineFound, *, wants_cuda: bool) -> Iterator[Pro
 
 
 def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
-    """Look from the bus upwards: device, driver, torch's build, torch's own word. Only the lowest fault is said."""
+    """Check from the bus upwards: device, driver, torch's build, torch's error. Only the lowest fault is reported."""
     if gpu.torch_version == "":
         yield Problem(
             code="torch-broken",
