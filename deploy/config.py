@@ -93,10 +93,7 @@ def set_one(name: str, text: str) -> Settings:
 
 
 def unset_one(name: str) -> Settings:
-    """Remove `name` from the file; leave the rest unchanged.
-
-    Returns: the settings from now on. Raises: LocalError.
-    """
+    """Remove `name` from the file; leave the rest unchanged. Returns: the settings from now on. Raises: LocalError."""
     table, text = _table_of(name), _read()
     return _write(_with_line(text, None, name, table=table)) if text is not None else Settings()
 

@@ -166,7 +166,7 @@ class Note(_Report, frozen=True):
 
 
 class Phase(_Report, frozen=True):
-    """What a peer does before it trains. A phase without `part` ends the previous one."""
+    """A peer's activity before it trains. A phase without `part` ends the previous one."""
 
     name: str
     part: float | None = None

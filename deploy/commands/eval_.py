@@ -1,4 +1,4 @@
-"""`shoal eval`: how well what the swarm has trained predicts."""
+"""`shoal eval`: evaluates a trained model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,7 +67,7 @@ def eval_(
     json: Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Say how well a snapshot or an exported model predicts."""
+    """Evaluate a snapshot or an exported model."""
     named = [name for name in tasks.split(",") if name]
     wants_validation = not (text or named) if validation is None else validation
     source = ",".join(data_source(part) for part in data.split(",")) if data else ""

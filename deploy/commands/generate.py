@@ -1,4 +1,4 @@
-"""`shoal generate`: try what the swarm has trained."""
+"""`shoal generate`: generates text with the trained model."""
 
 import sys
 import time
@@ -65,7 +65,7 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Let a model write, and show the text as it comes."""
+    """Generate text with a model, and show it as it comes."""
     start_logging(verbose)
     from shoal.deploy.manners.device import pick_device, take_own_threads
     from shoal.deploy.ship.generate import fit_for_terminal, manner_of, write

@@ -1,4 +1,4 @@
-"""`shoal invite`: the invite of the run that is up here, with the addresses of now; others, and revoking one."""
+"""`shoal invite`: prints, makes, lists and revokes invites; `shoal exclude` and `shoal readmit`."""
 
 import re
 import sys
@@ -64,9 +64,7 @@ def new(
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Make another invite, with a key and terms of its own.
-
-    It works on the run's host."""
+    """Make another invite, with a key and terms of its own. Only the run's host can do this."""
     from shoal.deploy.control.control_socket import ask
 
     terms: dict[str, Any] = {"lasts_s": _seconds(expires), "seats": uses, "observe": observe, "peers": peers}
@@ -75,7 +73,7 @@ def new(
 
 @examples("shoal invite list  # the terms of each, and which are revoked")
 def list_(state_dir: Running = None, json: Json = False) -> None:
-    """List the invites of this run, and who is excluded."""
+    """List the invites and the excluded members of this run."""
     from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "invite-list")
@@ -99,7 +97,7 @@ def revoke(
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Make an invite useless, and put out those that joined with it."""
+    """Revoke an invite, and exclude the members that joined with it."""
     from shoal.deploy.control.control_socket import ask
 
     _done(ask(running_here(state_dir), "invite-revoke", name=name), json=json)
@@ -111,9 +109,7 @@ def exclude(
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Put one member out of the run for good.
-
-    It works on the run's host."""
+    """Exclude one member from the run. Only the run's host can do this."""
     from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "exclude", peer=peer)
@@ -139,9 +135,10 @@ def readmit(
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Let in again an excluded member or a revoked invite.
+    """Readmit an excluded member or a revoked invite.
 
-    It works on the run's host, whoever excluded it. The member itself must be started again."""
+    Only the run's host can do this. The member itself must be started again.
+    """
     from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "readmit", who=who)
@@ -186,7 +183,7 @@ def _done(answer: Any, *, json: bool) -> None:
 
 
 def _sentence(entry: dict[str, Any]) -> str:
-    """An invite's terms in words."""
+    """Format an invite's terms."""
     left_s = entry["expires_s"] - time.time()
     ends = "never expires" if not entry["expires_s"] else f"expires in {duration(left_s)}" if left_s > 0 else "expired"
     seats = f"{counted(entry['seats'], 'machine')} at a time" if entry["seats"] else "any number of machines"
@@ -195,9 +192,8 @@ def _sentence(entry: dict[str, Any]) -> str:
 
 
 def qr_code(text: str, *, coloured: bool) -> str:
-    """`text` in half blocks, the light ones drawn. `coloured`: light on dark whatever the terminal's own colours are,
-    since a camera may not read the negative.
-    """
+    """Draw `text` as a QR code of half blocks. `coloured`: light on dark in any terminal, since a camera may not read
+    the negative."""
     import io
 
     import segno

@@ -1,4 +1,4 @@
-"""`shoal leave`: ask the peer that runs here to end, without loss."""
+"""`shoal leave`: asks the peer on this machine to leave without losing work."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 _DRAIN_S_MAX = 120.0
-"""It takes half a minute at most, and the time that a large state needs to be written."""
+"""Leaving takes at most half a minute, plus the time to write a large state."""
 
 
 @examples(
@@ -33,7 +33,7 @@ def leave(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Say who left as JSON.")] = False,
 ) -> None:
-    """Ask the peer that runs here to end, without loss."""
+    """Ask the peer on this machine to leave without losing work."""
     import msgspec
     import psutil
 
@@ -46,7 +46,7 @@ def leave(
         try:
             processes.append(psutil.Process(note.pid))
         except psutil.NoSuchProcess:
-            continue  # as quick as that
+            continue  # it has already ended
         if not json:
             say(f"{label}: leaving, once what is in flight is done")
     still = _wait(processes)
@@ -63,7 +63,7 @@ def leave(
 
 
 def _wait(processes: "list[psutil.Process]") -> "list[psutil.Process]":
-    """The processes that have not ended in time. A process that only its parent has not noticed yet has ended."""
+    """Return the processes that have not ended in time. A zombie, which only its parent has not noticed, has ended."""
     import psutil
 
     def ended(process: psutil.Process) -> bool:

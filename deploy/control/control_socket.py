@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "control.sock"
 LINE_BYTES_MAX = 1024 * 1024
-"""For comparison: a status of a thousand peers is 300 KB."""
+"""Enough for a status of three thousand peers."""
 _CALLERS_MAX = 16
 _PATH_BYTES_MAX = 107
 """The longest path in `sockaddr_un` on Linux without its terminating zero."""

@@ -38,10 +38,7 @@ _FORBIDDEN_CLOSE = 4403
 
 
 class Guard:
-    """ASGI middleware with these checks.
-
-    Args: names: host names to accept besides addresses and `localhost`.
-    """
+    """ASGI middleware with these checks. Args: names: host names to accept besides addresses and `localhost`."""
 
     def __init__(self, app: ASGIApp, *, names: Sequence[str] = ()) -> None:
         self._app = app

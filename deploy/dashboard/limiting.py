@@ -21,7 +21,7 @@ from shoal.protocol.messages import PeerStatus
 
 BUSY = 0.85
 QUEUES_BUSY = 0.6
-"""From this share on a device with queued microbatches is busy: the rest is the program's overhead."""
+"""A device with queued microbatches is busy from this share on: the rest is the program's overhead."""
 SENDING = 0.8
 FORWARDS_OF_A_MICROBATCH = 3.0
 """A backward costs two forwards. The last stage's `forward_s` includes both."""

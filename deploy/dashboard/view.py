@@ -40,7 +40,7 @@ DONE = "the run is done"
 FIRST_STEP = "computing the first step"
 STANDS = "waiting, and it is not known for what"
 STALE_S = 15.0
-"""After this time without an answer a view says so, instead of figures that may be wrong."""
+"""The coordinator's silence after which a view says so, instead of showing figures that may be wrong."""
 
 
 def run_phase(status: SwarmStatus) -> str:
@@ -148,7 +148,7 @@ class ChangeView(_Shown, frozen=True):
 
 
 class LimitedBy(_Shown, frozen=True):
-    """What limits a peer's contribution."""
+    """The limit of a peer's contribution."""
 
     kind: Literal["pause", "cap", "device", "upload", "state", "place", "swarm", "nothing", "unknown"]
     text: str

@@ -9,7 +9,7 @@ DISK_BYTES_MIN = 64 * 2**20
 """Less than a peer writes in its first minutes: plans, a log, the first snapshot of a small stage."""
 DISK_BYTES_UNEASY = 2 * 2**30
 MEMORY_BYTES_MIN = 512 * 2**20
-"""With torch and hivemind loaded a process has 280 MB before it holds any weight, and its network daemon 60 MB."""
+"""A process with torch and hivemind has 280 MB before it holds any weight, and its network daemon 60 MB."""
 MEMORY_BYTES_UNEASY = 2**30
 
 

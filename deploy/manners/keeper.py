@@ -114,10 +114,7 @@ class Keeper:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def change(self) -> Mapping[str, Any]:
-        """Apply changed settings, as far as possible without a restart.
-
-        Returns: all limits in force.
-        """
+        """Apply changed settings, as far as possible without a restart. Returns: all limits in force."""
         before, wanted = self._manners.limits, self._reread()
         limits = msgspec.structs.replace(before, **{name: getattr(wanted, name) for name in AT_ONCE})
         if limits != before:

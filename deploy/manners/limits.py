@@ -17,10 +17,7 @@ _DAY_MINUTES = 24 * 60
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The limits. `shoal config show` prints the fields' docstrings.
-
-    Raises: ValueError.
-    """
+    """The limits. `shoal config show` prints the fields' docstrings. Raises: ValueError."""
 
     compute_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     """Share of the device's time, above 0 and at most 1. Of a CPU: of its threads' time, all that this peer does."""
@@ -40,7 +37,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     only_when_idle: bool = False
     """Compute only while nobody uses this machine: no keyboard, no mouse, no other work on the device."""
     idle_minutes: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0
-    """With only_when_idle: the minutes for which nobody must have used this machine."""
+    """How many minutes nobody must have used this machine before it computes, with only_when_idle."""
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] | None = None
     """How far the computing (not the network) yields to other programs: 0 not at all, 19 completely. Left out: 19 for a
     peer that joins, 0 for the host of a run."""

@@ -79,9 +79,9 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     """The rate of a pipeline of these cards, if only their speed bounds it."""
     up_mbit_s: float | None = None
-    """What each card sends to its two neighbours at that rate; null if one card holds the whole model."""
+    """Rate that each card sends to its two neighbours; null if one card holds the whole model."""
     fetch_gb: float | None = None
-    """What a newcomer downloads before its first microbatch: its layers' weights and moments, or adapters and base."""
+    """Download of a newcomer before its first microbatch: its layers' weights and moments, or adapters and base."""
     fetch_minutes: tuple[float, ...] | None = None
     """Minutes to download `fetch_gb` at each rate of `LINES_MBPS`."""
 

@@ -83,7 +83,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: str
     notes: tuple[str, ...] = ()
-    """What was ignored in the network file, and what was assumed."""
+    """Notes on what was ignored in the network file, and what was assumed."""
     objective: str
     seed: int
     stages: tuple[StageLine, ...]
@@ -94,7 +94,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     took_s: float
     same_as: str = ""
-    """In a comparison, the earlier layout that is equal; empty: none."""
+    """The earlier layout in a comparison that is equal; empty: none."""
     figures: Figures | None = None
     """Costs for the participants; null in a comparison."""
     left_out: tuple[LeftOut, ...] = ()

@@ -97,7 +97,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     price_kwh: float
     price_is_assumed: bool
     cost_per_billion_tokens: float
-    """In the currency of `price_kwh`."""
     cost_to_goal: float
 
 

@@ -18,10 +18,7 @@ _VERSION: Final = "brain.Event:2"
 
 
 class EventsFile:
-    """The event file of `folder`; replaces those of earlier starts.
-
-    Raises: OSError.
-    """
+    """The event file of `folder`; replaces those of earlier starts. Raises: OSError."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboardX.event_file_writer import EventsWriter  # 7 ms, 1 MB: only with a record

@@ -54,10 +54,7 @@ def _order(line: StepLine | ValidationLine) -> tuple[int, int]:
 
 
 def read_record(path: Path) -> Record:
-    """Read a record. Args: path: the file or its folder.
-
-    Raises: LocalError: there is none, or it cannot be read.
-    """
+    """Read a record. Args: path: the file or its folder. Raises: LocalError: there is none, or it cannot be read."""
     path = path / RECORD if path.is_dir() else path
     try:
         with path.open("rb") as file:

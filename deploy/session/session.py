@@ -224,10 +224,7 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
 
 
 async def join_run(invite: Invite, options: Options) -> None:
-    """Find the run and take part in it.
-
-    Raises: ShoalError: one line for the command line.
-    """
+    """Find the run and take part in it. Raises: ShoalError: one line for the command line."""
     share_heap()  # before there are threads
     if invite.key is not None and not invite.key.delegation.may_train:
         raise InviteError(

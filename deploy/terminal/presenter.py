@@ -117,7 +117,7 @@ class Presenter:
             self.say(step_line(self.view(), step))
 
     def tell_status(self, *, again: bool = False) -> None:
-        """Without a panel, print a line for a new step, and lines for changes since the last call.
+        """Print a line for a new step, and lines for changes since the last call, unless a panel shows them.
 
         Args: again: print the step even if it is not new.
         """
@@ -138,7 +138,7 @@ class Presenter:
             self._screen.show(table)
 
     def tell_experts(self) -> None:
-        """Without a panel, print a line for each stage with experts."""
+        """Print a line for each stage with experts, unless a panel shows them."""
         if not self.redraws:
             for line in expert_lines(self.view()):
                 self.say(line)

@@ -274,10 +274,7 @@ def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Ad
 
 
 def find_owner(invite: Invite, folders: Iterable[Path]) -> tuple[Identity, Path]:
-    """Return the owner's key and its state folder.
-
-    Raises: LocalError: none of the folders has it.
-    """
+    """Return the owner's key and its state folder. Raises: LocalError: none of the folders has it."""
     for folder in folders:
         path = folder / "identity.key"
         if path.exists():
