@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 
 CLI = (sys.executable, "-m", "shoal.deploy.cli")
-"""The command that runs `shoal` in a child."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)

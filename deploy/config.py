@@ -173,7 +173,6 @@ def _toml(value: Any) -> str:
 
 
 def _parse_record_value(name: str, text: str) -> Any:
-    """Parse a value as typed by a person. Raises: LocalError."""
     if name == "wandb_project":
         return text.strip()
     return parse_truth(name, text)

@@ -46,8 +46,7 @@ LEAVE_S = 30.0
 _GOODBYE_S = 2.0
 _LAST_VALIDATION_S = 10.0
 _LINGER_HEARTBEATS = 4.0
-"""The time for which a peer of a finished run still answers, so that peers and a new coordinator that missed the end
-learn of it."""
+"""A peer of a finished run still answers for this time, to inform peers and coordinators that missed the end."""
 _LEFT_BEHIND_HEARTBEATS = 20.0
 
 EXCLUDED = (
@@ -92,8 +91,7 @@ class NodeRun:
     spec: RunSpec
     owner: PeerID
     record: bytes | None = None
-    """The owner's signed spec, which the node keeps in the directory. None: it does neither that nor look for newer
-    revisions."""
+    """The owner's signed spec, to keep in the directory. None: keep none, and look for no newer revision."""
     corpus: Corpus | None = None
     """The run's text; None: this peer never holds stage 0."""
     initial: InitialWeights | None = None

@@ -31,7 +31,7 @@ class Invites(_Report, frozen=True):
     peer: PeerID
     invite: str
     peers: int
-    """How many peers it names."""
+    """The number of named peers."""
 
 
 class Joined(_Report, frozen=True):
@@ -81,7 +81,6 @@ class StepDone(_Report, frozen=True, kw_only=True):
     validation_loss: float | None = None
     """The loss of the newest validation, if there was one since the previous step."""
     validation_step: int | None = None
-    """The version that was validated."""
     tokens_per_s: float = 0.0
     staleness_mean: float
     duplicates: int
@@ -94,7 +93,6 @@ class StepDone(_Report, frozen=True, kw_only=True):
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: some group has not reported its part."""
     learning_rate: float | None = None
-    """The learning rate of the step; None: unknown."""
 
 
 class Status(_Report, frozen=True):
@@ -108,7 +106,6 @@ class LimitsNow(msgspec.Struct, frozen=True, kw_only=True):
 
     paused: bool = False
     why: str = ""
-    """The reason for the pause, for people."""
     caps: tuple[str, ...] = ()
     """The limits in words: `upload at most 5 Mbit/s`."""
 
@@ -121,7 +118,6 @@ class Contribution(_Report, frozen=True):
     name: str
     stage: int | None
     synced: bool
-    """True if the peer holds its stage's state."""
     busy: float
     """The share of time in which the device computed."""
     sending: float
@@ -156,7 +152,6 @@ class Summary(_Report, frozen=True):
     """A summary of the run, at the end of the process."""
 
     lines: tuple[str, ...]
-    """Lines for people."""
 
 
 class Note(_Report, frozen=True):
@@ -181,7 +176,6 @@ class Left(_Report, frozen=True):
     peer: PeerID
     state_dir: str
     finished: bool
-    """True if the run had reached its last step."""
 
 
 Report = (

@@ -158,7 +158,7 @@ def _agent(arguments: Sequence[str], invite: Path) -> str:
 
 
 def _refuse_control_characters(argument: str) -> None:
-    """Refuse control characters: a line break would begin a new setting of the unit even within quotes. Raises:
+    """Refuse line breaks, which begin a new setting of the unit even within quotes, and the like. Raises:
     LocalError."""
     if any(unicodedata.category(letter) in _CONTROL for letter in argument):
         raise LocalError(f"{argument!r} has a line break or another control character: a service cannot take it")
@@ -175,7 +175,6 @@ def _environment() -> dict[str, str]:
 
 
 def _hugging_face() -> Path:
-    """Return the Hugging Face cache folder of this machine."""
     said = os.environ.get("HF_HOME")
     return Path(said) if said else cache_root().parent / "huggingface"
 

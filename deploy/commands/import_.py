@@ -165,7 +165,6 @@ def import_(
 
 
 def _comments(made: RunSpec) -> dict[str, str]:
-    """Return comments for the run file's fields that people change."""
     rate = f"{made.optimizer.learning_rate:g}"
     return {
         "data.source": "a file, a folder or hf:NAME",
@@ -182,8 +181,7 @@ def _of_what(made: RunSpec) -> str:
 
 
 def _fitted(made: RunSpec, base: Path) -> RunSpec:
-    """Recompute the fields that the file `base` leaves to shoal for the imported model, which `base` does not
-    describe."""
+    """Recompute the fields that file `base` leaves to shoal for the imported model."""
     import msgspec
 
     read = {name: msgspec.to_builtins(getattr(made, name)) for name in ("model", "swarm", "initial", "adapter")}

@@ -183,7 +183,6 @@ def _done(answer: Any, *, json: bool) -> None:
 
 
 def _sentence(entry: dict[str, Any]) -> str:
-    """Format an invite's terms."""
     left_s = entry["expires_s"] - time.time()
     ends = "never expires" if not entry["expires_s"] else f"expires in {duration(left_s)}" if left_s > 0 else "expired"
     seats = f"{counted(entry['seats'], 'machine')} at a time" if entry["seats"] else "any number of machines"

@@ -145,8 +145,6 @@ def continue_(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The run to host."""
-
     spec: RunSpec
     choices: tuple[FilledField, ...] = ()
     """Fields of the spec that a rule filled in, not a person."""
@@ -230,7 +228,6 @@ def _host(
 
 
 def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
-    """Decide whether to start or resume. Raises: LocalError: the run cannot go on so."""
     others = runs_in(peer_folder)
     chosen = [choice.field for choice in asked.choices]
     same = (run for run in others if (spec := run.spec()) is not None and same_run(asked.spec, spec, chosen))

@@ -176,8 +176,7 @@ def ask(folder: Path, verb: str, *, timeout_s: float = _ASK_TIMEOUT_S, **argumen
 
 @contextlib.contextmanager
 def _reachable(folder: Path) -> Iterator[str]:
-    """Yield a path of the socket that is short enough for the kernel: for a long one, through the folder's
-    descriptor."""
+    """Yield a path of the socket short enough for the kernel; for a long one, through the folder's descriptor."""
     path = str(folder / SOCKET_NAME)
     if len(os.fsencode(path)) <= _PATH_BYTES_MAX:
         yield path

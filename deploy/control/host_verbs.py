@@ -115,7 +115,6 @@ class HostVerbs:
         return {"invites": [_described(invite) for invite in book.all], "excluded": out}
 
     def _names(self) -> dict[bytes, str]:
-        """Return the names of the keys in the book."""
         book = self._needed()
         invites = {invite.key.delegation.key: f"invite {invite.name}" for invite in book.all}
         return {entry.key: entry.name for entry in book.named if entry.name} | invites

@@ -170,7 +170,6 @@ class InviteBook:
             self._order(named=(*others, named))
 
     def _order(self, **changed: object) -> None:
-        """Change the file and increase the order's number."""
         number = max(self._file.number + 1, int(self._wall_s()))  # above the number of a lost file
         self._write(msgspec.structs.replace(self._file, number=number, **changed))
 

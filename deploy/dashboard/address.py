@@ -15,8 +15,7 @@ PORT_MAX = 65535
 BACKLOG = 64
 """The most connections waiting to be accepted. The loop may accept as many at once, each an open file."""
 PORTS_TRIED = 32
-"""Ports to try from the given one upwards before the system chooses one, so that several peers of one machine get
-predictable addresses."""
+"""Ports to try from the given one upwards, so that several peers of one machine get predictable addresses."""
 _LOOKS_LIKE_ONE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:/\s]*):\d+")
 
 

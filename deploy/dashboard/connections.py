@@ -23,8 +23,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 
 CONNECTIONS_MAX = 64
-"""A browser has six while it loads the page and one afterwards; a process may often have no more than 1,024 open
-files."""
+"""A browser opens six while loading the page, then one; a process may often open no more than 1,024 files."""
 REQUEST_S = 10.0
 """Enough for a hundred bytes with one packet lost five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
 ANSWER_S = 60.0

@@ -18,7 +18,6 @@ class Curves:
         self.generation = 0
         self.points: list[Point] = []
         self.validations: list[ValidationPoint] = []
-        """Validations ordered by version, one for each."""
         self._stride = 1
         """How many points are merged into one."""
         self._open: list[Point] = []

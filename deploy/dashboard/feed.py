@@ -360,8 +360,7 @@ class Feed:
         )
 
     def _newest_step(self) -> tuple[int, float | None, float]:
-        """Return (steps done, loss, staleness) of the status or of a newer step: in a demo all peers report steps, even
-        while the coordinator is dead."""
+        """Return the newest (steps done, loss, staleness): peers of a demo report steps even without a coordinator."""
         status, step = self._status, self._step
         if step is not None and (status is None or (step.era, step.step + 1) > (status.era, status.step)):
             return step.step + 1, step.loss, step.staleness_mean
@@ -433,7 +432,6 @@ class Feed:
         return msgspec.structs.replace(change, text=self._with_names(change.text), coordinator=coordinator)
 
     def _with_names(self, text: str) -> str:
-        """Replace ends of identifiers in the text by peers' names."""
         return ENDING.sub(lambda found: self._census.named(found.group()), text)
 
 

@@ -12,7 +12,6 @@ from shoal.deploy.dashboard.view import MineView, PeerState, View
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TRAIN: Sequence[PeerState] = ("training", "light")
-"""States of peers that do their stage's work."""
 
 Sample = tuple[Mapping[str, str], float]
 

@@ -171,8 +171,7 @@ class Dashboard:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to the peer, so that the page shows a drain to its end, and that checks
-    connections."""
+    """A uvicorn server that checks connections and leaves signals to the peer, to show a drain to its end."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -250,6 +249,5 @@ class DashboardServer:
 
 
 def _say_why(task: asyncio.Task[None]) -> None:
-    """Log why the dashboard has ended; the peer goes on training."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("the dashboard has ended: %r", error)

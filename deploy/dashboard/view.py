@@ -13,7 +13,6 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 SILENT_S = 3.0
-"""A peer is shown as silent after this time."""
 
 PeerState = Literal["training", "light", "fetching", "paused", "draining", "silent", "spare", "unheard"]
 
@@ -91,7 +90,6 @@ class PeerView(_Shown, frozen=True):
     is_coordinator: bool
     is_me: bool
     is_new: bool
-    """True if the peer joined recently."""
     shortages: int = 0
     """How often its memory was too small for its plan."""
     light: tuple[int, int] | None = None
@@ -125,7 +123,6 @@ class ExpertView(_Shown, frozen=True):
     load: float | None
     """The load relative to an even spread: 1 is average. None: unknown yet."""
     replicas: int
-    """The number of holders."""
     holders: tuple[int, ...] = ()
     """Holders, as indexes into `View.peers`."""
     coming: tuple[int, ...] = ()
@@ -188,7 +185,6 @@ class View(_Shown, frozen=True):
     run: str
     name: str
     phase: str
-    """The run's activity, in words."""
     term: int
     sequence: int
     reason: str
@@ -199,7 +195,6 @@ class View(_Shown, frozen=True):
     loss: float | None
     validation_loss: float | None
     validation_step: int | None
-    """The version that was validated."""
     tokens_per_s: float | None
     """The run's rate over the last minute, standstills included; None: the coordinator has not answered for long."""
     foreseen: str
@@ -225,7 +220,6 @@ class View(_Shown, frozen=True):
     coordinator: PeerID
     coordinator_name: str
     stages: tuple[tuple[int, int], ...]
-    """The layer range of each stage."""
     peers: tuple[PeerView, ...]
     """Peers in stage order, standbys last."""
     gone: tuple[GoneView, ...]
@@ -259,5 +253,4 @@ class ValidationPoint(_Shown, frozen=True, array_like=True):
     at_s: float
     """When the version was made, approximately; seconds since 1970."""
     step: int
-    """The version that was validated."""
     loss: float

@@ -23,8 +23,8 @@ COMES_BACK_EVERY = 3
 HEARD_S = 2.5
 """A peer last heard earlier than this may be gone, so others must not depend on it alone."""
 SETTLED_S = 5.0
-"""The time after a start or resume from which a status describes the present process: a status is at most 2.5 s old,
-and its data about a peer at most `HEARD_S` older."""
+"""A status describes the process that runs now only this long after its start or resume: the status is at most 2.5 s
+old, and what it says about a peer at most `HEARD_S` older."""
 _LOOK_S = 0.2
 
 

@@ -41,8 +41,7 @@ _STEP_PATIENCE_S = 8.0
 """How long a step waits for a due report: when a member is killed, its group waits five seconds for it."""
 _STATUS_FRESH_S = 2.5
 _PLAN_SETTLED_S = 1.0
-"""The age at which a plan is used to choose victims. A change often causes a second plan soon after, which may move a
-holder that the status names."""
+"""The least age of a plan used to choose victims: a second plan often follows soon and moves a holder."""
 
 
 class Chronicle:
@@ -293,7 +292,6 @@ class Chronicle:
 
 
 def _open_json(path: Path) -> IO[bytes]:
-    """Raises: LocalError."""
     try:
         return path.open("wb")
     except OSError as error:

@@ -73,7 +73,6 @@ class Crew:
         parts: Sequence[float] | None = None,
     ) -> None:
         self.members: list[Member] = []
-        """Members in the order of their starts."""
         self.invite = ""
         """The host's invite; empty: the host is not up yet."""
         self._key: InviteKey | None = None
@@ -179,8 +178,7 @@ class Crew:
                 member.left = report
 
     def _current_invite(self) -> str:
-        """Return an invite that names several living members, the oldest first; the host's own while nobody else has
-        joined."""
+        """Return an invite that names living members, the oldest first; the host's own while nobody has joined."""
         invites = [parse_invite(member.invite) for member in self.alive if member.invite and not member.suspended]
         if not invites:
             return self.invite

@@ -48,7 +48,6 @@ class DemoOptions:
     parts: tuple[float, ...] | None = None
     """Relative shares of the machine's cores for the peers; None: no limits."""
     folder: Path
-    """The folder of logs, peers' state and the snapshot."""
     seconds_max: float | None = None
     json_path: Path | None = None
     keep: bool = False
@@ -57,7 +56,6 @@ class DemoOptions:
     kills_holder: bool = False
     """True: without chaos, kill a holder of the busiest expert when half is over."""
     dashboard: Address | None = None
-    """The address of the web page; None: no page."""
 
 
 class Demo:

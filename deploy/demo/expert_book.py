@@ -22,7 +22,6 @@ class ExpertFigures(msgspec.Struct, frozen=True, kw_only=True):
     holders_min: int
     """The fewest holders of an expert in any plan."""
     holders_max: int
-    """The most holders of an expert in any plan."""
     load_max: float | None
     """The load of the busiest expert at the end, relative to an even share."""
 

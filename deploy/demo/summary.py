@@ -40,9 +40,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The last line of `--json`."""
 
     steps: int
-    """Committed steps."""
     finished: bool
-    """True if all steps of the run were committed."""
     loss_first: float | None
     loss_last: float | None
     val_loss: float | None
@@ -51,9 +49,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float
     coordinator_terms: int
     peers: int
-    """The number of peers at a time."""
     rollbacks: int
-    """The number of returns to a snapshot."""
     duplicates: int
     """Microbatches that a stage added twice, over all stages."""
     duplicates_share: float
@@ -65,7 +61,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     stall_s_max: float
     """The longest time between two committed steps, or to the end of a run that did not finish."""
     step_s_median: float | None
-    """The median time between two steps."""
     validations: Mapping[int, float]
     """Version -> loss."""
     failed: int
@@ -74,7 +69,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertFigures | None
     """None: the run's experts are not placed."""
     seconds: float
-    """The duration of the demo."""
     first_step_s: float | None
     """The time from the start to the first step."""
     rss_mb_max: Mapping[str, float]

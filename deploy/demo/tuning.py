@@ -54,13 +54,11 @@ class TuneSummary(msgspec.Struct, frozen=True, kw_only=True):
     base_seconds: float
     tune_seconds: float
     seconds: float
-    """The total duration."""
     model: str
     """The base as a folder for transformers."""
     adapters: str
     """A folder for peft."""
     snapshot: str
-    """The adapters' snapshot."""
 
 
 class Tuning:
@@ -166,7 +164,7 @@ class Tuning:
 
 
 class _Stopped(Exception):
-    """The user interrupted."""
+    pass
 
 
 def _reading(spec: RunSpec, text: Path) -> RunSpec:

@@ -21,7 +21,6 @@ class Dial(Enum):
     NO_ROUTE = "no route"
     """Our own network has no route."""
     NO_NAME = "no name"
-    """The name cannot be resolved."""
     UNTRIED = "untried"
     """Not a TCP address, for example one over a relay."""
 
@@ -110,7 +109,6 @@ class MachineFound:
     clock_synchronised: bool | None = None
     """True if a time service keeps the clock, according to the kernel."""
     folder: str = ""
-    """The state folder."""
     folder_error: str = ""
     """Why the folder cannot be written; empty: it can."""
     disk_free_bytes: int | None = None

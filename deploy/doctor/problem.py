@@ -15,6 +15,5 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
     """The fault, in one line without a full stop."""
     remedy: str
-    """The person's action."""
     fatal: bool = True
     """True if it keeps this machine out; false if things are only slower or may fail later."""

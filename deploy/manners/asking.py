@@ -22,7 +22,6 @@ The computing stands back behind your other programs in any case."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     name: str
-    """The limit's name."""
     text: str
     default: str
     """The answer that Enter selects, as typed text."""

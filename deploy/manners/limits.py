@@ -28,12 +28,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     download_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """Mbit/s received, of all traffic. 0: no limit."""
     relay_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 20.0
-    """Mbit/s of the upload lent to relay traffic between members that cannot reach each other because both are behind
-    routers. It counts towards upload_mbit_s and yields to this peer's own traffic. The relayed data is encrypted. 0:
-    relay nothing."""
+    """Mbit/s of the upload lent to relay traffic between members that are both behind routers. It counts towards
+    upload_mbit_s and yields to this peer's own traffic. The relayed data is encrypted. 0: relay nothing."""
     hours: str = ""
-    """The hours in which to compute, in local time, such as "22:00-07:00" or "09:00-12:00, 13:00-17:00". Empty:
-    always."""
+    """Hours to compute, in local time, such as "22:00-07:00" or "09:00-12:00, 13:00-17:00". Empty: always."""
     only_when_idle: bool = False
     """Compute only while nobody uses this machine: no keyboard, no mouse, no other work on the device."""
     idle_minutes: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0

@@ -89,8 +89,7 @@ def _our_pids() -> list[int]:
 
 
 def _terminal_idle_s() -> float | None:
-    """Return seconds since the last input on one of our terminals, as `w` does. Root's terminals are ignored: they say
-    nothing about the user."""
+    """Return seconds since the last input on one of our terminals, as `w` does; root's say nothing of the user."""
     now_s, newest_s = time.time(), None
     for folder in ("/dev/pts", "/dev"):
         for path in Path(folder).glob("[0-9]*" if folder == "/dev/pts" else "tty[0-9]*"):

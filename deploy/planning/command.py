@@ -70,8 +70,7 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     """The first layer after the stage."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
-    """GB of its card that a peer needs with all state on it, for the member with the least room; null: not computed, as
-    in a comparison."""
+    """GB that a peer needs with all state on its card, for the member with the least room; null: not computed."""
     least_gb: float | None = None
     """GB that it needs when the card is full and the moments are in the machine's memory."""
     has_gb: float | None = None
@@ -154,8 +153,7 @@ def _stage_lines(placement: Placement) -> tuple[StageLine, ...]:
 
 
 def _stage_lines_with_memory(placement: Placement, request: Request, spec: RunSpec) -> tuple[StageLine, ...]:
-    """Return the stages with a peer's memory need on its card, by arithmetic (`coordinator/cost/memory.py`): with all
-    state on it, and with a full card."""
+    """Return the stages with the memory needed on a member's card (`coordinator/cost/memory.py`)."""
     stages = _stage_lines(placement)
     objective = ThroughputObjective(request.topology, request.workload)
     needed, least = (
@@ -376,8 +374,7 @@ def _show_comparison(console: Console, aim: ObjectiveName, request: Request, jud
 
 
 def _figures(placement: Placement, request: Request, scenario: Scenario, asked: Asked) -> Figures:
-    """Return the costs according to the throughput objective, whichever the search used. Raises: LocalError:
-    impossible."""
+    """Return the costs by the throughput objective, whichever the search used. Raises: LocalError: impossible."""
     objective = ThroughputObjective(request.topology, request.workload)
     cost = objective.cost(placement)
     if not math.isfinite(cost.seconds):

@@ -49,7 +49,7 @@ class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     loss_probability: float
     """The probability that some expert is lost, in full precision."""
     recovery_by_failures: tuple[float, ...] | None
-    """k -> the same probability if any k nodes fail, all equally likely; null: too many nodes to count."""
+    """k -> probability that no expert is lost if k nodes fail, all alike; null: too many nodes to count."""
     busiest_replica_load_ratio: float
     """1 means that every replica has the same load."""
     busiest_node_load_ratio: float

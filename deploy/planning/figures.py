@@ -20,8 +20,7 @@ WATTS_ASSUMED: Final = 350.0
 PRICE_KWH_ASSUMED: Final = 0.30
 """Roughly household electricity in Europe, in euros."""
 TOKENS_PER_PARAMETER: Final = 20.0
-"""The default goal of a run that trains from scratch: compute-optimal training (Hoffmann et al. 2022, arXiv
-2203.15556)."""
+"""The default goal of training from scratch: compute-optimal (Hoffmann et al. 2022, arXiv 2203.15556)."""
 DAYS_A_MONTH: Final = 30.0
 _SECONDS_A_DAY: Final = 86_400.0
 _SUFFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}

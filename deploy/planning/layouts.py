@@ -36,8 +36,7 @@ class Request:
     """The number of stages; None: the layout chooses."""
     seed: int = 0
     seconds: float = 1.0
-    """Approximate seconds of one core for a search; converted to a fixed amount of work, so that results do not depend
-    on the machine."""
+    """Approximate seconds of one core for a search; converted to a fixed amount of work, not timed."""
 
     @property
     def num_stages(self) -> int:

@@ -139,8 +139,7 @@ def _need(
     goal_s: float,
     resources: tuple[Resource, ...],
 ) -> Need | None:
-    """Return the least helpful values of `resources`, each at the same fraction between its present and its largest
-    value; None if the largest do not help."""
+    """Return the least values of `resources` that help, each at the same fraction of its range; None: none do."""
 
     def helps(part: float) -> bool:
         better = _improved(topology, device, _values(topology, device, resources, part))
@@ -204,8 +203,7 @@ def _values(topology: Topology, device: int, resources: Sequence[Resource], part
 
 
 def _improved(topology: Topology, device: int, values: dict[Resource, float]) -> Topology:
-    """Return the network with improved values of `device`. The line is its card's, which devices of one machine share,
-    or its paths' if no card limits it."""
+    """Return the network with improved values of `device`; the line is its card's, or its paths' without a card."""
 
     def at(array: Floats, where: Any, value: float) -> Floats:
         changed = array.copy()

@@ -28,8 +28,6 @@ _MODULE = re.compile(r"^(import .*;\n|export )", re.M)
 
 
 class _Data(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of the page's script."""
-
     name: str
     points: Sequence[tuple[float, int, float | None, float | None, float, float | None, float | None]]
     """Points in the fields of `dashboard.view.Point`."""
@@ -94,7 +92,6 @@ def _text(path: Path) -> str:
 
 
 def _curves() -> str:
-    """Return the dashboard's plots with their controls."""
     page = _text(STATIC / "index.html")
     begin = page.index('<section id="curves"')
     return page[begin : page.index("</section>", begin) + len("</section>")]
@@ -176,8 +173,7 @@ def _changes(record: Record) -> str:
 
 
 def _real_changes(plans: Iterable[PlanLine]) -> list[PlanLine]:
-    """Return plans in which peers came, went or moved; the frequent transfers of the coordinator's role are left
-    out."""
+    """Return plans in which peers came, went or moved, without mere transfers of the coordinator's role."""
     told = sorted(plans, key=lambda line: (line.term, line.sequence))
     return [line for line in told if "hand-over from" not in line.reason and "is under way" not in line.reason]
 

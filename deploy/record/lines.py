@@ -32,7 +32,6 @@ import msgspec
 from shoal.protocol.identity import PeerID
 
 RECORD: Final = "record.jsonl"
-"""The file name in a run's folder."""
 _LOSS_MAX: Final = 80.0
 """Above it a perplexity is meaningless: e^80 is 5e34."""
 
@@ -45,18 +44,15 @@ class _Line(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, omit_de
 class StartLine(_Line, frozen=True, tag="start", kw_only=True):
     run: str
     name: str
-    """The run's name."""
     peer: PeerID
     """The peer that keeps the record."""
     peer_name: str
     steps: int
-    """The number of steps of the whole run."""
     tokens_per_step: int
     num_parameters: int
     num_layers: int
     optimizer: str
     version: str
-    """shoal's version."""
     fields: dict[str, str] = {}
     """Further facts of the run: name -> text."""
 
@@ -66,8 +62,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     """Steps done, this one included."""
     era: int = 0
     loss: float | None = None
-    """The mean over the step's microbatches with the weights before the step, in nats a token; None: no remaining peer
-    knows it."""
+    """Nats a token, the mean over microbatches with the weights before the step; None: no remaining peer knows it."""
     perplexity: float | None = None
     learning_rate: float
     gradient_norm: float | None = None
@@ -134,9 +129,7 @@ class NoteLine(_Line, frozen=True, tag="note", kw_only=True):
 
 class EndLine(_Line, frozen=True, tag="end", kw_only=True):
     step: int
-    """Steps done."""
     finished: bool
-    """True if the run has reached its last step."""
     lost: int = 0
     """Steps without a line, because no remaining peer knew them."""
 

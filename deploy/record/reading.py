@@ -110,7 +110,7 @@ class _Voids:
 
 
 def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> _Voids:
-    """An era begins with its first step; if that has no line, a plan says where it began."""
+    """Find where each era begins: at its first step or, if that has no line, where a plan says."""
     firsts: dict[int, int] = {}
     for line in steps:
         first = line.step - line.steps + 1

@@ -76,7 +76,6 @@ class Keeping:
 
     run: str
     peer: PeerID
-    """The peer that keeps the record."""
     peer_name: str
     folder: Path | None
     """The run's folder in the peer's; None: nothing is written."""
@@ -105,9 +104,8 @@ class Recorder:
         self._events_era = 0
         self._status_era = -1
         self._foreseen: tuple[Key, float | None] = (0, 0), None
-        """The live plan's predicted tokens/s, and the (era, step) at which it was first seen."""
+        """((era, step) at which the live plan's prediction was first seen, predicted tokens/s)."""
         self._step = 0
-        """The last known step of the run."""
         self._validated: set[Key] = set()
         self._plans: set[tuple[int, int]] = set()
         self._people = _People()
@@ -281,8 +279,7 @@ class Recorder:
 
     @property
     def _validations_from(self) -> Key:
-        """The first validation to request. One ends some steps after its version, so the newest interval is requested
-        again."""
+        """The first validation to request; validations are late, so the newest interval is requested again."""
         era, version = max(self._validated, default=(0, -1))
         return era, max(0, version - 2 * self._spec.training.validation_interval_steps)
 

@@ -114,9 +114,7 @@ class Share:
     """One peer's share of the work, as far as recorded."""
 
     lines: Sequence[PeerLine]
-    """The peer's lines; at least one."""
     work_s: float
-    """Seconds at any stage."""
     tokens: int
     """Tokens trained by the run meanwhile: they passed the peer's stage, which it may have shared."""
 

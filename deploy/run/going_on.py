@@ -29,9 +29,7 @@ class GoingOn:
 
     spec: RunSpec
     sentences: tuple[str, ...]
-    """Sentences for people."""
     finished: bool = False
-    """True if the run has nothing left to do."""
     is_new: bool = False
     """True if this machine has no state of the run yet."""
 
@@ -102,8 +100,7 @@ def _goal_of(spec: RunSpec) -> _Goal:
 
 
 def _goal(asked: RunSpec, known: RunSpec, steps: int | None) -> _Goal:
-    """Return the wanted goal. A run file that states an earlier revision's goal has not been edited since, so the
-    newest goal holds."""
+    """Return the wanted goal. A run file with an earlier revision's goal is unedited, so the newest goal holds."""
     earlier = [(part.steps, part.schedule, part.decay_steps) for part in known.continued]
     goal = _goal_of(asked)
     if goal in earlier:

@@ -59,7 +59,6 @@ def _read_in_words(name: str, data: DataSpec, corpus: Corpus) -> str:
 
 
 def _cut_in_words(name: str, corpus: Corpus) -> Iterator[str]:
-    """Yield sentences about what does not fit into a sample."""
     if corpus.packs is None:
         return
     context = corpus.packs[0].context

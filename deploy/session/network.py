@@ -82,8 +82,7 @@ async def open_network(
 
 
 def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
-    """Return the addresses on which this peer listened before, or `asked` if another program has taken one of the
-    ports."""
+    """Return the former addresses, or `asked` if another program has taken one of the ports."""
     try:
         refuse_ports_in_use(kept)
     except TransportError as error:

@@ -87,15 +87,13 @@ logger = logging.getLogger(__name__)
 _STATUS_S = 1.0
 _INVITE_S = 2.0
 _ASKS_EVERY = 5
-"""A child of a parent process that does not coordinate asks for the status every fifth time: the coordinator may not be
-a child of this parent, and any child may die."""
+"""A child that does not coordinate asks for the status every fifth time, since any other child may die."""
 _POLLS_MAX = 20
 """Status requests per second to the coordinator from all watchers together; in a larger swarm each asks more rarely."""
 NOBODY_YET = "nobody else of the run is up yet: it goes on when enough of them are here (Ctrl-C ends the wait)"
 _FIND_RUN_S = 20.0
 _FIND_ANYBODY_S = 11.0
-"""The time to look for the run if no address has answered yet: the transport tries all addresses again after ten
-seconds."""
+"""The time to look for the run while no address answers: the transport dials them again after ten seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +131,7 @@ class LimitChoice:
 
     at_start: Limits
     reread: Callable[[], Limits]
-    """Return the limits as they are set now. Raises: LocalError: the settings cannot be read."""
+    """Returns the limits as they are set now. Raises: LocalError: the settings cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +148,6 @@ class Options:
     """True: report to a parent process as JSON; false: to a person."""
     limits: LimitChoice
     dashboard: Address | None = None
-    """The address of the web page; None: no page."""
     text: TextPaths = TextPaths()
     initial: InitialWeights | None = None
     """The initial weights if they do not come from the seed. The run's host has them; in a run with adapters, so does
@@ -162,12 +159,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The run that this process takes part in."""
-
     spec: RunSpec
     owner: PeerID
     record: bytes
-    """The spec as signed by the owner."""
     corpus: Corpus | None
     """The run's text; None: it is not on this machine."""
     key: InviteKey | None

@@ -9,8 +9,7 @@ from typing import Any, Final
 from shoal.deploy.node import LEAVE_S
 
 LEAVE_SOON_S: Final = 8.0
-"""The time that a peer has to leave after SIGTERM or SIGHUP: a container is killed after 10 s, and the goodbye takes
-time too."""
+"""The time to leave after SIGTERM or SIGHUP: a container is killed after 10 s, and the goodbye takes time too."""
 
 
 class Stop:
@@ -54,8 +53,7 @@ class Stop:
 
 
 def _forget_terminal() -> None:
-    """Redirect standard streams of a closed terminal to /dev/null: a failing write would end the process before the
-    state is saved."""
+    """Redirect streams of a closed terminal to /dev/null: a failing write would end us before the state is saved."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         if os.isatty(descriptor):

@@ -11,7 +11,6 @@ from shoal.protocol.spec import BASE_CHARS_MAX
 CARD: Final = "README.md"
 _FRONT_MATTER: Final = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 _CACHED: Final = re.compile(r"models--(.+?)--(.+)")
-"""The name of a folder in the hub's cache."""
 
 
 def name_and_licence(folder: Path) -> tuple[str, str]:

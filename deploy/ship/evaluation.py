@@ -23,7 +23,6 @@ from shoal.peer.data.samples import Samples
 from shoal.protocol.errors import DataError, LocalError
 
 BATCH_TOKENS: Final = 4096
-"""Tokens per batch."""
 OnProgress = Callable[[float], None]
 """Takes the done share, in [0, 1]."""
 

@@ -101,8 +101,6 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Reads the layers of a whole model."""
-
     snapshot: FoundSnapshot
     base: BaseModel | None
 
@@ -189,7 +187,6 @@ def _config_carried(spec: RunSpec, folder: Path) -> dict[str, Any]:
 
 
 def _adapter_config(spec: RunSpec) -> dict[str, Any]:
-    """Return the content of peft's adapter_config.json."""
     adapter = adapter_of(spec)
     return {
         "peft_type": "LORA",
@@ -265,8 +262,7 @@ def _write_weights(
 
 
 def _tensors(source: _Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by Hugging Face name, in the order of the layouts. Each is a copy, so earlier layers can be
-    freed."""
+    """Yield tensors by Hugging Face name, in order; each is a copy, so that earlier layers can be freed."""
     spec = source.snapshot.spec
     for key in source.snapshot.keys:
         for name, view in layer_layout(spec.model.whole, key).views(source.read(key)).items():

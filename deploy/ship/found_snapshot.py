@@ -33,7 +33,6 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 _NAMED_MAX: Final = 3
-"""The most missing layers that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

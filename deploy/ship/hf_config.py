@@ -199,7 +199,6 @@ class _Said:
 
 
 def _fields(said: _Said, context: int) -> dict[str, Any]:
-    """Return the fields of `ModelSpec`."""
     heads, dim = int(said("num_attention_heads")), int(said("hidden_size"))
     head_dim = int(said("head_dim") or 0)
     fields: dict[str, Any] = {
@@ -287,8 +286,7 @@ _ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def _rope_written(model: ModelSpec) -> dict[str, Any]:
-    """Return the RoPE fields for all versions: those before 5 read `rope_theta` and `rope_scaling`, later ones
-    `rope_parameters`."""
+    """Return RoPE fields for `transformers` before 5 (`rope_theta`, `rope_scaling`) and after (`rope_parameters`)."""
     scaling, window_theta = model.decoder.rope, model.decoder.window_rope_theta
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling is not None:

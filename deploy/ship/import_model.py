@@ -35,7 +35,6 @@ OnLayer = Callable[[int, int], None]
 """Takes (read layers, all layers)."""
 
 _NAMED_MAX: Final = 3
-"""The most tensors that a message names."""
 _NAME_CHARS_MAX: Final = 80
 _DIMS_MAX: Final = 8
 _SMALLEST: Final = "layers.0"
@@ -289,7 +288,6 @@ def _is_bytes(data: bytes) -> bool:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return tensor name -> its file."""
     found: dict[str, Path] = {}
     for file in tensor_files(folder):
         try:

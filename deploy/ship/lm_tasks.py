@@ -91,7 +91,6 @@ def _scores(found: Mapping[str, Any]) -> list[Score]:
 
 
 def _answering(predictor: Predictor) -> Any:
-    """Return the model with lm-eval's interface."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows
 

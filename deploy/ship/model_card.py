@@ -196,8 +196,7 @@ def _sources(spec: RunSpec) -> tuple[DataSource, ...]:
 
 
 def _contributors(run: str) -> int | None:
-    """Return the largest number in any record of the run on this machine, since each covers only its peer's
-    presence."""
+    """Return the largest number in any local record of the run: each covers only its peer's presence."""
     counts = [len({line.peer for line in read_record(path).peers}) for path in records_of(run)]
     return max(counts, default=0) or None
 

@@ -22,7 +22,6 @@ HEADER_BYTES_MAX: Final = 32 * 1024 * 1024
 FILES_MAX: Final = 4096
 """The most *.safetensors in a folder. A model of 1,000 G parameters has about 200."""
 CACHED_MODELS_MAX: Final = 64
-"""The most models of the cache to examine."""
 _HEADER_LENGTH: Final = struct.Struct("<Q")
 
 

@@ -22,10 +22,7 @@ class Origin:
 
 
 class Predictor(Protocol):
-    """A model with its vocabulary.
-
-    B samples   T tokens, at most the model's context
-    """
+    """A model with its vocabulary. B samples   T tokens, at most the model's context"""
 
     @property
     def model(self) -> ModelSpec: ...

@@ -23,7 +23,6 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     bits_per_byte: float | None = None
     """The loss of a text in a unit that is independent of the vocabulary."""
     value: float | None = None
-    """The value of a task's metric."""
     stderr: float | None = None
     examples: int | None = None
 

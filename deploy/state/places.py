@@ -238,8 +238,7 @@ def _lives(note: Running) -> bool:
 
 
 def _created_s(pid: int) -> float:
-    """Return a process's start time, on Linux counted from boot: psutil adds the boot time, which changes whenever the
-    clock is set."""
+    """Return a process's start time, on Linux since boot: psutil's changes when the clock is set."""
     if not psutil.LINUX:
         return psutil.Process(pid).create_time()
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the process name may contain blanks

@@ -44,12 +44,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """The run's state when the peer last looked."""
 
     name: str
-    """The run's name."""
     role: Role
     step: int = 0
     """The number of steps that every stage had committed."""
     steps: int
-    """The number of steps of the whole run."""
     loss: float | None = None
     finished: bool = False
     used_s: float

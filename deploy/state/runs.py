@@ -216,7 +216,6 @@ def _remove(run: FoundRun) -> None:
 
 
 def _texts_of(run: FoundRun) -> list[str]:
-    """Return the digests of the run's texts."""
     folder = Path(run.folder)
     known = [RunFolder(folder, run.run)] if run.role != "demo" else _peers_of_demo(folder)
     specs = [spec for one in known if (spec := one.spec()) is not None]
@@ -224,7 +223,6 @@ def _texts_of(run: FoundRun) -> list[str]:
 
 
 def _remove_texts(digests: set[str]) -> int:
-    """Remove these texts from the cache. Returns: freed bytes."""
     freed = 0
     for meta in sorted((places.cache_root() / "text").glob("*/meta.json")):
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):

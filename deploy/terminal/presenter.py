@@ -46,7 +46,6 @@ class Presenter:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.footer: Sequence[Text] = ()
-        """Sentences at the bottom of the panel."""
         self.doing = ""
         """This process's activity, where it says more than the run's phase; empty: show the phase."""
         self._screen = Screen(console)

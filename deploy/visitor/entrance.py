@@ -17,8 +17,7 @@ from shoal.protocol.spec import RunSpec
 FIND_S = 20.0
 """The time to look for any peer; a directory that was just joined may be empty for a moment."""
 NOBODY_S = 7.0
-"""The time to look if no peer of the invite answered the first dial: redials within it may reach one. Libraries and the
-network daemon take three more seconds."""
+"""The time to look if no peer of the invite answered the first dial; redials within it may reach one."""
 
 
 _OWNERS_VISIT_S = 24 * 3600

@@ -43,8 +43,7 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 RESET_TERMS = 1000
-"""The distance of a reset's term above all known ones, so that the term shows people that the owner intervened. Only
-the reign decides."""
+"""A reset's term is this far above all known ones, to show people that the owner intervened."""
 ASK_TIMEOUT_S = 5.0
 ASKED_MAX = 32
 """Concurrent requests."""
@@ -105,7 +104,6 @@ class Recovered:
     following: tuple[PeerID, ...]
     """The reachable peers that already obey the plan."""
     status: SwarmStatus | None
-    """The coordinator's view of the run."""
 
 
 def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, layers: Collection[str] = ()) -> Situation:
@@ -259,8 +257,7 @@ class Recovery:
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
-    """Return the peers that fit into the message, those with state first. The plan takes in the others right after, as
-    newcomers."""
+    """Return the peers that fit into the message, those with state first; the next plan takes in the others."""
     roster = []
     for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
         spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))
