@@ -50,13 +50,13 @@ _LINGER_HEARTBEATS = 4.0
 _LEFT_BEHIND_HEARTBEATS = 20.0
 
 EXCLUDED = (
-    "this machine, or the invite that it came by, has been excluded from the run: its host can say why, and nothing "
-    "more will be taken from this machine or given to it"
+    "this machine, or the invite with which it joined, has been excluded from the run: ask its host why; the others "
+    "no longer accept anything from this machine"
 )
 
 DISPLACED = (
     "another process has been started as this peer, on another machine or in a container, from a copy of its state "
-    "folder: the others now hear that one alone, so this one stops; give each machine a state folder of its own"
+    "folder: the others now hear that one alone, so this one stops; give each machine its own state folder"
 )
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 @examples(
-    "shoal eval --data notes/  # the newest snapshot on this machine, on what its run keeps for validation",
+    "shoal eval --data notes/  # the newest snapshot on this machine, on its run's validation set",
     "shoal eval ./my-model --text book.txt  # perplexity of an exported folder on a text",
-    "shoal eval --tasks arc_easy,hellaswag --limit 200  # questions of lm-eval (pip install lm-eval)",
-    "shoal eval --swarm --data notes/  # the run that is up, by its stages: this machine needs no model",
+    "shoal eval --tasks arc_easy,hellaswag --limit 200  # tasks of lm-eval (pip install lm-eval)",
+    "shoal eval --swarm --data notes/  # the run that is up, through its stages: this machine needs no model",
     "shoal eval --data notes/ --base ./Llama-3.2-1B  # adapters, beside a model that this machine has elsewhere",
     "shoal eval --tasks my_task --include tasks/ --json  # of your own tasks, for a script",
 )
@@ -136,7 +136,7 @@ def _validation(predictor: "Predictor", source: str, tokenizer: Path | None, sam
     with progress_bar("reading the text") as tell:
         corpus = find_corpus(spec, data=source, tokenizer=vocabulary, on_progress=tell)
     if corpus is None:
-        raise LocalError(f"this machine is not told where the run's text is: name it with --data ({spec.data.named})")
+        raise LocalError(f"the run's text is not known on this machine: name it with --data ({spec.data.named})")
     with progress_bar("predicting") as tell:
         names = source_names(spec.data)
         return validation_scores(predictor, corpus, names, samples_max=samples, on_progress=tell)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     'shoal generate --prompt "def main("  # the newest snapshot on this machine',
     'shoal generate notes --prompt "Once" --tokens 500 --temperature 0.6  # the run notes; longer, and more careful',
     "shoal generate --prompt - < question.txt  # the prompt from a file",
-    'shoal generate --swarm --prompt "Once"  # by the stages of the run that is up, which hold the model',
+    'shoal generate --swarm --prompt "Once"  # through the stages of the run that is up, which hold the model',
     'shoal generate --prompt "x = " --temperature 0 --json  # the likeliest text, for a script',
 )
 def generate(

@@ -169,8 +169,8 @@ def _comments(made: RunSpec) -> dict[str, str]:
     return {
         "data.source": "a file, a folder or hf:NAME",
         "training.steps": f"{made.training.steps * made.tokens_per_step:,} tokens in all",
-        "training.microbatches_per_step": "so many times microbatch_size samples are a step",
-        "swarm.min_peers": "it begins once so many are here",
+        "training.microbatches_per_step": "a step has this many times microbatch_size samples",
+        "swarm.min_peers": "the run begins with this many peers",
         "optimizer.name": f"at a learning_rate of {rate} unless a line here says another",
         "model.context": "tokens of a sample",
     }

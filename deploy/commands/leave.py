@@ -19,7 +19,7 @@ _DRAIN_S_MAX = 120.0
 
 
 @examples(
-    "shoal leave  # finish what is in flight, save what nobody else has, end",
+    "shoal leave  # finish the work in flight, save state that no other peer has, end",
     "shoal leave bob  # of several peers on this machine, the one called bob",
     "shoal leave --all  # every peer of this user on this machine",
     "shoal leave --now  # without waiting for work in flight",
@@ -31,7 +31,7 @@ def leave(
     now: Annotated[
         bool, typer.Option("--now", help="Do not finish the work in hand; other peers do it again.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Say who left as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the peers that left, as JSON.")] = False,
 ) -> None:
     """Ask the peer on this machine to leave without losing work."""
     import msgspec
@@ -48,7 +48,7 @@ def leave(
         except psutil.NoSuchProcess:
             continue  # it has already ended
         if not json:
-            say(f"{label}: leaving, once what is in flight is done")
+            say(f"{label}: leaving, once its work in flight is done")
     still = _wait(processes)
     if json:
         left = [

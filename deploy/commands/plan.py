@@ -11,7 +11,7 @@ from shoal.protocol.toml.spec_file import load_spec
 
 
 @examples(
-    "shoal plan home-gpus  # who should hold what, what that gives, and why others are left out",
+    "shoal plan home-gpus  # a layout, its speed and costs, and why some machines are left out",
     "shoal plan home-gpus --tokens 20B --price-kwh 0.35  # days and price to 20 billion tokens",
     "shoal plan home-gpus --run run.toml  # the same machines under your own run, and how long its steps take",
     "shoal plan home-gpus --compare  # ours beside random, greedy and others",

@@ -29,7 +29,7 @@ def install(
     path, has_own_view = service.install(read, arguments, watches=_watches(limit))
     say(f"{path}: installed and started; `shoal status` shows it, `shoal service uninstall` ends it")
     if not has_own_view:
-        say("this system gives no user's service its own view of the files: it can read and write all that you can")
+        say("this system cannot isolate a user's service: it can read and write all files that you can")
 
 
 @examples("shoal service uninstall  # stop it, which drains, and remove it")

@@ -136,7 +136,7 @@ class ControlServer:
             return Answer(error=f"the request cannot be read ({error})")
         handler = self._handlers.get(request.verb)
         if handler is None:
-            return Answer(error=f"the peer that runs here cannot {request.verb!r}: is it of an older shoal?")
+            return Answer(error=f"the peer that runs here does not know {request.verb!r}: is its shoal older?")
         try:
             return Answer(value=dict(await handler(request.arguments)))
         except ShoalError as error:

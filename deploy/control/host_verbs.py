@@ -168,7 +168,7 @@ def _key_of(peer: str) -> bytes:
     try:
         return public_key_of(PeerID(peer))
     except ValueError as error:
-        raise LocalError(f"{peer!r} is no ID of a peer") from error
+        raise LocalError(f"{peer!r} is not a peer's ID") from error
 
 
 def _described(invite: GivenOut) -> dict[str, Any]:

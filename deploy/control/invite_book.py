@@ -165,7 +165,7 @@ class InviteBook:
     def _name(self, named: Named) -> None:
         others = tuple(entry for entry in self._file.named if entry.key != named.key)
         if len(others) >= INVITES_MAX:
-            raise LocalError(f"this run has excluded {INVITES_MAX} members already: revoke the invites they came by")
+            raise LocalError(f"this run has excluded {INVITES_MAX} members already: revoke their invites")
         if (*others, named) != self._file.named:
             self._order(named=(*others, named))
 

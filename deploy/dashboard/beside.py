@@ -86,7 +86,7 @@ async def serving(
         kept = load_addresses(folder)  # the network may have written its port meanwhile
         keep_addresses(folder, msgspec.structs.replace(kept, dashboard_port=server.port, dashboard_key=steering.key))
     try:
-        public = " (whoever reaches this address can read it)" if address.is_public else ""
+        public = " (everybody who reaches this address can read it)" if address.is_public else ""
         key = f"#{steering.key}" if steers else ""
         taken = f" (another program has port {address.port})" if address.port not in (0, server.port) else ""
         yield Showing(feed, dashboard, steering, f"dashboard: {server.url}{key}{public}{taken}")

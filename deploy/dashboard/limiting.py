@@ -37,7 +37,7 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
     if mine.stage is None:
         return LimitedBy(kind="place", text="no work yet: standing by, in case another peer leaves")
     if any(peer.peer == mine.peer and peer.draining for peer in peers):
-        return LimitedBy(kind="place", text="leaving: the work in hand ends")
+        return LimitedBy(kind="place", text="leaving: finishing its work")
     if not mine.synced:
         others = any(peer.peer != mine.peer for peer in peers)
         source = "fetching the state of stage {} from other peers" if others else "getting the state of stage {} ready"

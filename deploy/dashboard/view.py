@@ -37,7 +37,7 @@ def peer_state(peer: PeerStatus) -> PeerState:
 TRAINING = "training"
 DONE = "the run is done"
 FIRST_STEP = "computing the first step"
-STANDS = "waiting, and it is not known for what"
+STANDS = "waiting for an unknown reason"
 STALE_S = 15.0
 """The coordinator's silence after which a view says so, instead of showing figures that may be wrong."""
 

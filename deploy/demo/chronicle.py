@@ -213,9 +213,9 @@ class Chronicle:
     def _take_arrival(self, joined: Joined) -> None:
         self._num_here += 1
         if self._status is None:
-            self._presenter.doing = f"waiting for the others: {self._num_here} here so far"
+            self._presenter.doing = f"waiting for the other peers: {self._num_here} here so far"
         if not self._presenter.redraws:
-            self._presenter.say(f"{joined.name} is there ({short(joined.peer)})")
+            self._presenter.say(f"{joined.name} has joined ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys, now_s: float) -> None:
         """Take a plan. Every peer reports every plan, and a returning peer starts with an old one."""

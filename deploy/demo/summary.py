@@ -226,7 +226,7 @@ def summary_lines(summary: Summary, *, unit: str) -> list[Line]:
     if summary.chaos:
         lines.append(_chaos(summary.chaos))
     if summary.failed:
-        lines.append(("failed", f"{summary.failed} peers came to a bad end by themselves"))
+        lines.append(("failed", f"{summary.failed} peers failed by themselves"))
     if summary.rss_mb_max:
         lines.append(("memory", f"at most {max(summary.rss_mb_max.values()):.0f} MB a peer"))
     if summary.snapshot:
@@ -240,7 +240,7 @@ def _experts(experts: ExpertFigures) -> Line:
     fewest, most = experts.holders_min, experts.holders_max
     copies = str(fewest) if fewest == most else f"{fewest} to {most}"
     load = "" if experts.load_max is None else f"; the busiest had {experts.load_max:.1f} times the usual load"
-    return "experts", f"each on {copies} peers; placed anew {experts.placements} times, {experts.copies} copies{load}"
+    return "experts", f"each on {copies} peers; moved {experts.placements} times, {experts.copies} copies{load}"
 
 
 def _chaos(chaos: ChaosFigures) -> Line:

@@ -104,7 +104,7 @@ class Tuning:
         self._say(f"2  beside it {trained:,} parameters of adapters learn Python's documentation, in {steps} steps")
         tune = await self._train(adapted, tuned)
 
-        self._say("3  what both have learnt, by `shoal eval`")
+        self._say("3  both are evaluated, by `shoal eval`")
         adapters = self._folder / "adapters"
         await self._shoal("export", tune.snapshot, adapters)
         before, after = [await self._losses(where, corpora) for where in (str(model), tune.snapshot)]
@@ -129,7 +129,7 @@ class Tuning:
         if demo.interrupted:
             raise _Stopped
         if not summary.finished or not summary.snapshot:
-            raise LocalError(f"the swarm did not come to its end: look into {folder}/logs")
+            raise LocalError(f"the swarm ended before its last step: look into {folder}/logs")
         return summary
 
     async def _losses(self, where: str, corpora: TwoCorpora) -> Losses:

@@ -235,7 +235,7 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
             side="host",
             sentence=f"the clock of peer {peer.peer[-8:]} is {abs(peer.ahead_s or 0.0):.1f} s off: the others refuse "
             "its records",
-            remedy="whoever runs it must switch the time service on: `sudo timedatectl set-ntp true`",
+            remedy="its owner must switch the time service on: `sudo timedatectl set-ntp true`",
             fatal=False,
         )
 

@@ -68,7 +68,7 @@ def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
             code="cuda-unusable",
             side="you",
             sentence=f"torch cannot use the GPU with driver {gpu.driver or 'unknown'}: "
-            f"{gpu.torch_error or 'it names no reason'}",
+            f"{gpu.torch_error or 'without a reason'}",
             remedy=f"upgrade the driver to one that supports CUDA {gpu.torch_cuda}, or restart after an upgrade of it",
             fatal=wants_cuda,
         )

@@ -16,7 +16,7 @@ from shoal.protocol.errors import LocalError
 
 _BEGIN = """\
 This is the first `shoal join` on this machine. What may the run use of it? Enter takes what is in brackets.
-The computing stands back behind your other programs in any case."""
+The computing yields to your other programs in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

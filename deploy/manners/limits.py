@@ -52,7 +52,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise ValueError(f"{name} must be a number")
         for name in ("upload_mbit_s", "download_mbit_s", "relay_mbit_s"):
             if 0.0 < getattr(self, name) < MBIT_S_MIN:
-                raise ValueError(f"{name} must be 0 or at least {MBIT_S_MIN:g}: a peer's own word needs as much")
+                raise ValueError(f"{name} must be 0 or at least {MBIT_S_MIN:g}: a peer's control messages need as much")
 
     @property
     def rates(self) -> RateLimits:

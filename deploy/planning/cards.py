@@ -216,8 +216,8 @@ LEGEND: Final = (
     f"Arithmetic, nothing was run: {REACHED:.0%} of the card's dense bfloat16 rate, {KEPT_BYTES / 1e9:g} GB of its "
     f"memory for driver and desktop, {IN_FLIGHT} microbatches in flight. layers: of the middle that the card holds. "
     "cards: that hold the model once (more are replicas); none: an end of the model is too large for such a card, "
-    "which can hold layers beside larger cards. tokens/s and Mbit/s up: of so many in a row, if nothing else bounds "
-    "them. GB: what a newcomer fetches. min@N: minutes for that with N Mbit/s down."
+    "which can hold layers beside larger cards. tokens/s and Mbit/s up: of a pipeline of them, if nothing else bounds "
+    "it. GB: what a newcomer downloads. min@N: minutes for that with N Mbit/s down."
 )
 
 

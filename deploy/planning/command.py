@@ -46,7 +46,7 @@ ObjectiveName = Literal["throughput", "dtfm"]
 WORLD = "Every figure is the planner's arithmetic: nothing was run. `shoal simulate` plays a plan in virtual time."
 _SEARCHING = "searching (the first search on a machine compiles for half a minute)"
 _LEGEND = (
-    "step and tokens/s: as foreseen; x first: the step divided by that of the first row; took: seconds of one core, "
+    "step and tokens/s: predicted; x first: the step divided by that of the first row; took: seconds of one core, "
     "compiling included"
 )
 
@@ -184,7 +184,7 @@ def _short_of_memory(stages: Sequence[StageLine]) -> str:
             "the machine's memory there, and layers run one at a time again. Steps are slower for that."
         )
     if less := [line for line in short if line not in full]:
-        told.append(f"A member of {_stages_said(less)} has too little even so, and will be given less.")
+        told.append(f"A member of {_stages_said(less)} has too little even so, and will get fewer layers.")
     return "\n".join(told)
 
 
@@ -323,7 +323,7 @@ def _show_left_out(console: Console, request: Request, placement: Placement) -> 
     rows = Rows(console, (Column("left out", 22, right=False), Column("each has", 32, right=False)), last="why")
     asking = left_out(request.topology, request.workload, placement)
     while True:
-        with sign_of_life("asking what would help those that are left out"):
+        with sign_of_life("finding what would help the devices left out"):
             group = next(asking, None)
         if group is None:
             break
@@ -507,7 +507,7 @@ def _cost_table(cost: Cost) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
-    table.add_row("what the search made small: seconds a step", _seconds(cost.seconds), style="bold")
+    table.add_row("minimised by the search: seconds a step", _seconds(cost.seconds), style="bold")
     for name, value in cost.parts.items():
         table.add_row(f"  {_said(name)}", _figure(name, value))
     return table
@@ -520,12 +520,12 @@ _PARTS = {
     "stage_s": "the slowest stage with its network cards",
     "pair_s": "the slowest paths between two stages",
     "reduce_s": "adding up gradients, in the slowest stage",
-    "chain_s": "what has to happen one after the other",
+    "chain_s": "work that cannot overlap",
     "round_trip_s": "one microbatch there and back",
     "commit_s": "from the last gradient to the next weights",
     "stale": "steps that gradients are late, on average",
-    "foreseen_s": "a step, as foreseen",
-    "tokens_per_s": "tokens/s, as foreseen",
+    "foreseen_s": "a step, predicted",
+    "tokens_per_s": "tokens/s, predicted",
     "slowest_stage": "the slowest stage is stage",
     "memory": "the fullest memory",
 }
@@ -549,7 +549,7 @@ def _figure(name: str, value: float) -> str:
 
 def _seconds(value: float) -> str:
     if not math.isfinite(value):
-        return "no end"
+        return "infinite"
     return f"{value:,.3f} s" if value >= 1.0 else f"{digits(value * 1e3)} ms"
 
 

@@ -60,7 +60,7 @@ def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
 def said_of_none(scenario: str) -> str:
     """Return a sentence that tells how to simulate a live swarm."""
     return (
-        "Which of these rows a live swarm reaches is no arithmetic: its coordinators measure, search and move. "
+        "Arithmetic does not say which of these rows a live swarm reaches: its coordinators measure, search and move. "
         f"`shoal simulate {printable(scenario)} --strategies ours,live --json live.json` plays one, and `--simulated "
         "live.json` here says it."
     )

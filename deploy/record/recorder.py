@@ -188,7 +188,7 @@ class Recorder:
                 await self._gather(endpoint, past, plan())
                 await self._tell(self._book.due(time.monotonic()))
             except Exception:
-                logger.exception("the record goes on without what was to be written now")
+                logger.exception("the record goes on without the lines that were to be written now")
 
     async def finish(self, endpoint: Endpoint, past: Past, plan: Plan | None, *, finished: bool) -> None:
         """Write the last steps and the end line."""
@@ -376,7 +376,7 @@ class Recorder:
             try:
                 self._wandb.add(told)
             except Exception as error:  # wandb raises several kinds
-                self._troubles.append(f"Weights & Biases takes no more: {error}")
+                self._troubles.append(f"Weights & Biases has failed, and gets no more: {error}")
                 self._wandb = None
 
     def _write_events(self, told: list[StepLine | ValidationLine]) -> None:

@@ -212,7 +212,7 @@ def what_was_lost(found: Totals) -> str:
     if found.duplicates:
         parts.append(f"{counted(found.duplicates, 'microbatch', 'microbatches')} computed twice")
     if found.lost:
-        parts.append(f"{counted(found.lost, 'step')} not in the record, since nobody who is left knew of it")
+        parts.append(f"{counted(found.lost, 'step')} not in the record, since no remaining peer knew of it")
     return "; ".join(parts) or NOTHING
 
 

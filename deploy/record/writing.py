@@ -110,7 +110,7 @@ class RecordFile:
             self._thin_at = max(self._bytes_max, self._size + self._bytes_max // 8)
 
     def _keep_whole_lines(self, file: int, written: int) -> None:
-        """After a partial write drop the complete lines from the queue, and cut the torn one off the file."""
+        """Drop the completely written lines from the queue after a partial write, and cut the torn one off the file."""
         if written >= 0:  # else the newline after an older torn line is missing too
             self._size += int(self._torn)
             self._torn = False

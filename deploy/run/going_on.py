@@ -68,13 +68,13 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
     if goal[0] <= reached:
         raise LocalError(
             f"{_called(known, folder)} has reached step {reached}, and {goal[0]} is not more: "
-            "say a higher number of steps, or give a new run another `seed` or `name`"
+            "give a higher number of steps, or another `seed` or `name` to a new run"
         )
     at = max((reached, *(part.at for part in known.continued)))
     try:
         spec = continued_spec(known, _with_goal(asked, goal), at=at)
     except ValueError as error:
-        raise LocalError(f"{_called(known, folder)} cannot go on so: {error}") from error
+        raise LocalError(f"{_called(known, folder)} cannot continue like this: {error}") from error
     return GoingOn(spec=spec, sentences=tuple(_continued(spec, known, folder, at)))
 
 

@@ -65,7 +65,7 @@ def _cut_in_words(name: str, corpus: Corpus) -> Iterator[str]:
     if shortened := sum(packs.num_shortened for packs in corpus.packs):
         yield f"cut in {name}: the ends of {shortened:,} that are longer than model.context {context}"
     if left_out := sum(packs.num_left_out for packs in corpus.packs):
-        yield f"left out of {name}: {left_out:,} whose answers lie beyond model.context {context}"
+        yield f"left out of {name}: {left_out:,} with their answers beyond model.context {context}"
 
 
 def find_corpus(

@@ -142,7 +142,7 @@ class SpecKeeper:
                     record_key(self._endpoint.run), self._endpoint.peer_id, self._record, expires_in_s=EXPIRES_S
                 )
             except Exception as error:
-                logger.warning("the directory did not take the run's spec: %r", error)
+                logger.warning("the directory did not accept the run's spec: %r", error)
                 stored = False
             wait_s = REFRESH_S if stored else again_s
             again_s = _ASK_AGAIN_S if stored else min(2 * again_s, REFRESH_S)

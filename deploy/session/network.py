@@ -88,7 +88,7 @@ def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
     except TransportError as error:
         if kept == tuple(asked):
             raise
-        logger.warning("not where it was before: %s", error)
+        logger.warning("listening at other addresses than last time: %s", error)
         return asked
     return kept
 

@@ -90,7 +90,7 @@ _ASKS_EVERY = 5
 """A child that does not coordinate asks for the status every fifth time, since any other child may die."""
 _POLLS_MAX = 20
 """Status requests per second to the coordinator from all watchers together; in a larger swarm each asks more rarely."""
-NOBODY_YET = "nobody else of the run is up yet: it goes on when enough of them are here (Ctrl-C ends the wait)"
+NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
 _FIND_RUN_S = 20.0
 _FIND_ANYBODY_S = 11.0
 """The time to look for the run while no address answers: the transport dials them again after ten seconds."""
@@ -178,7 +178,7 @@ class _Run:
         if self.invites is None:
             if self.key is not None and 0 < self.key.delegation.expires_s < time.time():
                 raise LocalError(
-                    "the invite by which this peer came has expired: `shoal invite` on the host prints one"
+                    "the invite with which this peer joined has expired: `shoal invite` on the host prints one"
                 )
             return self.key
         present = members.planned or frozenset()
@@ -221,9 +221,7 @@ async def join_run(invite: Invite, options: Options) -> None:
     """Find the run and take part in it. Raises: ShoalError: one line for the command line."""
     share_heap()  # before there are threads
     if invite.key is not None and not invite.key.delegation.may_train:
-        raise InviteError(
-            "this invite only lets you look on (`shoal status INVITE`): ask the host for one to train with"
-        )
+        raise InviteError("this invite only lets you watch (`shoal status INVITE`): ask the host for one to train with")
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
     with JoiningView(reports=options.reports) as view:
@@ -267,8 +265,8 @@ def _of_base(spec: RunSpec, copy: InitialWeights | None) -> tuple[str, ...]:
     if not spec.initial.digests:
         return ()
     if copy is not None:
-        return ("the model is on this machine: nothing of it has to be fetched",)
-    return ("the model is not on this machine: the layers of it that this peer works on come from others, once",)
+        return ("the model is on this machine: nothing of it has to be downloaded",)
+    return ("the model is not on this machine: this peer downloads its layers of it from other peers, once",)
 
 
 def _known(folder: Path, invite: Invite) -> Found | None:
@@ -535,7 +533,7 @@ async def _until_done(
             await _end_record(node, recorder, recording, finished=newer is None)
             return newer or Ended.DONE
         output.say(
-            Note(text=f"leaving: what is in flight ends, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
+            Note(text=f"leaving: finishing work in flight, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
         )
         await keeper.close()  # a pause by the owner's hours would keep the peer from finishing its step
         await node.leave(within_s=stop.within_s)

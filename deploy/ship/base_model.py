@@ -50,7 +50,7 @@ class BaseModel:
         if stored is None:
             where = f"{self._said} has another" if self._said is not None else "this machine does not have"
             raise LocalError(
-                f"{where} {key} of the model that the adapters stand beside: say --base FOLDER, where the model is "
+                f"{where} {key} of the adapters' base model: say --base FOLDER, with the model "
                 f"that was {self._spec.initial.source} on the host's machine"
             )
         return stored
@@ -87,7 +87,7 @@ def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | 
     """
     if snapshot.spec.adapter is None:
         if folder is not None:
-            raise LocalError("this run trains all weights of its model, beside which no other stands: leave --base out")
+            raise LocalError("this run trains all weights of its model and has no base: leave --base out")
         return None
     parts = (part for parts in snapshot.parts.values() for part in parts)
     near = (Path(disk.where(path)) for disk, path in parts)

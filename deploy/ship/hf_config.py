@@ -115,7 +115,7 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bo
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _SWITCHES:
-        raise LocalError(f"model_type {_said(kind)!r} is none of {', '.join(_SWITCHES)}, which are what shoal trains")
+        raise LocalError(f"shoal does not train models of model_type {_said(kind)!r}, only {', '.join(_SWITCHES)}")
     for name in ("num_attention_heads", "hidden_size", "head_dim"):
         if not isinstance(config.get(name, 0), int | None):
             raise LocalError(f"config.json cannot be read: {name} is {_said(config[name])}")
@@ -385,7 +385,7 @@ def _troubles(said: _Said) -> list[str]:
         ),
         (types, f"it has layers of type {_said(types[0]) if types else ''}"),
         (said("attn_logit_softcapping") and "attention_softcap" not in switches, "its attention scores are capped"),
-        (said("use_bidirectional_attention"), "its tokens look at those behind them"),
+        (said("use_bidirectional_attention"), "its attention is bidirectional"),
         (experts and not said("norm_topk_prob"), "the weights of a token's experts need not add up to 1"),
         (
             experts and (said("mlp_only_layers") or said("decoder_sparse_step") not in (None, 1)),

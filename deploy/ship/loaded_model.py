@@ -91,7 +91,7 @@ def load_model(
     folders = look_for("snapshot", os.fspath(wanted), has=lambda path: _is_model(path) or has_snapshots(path))
     if _is_model(folders[0]):
         if base is not None:
-            raise LocalError(f"{folders[0]} is a whole model, beside which no adapters stand: leave --base out")
+            raise LocalError(f"{folders[0]} is a whole model without adapters: leave --base out")
         return _from_folder(folders[0].resolve(), device, context)
     return first_sound(snapshots_in(folders), device=device, tokenizer=tokenizer, base=base)
 

@@ -173,7 +173,7 @@ def _row(score: Score) -> str:
 
 def _licence(found: Provenance) -> str:
     if found.base is None:
-        return "Those who trained it have not said one here."
+        return "It was not stated when the model was exported."
     if found.base.licence:
         return f"{printable(found.base.licence)}, that of {printable(found.base.name)}. Its terms go with this model."
     return f"That of {printable(found.base.name)}, which its folder does not say: look there before you pass it on."

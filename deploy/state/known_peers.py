@@ -137,5 +137,5 @@ async def keep(
                 await run_blocking(lambda seen=seen, now_s=now_s: file.note(seen, now_s=now_s))  # type: ignore[misc]
                 written, written_s = dict(seen), clock.now_s()
             except OSError as error:
-                logger.warning("who is in the run could not be written down: %s", error)
+                logger.warning("the peers of the run could not be written down: %s", error)
         await asyncio.sleep(_LOOK_S)

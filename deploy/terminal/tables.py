@@ -38,7 +38,7 @@ _STATES: Mapping[PeerState, tuple[str, str]] = {
     "spare": ("standing by", "dim"),
     "unheard": ("not heard yet", "dim"),
     "fetching": ("fetching state", "yellow"),
-    "light": ("training, its state comes", "green"),
+    "light": ("training, state downloading", "green"),
     "training": ("training", "green"),
 }
 

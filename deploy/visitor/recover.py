@@ -224,7 +224,7 @@ class Recovery:
             if len(following) == len(adverts) or (following and self._clock.now_s() >= until_s):
                 break
             if self._clock.now_s() >= until_s:
-                raise LocalError("nobody obeys the new plan: look again with `shoal recover`")
+                raise LocalError("no peer obeys the new plan: look again with `shoal recover`")
             await asyncio.sleep(_LOOK_AGAIN_S)
         plan = max((each.plan for each in following if each.plan), key=lambda plan: plan.plan.height).plan
         status: SwarmStatus | None = None

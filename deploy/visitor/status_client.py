@@ -59,9 +59,10 @@ async def asking(invite: Invite) -> AsyncIterator[Ask]:
                     peers.sort(key=lambda other: other != peer)
                     return status
             if refusal:
-                raise LocalError(f"run {invite.run} is up, and cannot say yet how it does: {refusal}")
+                raise LocalError(f"run {invite.run} is up and has no status yet: {refusal}")
             raise LocalError(
-                f"no status of run {invite.run}: {reason or 'it names nobody'}; `shoal doctor` with its invite says why"
+                f"no status of run {invite.run}: {reason or 'no address is known'}; "
+                "`shoal doctor` with its invite says why"
             )
 
         try:

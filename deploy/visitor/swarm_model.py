@@ -80,7 +80,7 @@ class SwarmModel:
         B, T = tokens_BT.shape
         if T > INFERENCE_TOKENS_MAX:
             if begins_BT is not None:
-                raise LocalError(f"documents that share {T:,} tokens cannot be asked about through a swarm")
+                raise LocalError(f"packed documents of {T:,} tokens cannot be evaluated through a swarm")
             found = [await self._long_row(tokens_BT[row], targets_BT[row]) for row in range(B)]
         else:
             rows = max(1, _REQUEST_TOKENS // T)
@@ -196,7 +196,7 @@ class SwarmModel:
             return await self._ask_until_answered(request)
 
     async def _ask_until_answered(self, request: InferenceRequest) -> InferenceAnswer:
-        until_s, why, told = asyncio.get_running_loop().time() + _GIVE_UP_S, "it names nobody", ""
+        until_s, why, told = asyncio.get_running_loop().time() + _GIVE_UP_S, "no peer is known", ""
         while self._peers:
             peer, way, version = self._peers[0], self._way, self._version
             self._asked_s = asyncio.get_running_loop().time()
@@ -272,7 +272,7 @@ class SwarmPredictor:
     def _wait(self, asking: Coroutine[Any, Any, Work]) -> Work:
         found = asyncio.run_coroutine_threadsafe(asking, self.loop).result()
         if self.keeps_version and len(self.asked.answered) > 1:
-            raise VersionGone("the stages of the run were divided otherwise while they were asked")
+            raise VersionGone("the layers of the run were repartitioned meanwhile")
         return found
 
 
