@@ -89,5 +89,5 @@ class Census:
         return self._names.get(peer) or peer[-8:]
 
     def named(self, ending: str) -> str:
-        """Return the name of the peer whose identifier has this ending, or the ending if unknown."""
+        """Return the name of the peer with this end of its identifier; the end itself if unknown."""
         return self._by_ending.get(ending, ending)

@@ -145,7 +145,7 @@ class ChangeView(_Shown, frozen=True):
 
 
 class LimitedBy(_Shown, frozen=True):
-    """The limit of a peer's contribution."""
+    """The cause that limits a peer's contribution."""
 
     kind: Literal["pause", "cap", "device", "upload", "state", "place", "swarm", "nothing", "unknown"]
     text: str

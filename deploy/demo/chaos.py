@@ -63,8 +63,8 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 
 
 def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[Member]:
-    """Return the members that the run can lose now: those without state, and those whose state, each expert included,
-    other reachable members hold.
+    """Return the members that the run can lose now: those without state, and those with state, each expert included,
+    that other reachable members also hold.
 
     A member missing from the status has not joined; one of unknown state may be fetching it. For a member that was just
     started or resumed the status may describe the time before.
@@ -135,8 +135,7 @@ class FaultPorts:
 class Chaos:
     """Carries out a schedule on a crew.
 
-    Args:
-        until_s: no faults later than this after the first step; None: no limit.
+    Args: until_s: no faults later than this after the first step; None: no limit.
     """
 
     def __init__(self, ports: FaultPorts, options: ChaosOptions, *, until_s: float | None) -> None:
@@ -212,11 +211,7 @@ class Chaos:
 
 
 class ExpertKill:
-    """Kills one holder of the busiest expert.
-
-    Args:
-        is_time: True once half of the demo is over.
-    """
+    """Kills one holder of the busiest expert. Args: is_time: True once half of the demo is over."""
 
     def __init__(self, ports: FaultPorts, *, is_time: Callable[[], bool]) -> None:
         self._ports = ports

@@ -45,11 +45,7 @@ _PLAN_SETTLED_S = 1.0
 
 
 class Chronicle:
-    """Takes reports and faults, and prints, draws and records them.
-
-    Args:
-        title: of the panel.
-    """
+    """Takes reports and faults, and prints, draws and records them. Args: title: of the panel."""
 
     def __init__(self, spec: RunSpec, console: Console, *, title: str) -> None:
         self.started_s = time.monotonic()

@@ -31,8 +31,7 @@ def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
     `PACE_SHARE` of that: this measures how long the pace was lost, not how long it takes to notice its return. A second
     fault in between lengthens it.
 
-    Args:
-        times_s: when each step was committed, ascending, [N].
+    Args: times_s: when each step was committed, ascending, [N].
     Returns: seconds; None: unknown, with too few steps before or after; infinite: the pace has not come back.
     """
     before = [at_s for at_s in times_s if at_s <= fault_s][-BEFORE_STEPS:]

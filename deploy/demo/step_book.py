@@ -2,7 +2,7 @@
 
 Each member of each stage's group reports its group's commits (`report.Committed`) through a pipe that outlives it: a
 step is lost only with every child of one stage at once, and then so is that stage's state. No coordinator is asked.
-Lost: taking the steps from the coordinator, whose unreported ones are lost when it is killed, and which may not be our
+Lost: taking the steps from the coordinator: its unreported steps are lost when it is killed, and it may not be our
 child.
 
 If none of our children holds a stage, the coordinator's report (`report.StepDone`) replaces that stage's, provided that

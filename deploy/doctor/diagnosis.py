@@ -20,7 +20,7 @@ from shoal.deploy.words import printable
 from shoal.protocol.limits import PROTOCOL_VERSION
 
 CLOCK_S_MAX = 3.0
-"""hivemind refuses records of a node whose clock differs by more."""
+"""hivemind refuses records of nodes with a clock that is off by more than this."""
 _CLOCK_UNEASY_S = 1.0
 
 

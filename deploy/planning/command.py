@@ -116,7 +116,7 @@ def propose(name: LayoutName, request: Request, objective: Objective) -> Proposa
 
 
 def own_layout(objective: ObjectiveName) -> LayoutName:
-    """Return the layout whose search minimises `objective`."""
+    """Return the layout with the search that minimises `objective`."""
     return "ours" if objective == "throughput" else "dtfm"
 
 

@@ -86,7 +86,7 @@ class Book:
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
-        """Return (the oldest step that blocks later ones, the groups whose report it lacks); None if nothing blocks."""
+        """Return (the oldest step that blocks later ones, its missing groups); None if nothing blocks."""
         for key in sorted(self._open):
             entry = self._open[key]
             if key != self._next and key[0] == self._next[0]:

@@ -30,16 +30,16 @@ class EventsFile:
         self._write_start()
 
     def add(self, lines: Iterable[StepLine | ValidationLine]) -> None:
-        """Raises: OSError."""
+        """Append the values of these lines. Raises: OSError."""
         for line in lines:
             self._write(line.time, line.step, scalars(line))
 
     def flush(self) -> None:
-        """Raises: OSError."""
+        """Flush the file. Raises: OSError."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Raises: OSError."""
+        """Close the file. Raises: OSError."""
         self._writer.close()
 
     def _write_start(self) -> None:

@@ -29,7 +29,7 @@ class Record:
     redone: list[StepLine] = field(default_factory=list)
     """Void steps, which the run has repeated after going back."""
     validations: list[ValidationLine] = field(default_factory=list)
-    """Valid validations, ordered by `step`."""
+    """Validations that are not void, ordered by `step`."""
     plans: list[PlanLine] = field(default_factory=list)
     peers: list[PeerLine] = field(default_factory=list)
     notes: list[NoteLine] = field(default_factory=list)

@@ -159,7 +159,7 @@ class Recorder:
             return (str(error),)
 
     def beside(self, output: Output) -> Output:
-        """Return an output whose reports are recorded from now on."""
+        """Return an output that also records its reports from now on."""
         self._output = output
         return Beside(hear=self.take, output=output)
 

@@ -79,8 +79,7 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
 
 
 def new_run_note(asked: RunSpec, others: Iterable[RunFolder], chosen: Collection[str] = ()) -> str:
-    """Return a note for a person who may have wanted to continue a run of this name but changed fields that cannot
-    change; empty if there is no such run."""
+    """Return a note if a run of this name exists but `asked` changes fields that cannot change; else empty."""
     begun = [(other.reached(), other, spec) for other in others if (spec := other.spec()) is not None]
     begun = [entry for entry in begun if entry[0] > 0 and entry[2].name == asked.name]
     if not begun:

@@ -35,8 +35,7 @@ def take_kept(members: Members, disk: Disk, me: PeerID) -> None:
 class Renewal:
     """Asks for new certificates; on the run's owner, issues them.
 
-    Args:
-        disk: None: a new certificate lasts until this process ends.
+    Args: disk: None: a new certificate lasts until this process ends.
     """
 
     def __init__(self, endpoint: Endpoint, disk: Disk | None) -> None:

@@ -64,7 +64,7 @@ def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
 
 
 def write_brief(spec: RunSpec, path: Path, comments: Mapping[str, str]) -> None:
-    """Raises: as `dump_spec`."""
+    """Write `dump_brief` to a file. Raises: as `dump_spec`."""
     path.write_text(dump_brief(spec, comments))
     assert load_spec(path) == spec
 
@@ -102,7 +102,7 @@ def _comment(text: str | None) -> str:
 
 
 def write_spec(spec: RunSpec, path: Path) -> None:
-    """Raises: as `dump_spec`."""
+    """Write `dump_spec` to a file. Raises: as `dump_spec`."""
     path.write_text(dump_spec(spec))
     assert load_spec(path) == spec
 

@@ -346,7 +346,7 @@ def _make_compute(options: Options) -> MeteredCompute:
 
 
 def _machine(run: str) -> str:
-    """Return a name that all peers on this machine compute alike; it differs from run to run."""
+    """Return a name that is the same for all peers of this machine in one run, and different in every run."""
     return blake3(f"{run}/{uuid.getnode():012x}".encode()).hexdigest(length=8)
 
 

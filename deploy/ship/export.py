@@ -214,7 +214,7 @@ def _model_name(source: str) -> str:
 def _write_adapters(
     snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes | None
 ) -> tuple[int, int]:
-    """Returns: (bytes of all tensors, files)."""
+    """Write the adapters' file. Returns: (bytes of all tensors, files)."""
     tensors: dict[str, Tensor] = {}
     for number, key in enumerate(snapshot.keys, 1):
         views = adapters_for_peft(snapshot.spec, key, snapshot.read(key), base)
@@ -230,7 +230,7 @@ def _write_adapters(
 def _write_weights(
     source: _Source, folder: Path, *, dtype: torch.dtype, shard_bytes: int, on_bytes: OnBytes | None
 ) -> tuple[int, int]:
-    """Returns: (bytes of all tensors, files)."""
+    """Write the weights' files. Returns: (bytes of all tensors, files)."""
     spec, keys = source.snapshot.spec, source.snapshot.keys
     layouts = [layer_layout(spec.model.whole, key) for key in keys]
     sizes = {

@@ -1,4 +1,4 @@
-"""Makes a run whose initial weights are those of a Hugging Face folder (`shoal import`).
+"""Makes a run with the weights of a Hugging Face folder as initial weights (`shoal import`).
 
 Nothing is copied: the run spec names the folder and has a digest of every layer. The host reads layers from there when
 peers ask, and each peer checks them. So the folder must stay in place until the run has started.

@@ -193,7 +193,7 @@ def announced(invite: str, folder: Path | None = None, *, name: str = "", run_na
 
 
 def last_running() -> Running | None:
-    """Return the newest note whose process lives."""
+    """Return the newest note of a live process."""
     return next(iter(all_running()), None)
 
 

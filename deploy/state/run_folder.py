@@ -74,11 +74,7 @@ class Kept:
 
 
 class RunFolder:
-    """One run in one peer's folder.
-
-    Args:
-        peer_folder: the folder with the peer's key.
-    """
+    """One run in one peer's folder. Args: peer_folder: the folder with the peer's key."""
 
     def __init__(self, peer_folder: Path, run: str) -> None:
         self.peer_folder, self.run = peer_folder, run

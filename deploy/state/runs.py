@@ -165,7 +165,7 @@ def hosted_names(incomplete: str) -> list[str]:
 
 
 def all_names(incomplete: str) -> list[str]:
-    """Return names for shell completion, and ids of runs whose name is missing or ambiguous."""
+    """Return names for shell completion, and ids of runs with a missing or ambiguous name."""
     runs = all_runs()
     names = [run.name for run in runs]
     words = {run.name if names.count(run.name) == 1 and run.name else run.run for run in runs}

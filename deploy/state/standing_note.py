@@ -18,8 +18,7 @@ _EVERY_S: Final = 20.0
 class StandingNote:
     """Writes the note when the peer starts, every 20 s while the run moves, and when the peer ends.
 
-    Args:
-        standing: the initial one.
+    Args: standing: the initial one.
     """
 
     def __init__(self, folder: RunFolder, standing: Standing) -> None:

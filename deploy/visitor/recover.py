@@ -65,7 +65,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """A run whose newest plan has lost its majority."""
+    """A run without a majority of its newest plan's members."""
 
     base: SignedPlan
     found: tuple[Found, ...]
@@ -157,8 +157,7 @@ def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[
 class Recovery:
     """Examines a run and, on request, makes it go on.
 
-    Args:
-        endpoint: of a throwaway identity that takes no part in the run.
+    Args: endpoint: of a throwaway identity that takes no part in the run.
     """
 
     def __init__(self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, spec: RunSpec) -> None:

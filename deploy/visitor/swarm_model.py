@@ -58,11 +58,7 @@ class _Anew(Exception):
 
 
 class SwarmModel:
-    """Asks one run.
-
-    Args:
-        peers: any of its members; they are asked in turn until one answers.
-    """
+    """Asks one run. Args: peers: any of its members; they are asked in turn until one answers."""
 
     def __init__(self, endpoint: Endpoint, peers: Sequence[PeerID], model: ModelSpec) -> None:
         self._endpoint, self._peers, self.model = endpoint, list(peers), model
