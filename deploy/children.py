@@ -102,8 +102,7 @@ class Children:
         return child
 
     async def tell(self, child: Child, text: str) -> None:
-        """Write to the child's standard input and close it. If the child is gone, do nothing, since `on_exit` reports
-        that."""
+        """Write to the child's standard input and close it. A child that is gone is reported by `on_exit`."""
         assert child.process.stdin is not None
         with contextlib.suppress(ConnectionError):
             child.process.stdin.write(text.encode())

@@ -239,8 +239,7 @@ class Node:
         return self.coordination.is_coordinator
 
     async def start(self) -> None:
-        """Measure this machine, then look for the other peers. Raises: LocalError: the state on disk belongs to another
-        run."""
+        """Measure this machine, then look for the others. Raises: LocalError: the state on disk is of another run."""
         if self._spec_keeper is not None:
             self._keeping.append(asyncio.create_task(self._spec_keeper.keep(), name="keep the run spec"))
         if self.endpoint.members.certificate:

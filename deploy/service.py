@@ -1,5 +1,4 @@
-"""Installs a peer as a service of this user: a systemd unit, or a launchd agent on macOS, from templates in this
-folder."""
+"""Installs a peer as the user's service: a systemd unit, or a launchd agent on macOS, from templates."""
 
 import os
 import plistlib
@@ -158,8 +157,7 @@ def _agent(arguments: Sequence[str], invite: Path) -> str:
 
 
 def _refuse_control_characters(argument: str) -> None:
-    """Refuse line breaks, which begin a new setting of the unit even within quotes, and the like. Raises:
-    LocalError."""
+    """Refuse line breaks and the like, which begin a new setting of the unit even in quotes. Raises: LocalError."""
     if any(unicodedata.category(letter) in _CONTROL for letter in argument):
         raise LocalError(f"{argument!r} has a line break or another control character: a service cannot take it")
 

@@ -191,8 +191,7 @@ def _sentence(entry: dict[str, Any]) -> str:
 
 
 def qr_code(text: str, *, coloured: bool) -> str:
-    """Draw `text` as a QR code of half blocks. `coloured`: light on dark in any terminal, since a camera may not read
-    the negative."""
+    """Draw a QR code of half blocks. `coloured`: light on dark in any terminal, as cameras may need."""
     import io
 
     import segno

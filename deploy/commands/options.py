@@ -200,8 +200,7 @@ def scenario_names(incomplete: str) -> list[str]:
 
 
 def start_logging(verbose: bool) -> None:
-    """Start logging. `verbose`: everything, with time and module; otherwise warnings as plain messages, without
-    repeats."""
+    """Start logging. `verbose`: everything, with time and module; else warnings as plain text, without repeats."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s" if verbose else "shoal: %(message)s",

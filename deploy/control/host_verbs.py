@@ -1,5 +1,4 @@
-"""Answers commands about admission to a run: every peer makes invites; the host also lists, revokes, excludes and
-readmits."""
+"""Answers commands about admission to a run. Every peer makes invites; the host also revokes and excludes."""
 
 from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from typing import Any

@@ -117,8 +117,7 @@ class InviteBook:
     def make(
         self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True, is_default: bool = False
     ) -> GivenOut:
-        """Make an invite. `lasts_s` 0: it never expires. Raises: LocalError: a term is out of bounds, or the disk is
-        full."""
+        """Make an invite. `lasts_s` 0: without end. Raises: LocalError: a term is out of bounds; the disk is full."""
         if len(self.all) >= INVITES_MAX:
             raise LocalError(f"this run has given out {INVITES_MAX} invites already")
         expires_s = int(self._wall_s() + lasts_s) if lasts_s else 0
@@ -131,8 +130,7 @@ class InviteBook:
         return made
 
     def revoke(self, name: str) -> GivenOut:
-        """Mark an invite as revoked; the caller excludes its key. Raises: LocalError: as `find`, or the disk is
-        full."""
+        """Mark an invite as revoked; the caller excludes its key. Raises: LocalError: as `find`; the disk is full."""
         return self._mark(self.find(name), revoked=True)
 
     @property
@@ -140,15 +138,14 @@ class InviteBook:
         return self._file.named
 
     def exclude(self, peer: PeerID, invite: bytes = b"", *, name: str = "") -> None:
-        """Exclude `peer`, which joined with the invite of this key. Raises: LocalError: it is the owner, or the disk is
+        """Exclude `peer`, which joined with this invite's key. Raises: LocalError: it is the owner; the disk is
         full."""
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")
         self._name(Named(key=public_key_of(peer), name=name, invite=invite))
 
     def readmit(self, key: bytes, invite: bytes = b"") -> None:
-        """Readmit the member or invite with this key, whichever order excluded it. Raises: LocalError: the disk is
-        full."""
+        """Readmit the member or invite with this key, excluded by any order. Raises: LocalError: the disk is full."""
         self._name(Named(key=key, invite=invite, readmitted=True))
         for given in self.all:
             if given.key.delegation.key == key and given.revoked:

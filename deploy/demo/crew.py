@@ -101,8 +101,7 @@ class Crew:
         return next(member for member in reversed(self.members) if member.child is child)
 
     async def start(self, name: str = "") -> Member:
-        """Start a new peer, or restart `name` in its folder. The first one hosts the run; the others wait for an
-        invite."""
+        """Start a new peer, or restart `name` in its folder. The first one hosts; the others wait for an invite."""
         hosts = not self.members
         name = name or f"peer-{next(self._numbers)}"
         common = ["--name", name, "--state-dir", str(self.peers_folder / name), "--listen", "127.0.0.1:0"]
@@ -138,8 +137,7 @@ class Crew:
         return await self._children.kill(member.child)
 
     def suspend(self, member: Member) -> None:
-        """Send SIGSTOP: the process stops without closing anything; its daemon, another process, still accepts
-        calls."""
+        """Send SIGSTOP: the process stops without closing anything; its daemon still accepts calls."""
         member.suspended = True
         member.child.send(signal.SIGSTOP)
 
@@ -160,8 +158,7 @@ class Crew:
             await leftovers.clear(folder)
 
     async def open_to_all(self) -> None:
-        """Let the host make an invite for any number of peers: its default has few seats, and killed peers keep
-        theirs."""
+        """Let the host make an invite without a limit of seats: killed peers keep the default one's."""
         made = await asyncio.to_thread(ask, self.peers_folder / self.members[0].child.name, "invite-new")
         self.invite = str(made["invite"])
         self._key = parse_invite(self.invite).key

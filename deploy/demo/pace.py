@@ -17,8 +17,7 @@ def gaps_s(times_s: Sequence[float]) -> list[float]:
 
 
 def longest_stall_s(times_s: Sequence[float], *, end_s: float | None = None) -> float:
-    """Return the longest time between two steps; with `end_s`, for a run that should not have ended, also from the last
-    step to then."""
+    """Return the longest time between two steps; with `end_s`, of an unfinished run, also from the last step to it."""
     times = [*times_s, end_s] if end_s is not None and times_s else times_s
     return max(gaps_s(times), default=0.0)
 

@@ -80,8 +80,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `--json` for one committed step, in order. After a return to a snapshot steps repeat, in a later
-    era."""
+    """A line of `--json` for one step, in order. After a return to a snapshot steps repeat, in a later era."""
 
     step: int
     era: int
@@ -171,8 +170,7 @@ class DemoRecord:
         return (len(times) - 1) * tokens_per_step / (times[-1] - times[0]) if times and times[-1] > times[0] else 0.0
 
     def stall_s_max(self, end_s: float) -> float:
-        """Return the longest wait for a step. `end_s`: the end of the demo, which ends the last wait of an unfinished
-        run."""
+        """Return the longest wait for a step, of an unfinished run also that until the demo's end at `end_s`."""
         return longest_stall_s(self.step_times_s, end_s=None if self.finished else end_s)
 
     def step_s_median(self) -> float | None:

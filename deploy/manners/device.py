@@ -15,8 +15,8 @@ from shoal.protocol.errors import LocalError
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Parse `auto`, `cpu`, `mps`, or `cuda`, `rocm` or `xpu`, each also with `:N`. Raises: LocalError: torch does not
-    see the device."""
+    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch sees no such
+    device."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("rocm") and torch.version.hip is None:
@@ -52,8 +52,7 @@ def untested(device: torch.device) -> str:
 
 
 def check_machine(limits: Limits, device: torch.device, threads: int) -> None:
-    """Check limits against the machine. Args: threads: of `--threads`. Raises: LocalError: it has less memory or fewer
-    processors."""
+    """Check limits and `--threads`. Raises: LocalError: the machine has less memory or fewer processors."""
     if limits.memory_gb * GB > (total := total_bytes(device)):
         raise LocalError(
             f"memory_gb is {limits.memory_gb:g}, and {device} has {math.floor(total / GB * 10) / 10:g} GB: set less; "

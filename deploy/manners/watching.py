@@ -34,8 +34,7 @@ def input_idle_s() -> float | None:
 
 
 def parse_pmon(text: str, ours: Iterable[int]) -> float:
-    """Parse the output of `nvidia-smi pmon -c 1 -s u`: return the share of the GPU, in [0, 1], used by processes other
-    than `ours`."""
+    """Parse `nvidia-smi pmon -c 1 -s u`: return the share of the GPU, in [0, 1], of processes other than `ours`."""
     own, percent = set(ours), 0.0
     for line in text.splitlines():
         columns = line.split()

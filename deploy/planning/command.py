@@ -121,8 +121,7 @@ def own_layout(objective: ObjectiveName) -> LayoutName:
 
 
 def compared_layouts(objective: ObjectiveName) -> tuple[LayoutName, ...]:
-    """Return the layouts to compare: the one by rule, our search, then simple ones; without the other objective's
-    search."""
+    """Return the layouts to compare: the one by rule, the search for `objective`, then simple ones."""
     return ("at-once", own_layout(objective), *(n for n in LAYOUT_NAMES if n not in ("ours", "at-once", "dtfm")))
 
 
@@ -462,8 +461,7 @@ def shown_s(cost: Cost) -> float:
 
 
 def compared_cells(proposal: Proposal, first_s: float) -> tuple[tuple[str, ...], str]:
-    """Return (the cells of `_COLUMNS`, why the layout is impossible). Args: first_s: the step of the first row, as
-    shown."""
+    """Return (cells of `_COLUMNS`, why it is impossible). Args: first_s: the first row's step, as shown."""
     cost, placement = proposal.cost, proposal.placement
     stages = "none" if placement is None else str(len(placement.stages))
     took = _seconds(proposal.seconds)

@@ -1,5 +1,4 @@
-"""Plans how many replicas of each expert go to which node, and what failures they survive (`shoal plan --experts
-FILE.json`)."""
+"""Plans replicas of experts on nodes, and what failures they survive (`shoal plan --experts FILE.json`)."""
 
 from pathlib import Path
 

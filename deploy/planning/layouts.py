@@ -40,8 +40,7 @@ class Request:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages for layouts that do not choose it. Raises: LocalError: more stages than devices or
-        layers."""
+        """The number of stages if the layout does not choose it. Raises: LocalError: more than devices or layers."""
         most = min(self.topology.num_devices, self.workload.num_layers)
         if self.stages is not None and not 0 < self.stages <= most:
             raise LocalError(
@@ -59,8 +58,7 @@ class Request:
 
     @property
     def constants(self) -> WorkloadEntry:
-        """The constants of the DT-FM objective: from the network file, else what the run would send. Raises:
-        LocalError."""
+        """The constants of the DT-FM objective: the network file's, else from the run. Raises: LocalError."""
         if self.paper is not None:
             return self.paper
         w, K = self.workload, self.num_stages

@@ -19,8 +19,7 @@ class Column(NamedTuple):
 
 
 class Rows:
-    """Prints the heading, then rows. Args: last: the heading of the last column, which folds within the rest of the
-    line."""
+    """Prints the heading, then rows. Args: last: the heading of the last column, which folds."""
 
     def __init__(self, console: Console, columns: Sequence[Column], *, last: str = "") -> None:
         self._console = console

@@ -179,8 +179,7 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
 
 
 def merged(steps: Sequence[StepLine]) -> StepLine:
-    """Merge consecutive step lines of one era: sums of counts, and means of measurements weighted by each line's
-    steps."""
+    """Merge consecutive step lines of one era: sums of counts, and means weighted by each line's steps."""
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]

@@ -221,8 +221,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
 
 
 def ended_in_words(folder: RunFolder) -> str:
-    """Return a sentence for a volunteer that finds nobody; empty if the run was not finished when this peer last saw
-    it."""
+    """Return a sentence for a volunteer that finds nobody; empty if the run was not finished when last seen."""
     spec = folder.spec()
     if spec is None or not folder.is_finished():
         return ""

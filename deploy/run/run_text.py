@@ -40,8 +40,7 @@ def look_at_text(spec: RunSpec) -> tuple[str, ...]:
 
 
 def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
-    """Return sentences about each source: what the run reads and learns of it, what is left out, and how many data
-    passes it makes."""
+    """Return sentences about each source: what is read, learnt and left out, and the number of data passes."""
     names, of_each = source_names(spec.data), passes(corpus, spec)
     said: list[str] = []
     for name, data, source in zip(names, spec.data.each, corpus.sources, strict=True):

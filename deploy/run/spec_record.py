@@ -132,8 +132,7 @@ class SpecKeeper:
         self._hurry.set()
 
     async def keep(self) -> None:
-        """Store and look until cancelled. Retries after a failed store back off: if the key is full, copies of other
-        peers are there."""
+        """Store and look until cancelled. Retries back off: if the key is full, other peers' copies are there."""
         again_s = _ASK_AGAIN_S
         while True:
             try:

@@ -1,5 +1,4 @@
-"""Runs minutes-long work (reading a text, a layout search) in daemon threads, so that the process can end without
-waiting for it."""
+"""Runs long work (reading a text, a search) in daemon threads, which the end of the process need not wait for."""
 
 import asyncio
 import contextlib

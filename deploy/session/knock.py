@@ -1,5 +1,4 @@
-"""Asks the run, before anything else, whether it lets this machine in, so that the person gets a reason and not
-silence."""
+"""Asks the run, before anything else, whether it lets this machine in, to give the person a reason."""
 
 import asyncio
 import time

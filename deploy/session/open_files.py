@@ -10,8 +10,7 @@ FILES_MIN = 256
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit to the hard one, for child processes as well. Raises: LocalError: the limit is below
-    FILES_MIN."""
+    """Raise the soft limit to the hard one, also for children. Raises: LocalError: it is below FILES_MIN."""
     if sys.platform == "win32":
         return
     import resource

@@ -1,5 +1,4 @@
-"""Takes one process through one run on libp2p: starts the network and the node, and ends when the run is done or a stop
-is requested."""
+"""Takes one process through one run on libp2p, until the run is done or a stop is requested."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,4 @@
-"""Reports the scores that `shoal eval` finds on this machine for the run that is up here: to terminal, page and
-record."""
+"""Reports new scores of `shoal eval` for the run that is up here: to terminal, page and record."""
 
 import asyncio
 from collections.abc import Callable

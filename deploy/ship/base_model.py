@@ -40,8 +40,7 @@ class BaseModel:
         self._looked_elsewhere = folder is not None
 
     def layer(self, key: str) -> Tensor:
-        """Return a layer in the form of `stored_base`, with the digest from the run's spec. Raises: LocalError: it is
-        not on this machine."""
+        """Return a layer in the form of `stored_base`, checked by its digest. Raises: LocalError: it is not here."""
         digests = self._spec.initial.digests
         if not digests:
             return seed_base(self._spec, key)

@@ -86,8 +86,7 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
 
 
 def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple[Tensor, Tensor]:
-    """Return the window of `context` tokens from `start` on, int64 [T], and its targets; targets before `learn_from`
-    are IGNORED."""
+    """Return `context` tokens from `start` on, int64 [T], and targets; those before `learn_from` are IGNORED."""
     tokens_T = torch.zeros(context, dtype=torch.int64)
     targets_T = torch.full((context,), IGNORED)
     size = min(context, tokens_N.numel() - 1 - start)

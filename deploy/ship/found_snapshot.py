@@ -83,8 +83,7 @@ def has_snapshots(folder: Path) -> bool:
 
 
 def snapshots_in(folders: Sequence[Path]) -> list[FoundSnapshot]:
-    """Return what `find_snapshots` returns, searching these folders. Of several runs it takes the last written one and
-    logs that."""
+    """Search these folders for `find_snapshots`. Of several runs it takes the last written one and logs that."""
     where = ", ".join(map(str, folders))
     manifests = [manifest for folder in folders for manifest in _manifests(folder)]
     if not manifests:

@@ -1,5 +1,4 @@
-"""Generates text with a model (`shoal generate`) and yields it as it comes: a continuation, or the answer to a
-prompt."""
+"""Generates text with a model and yields it as it comes: a continuation, or an answer (`shoal generate`)."""
 
 import contextlib
 import itertools

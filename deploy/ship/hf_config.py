@@ -164,8 +164,7 @@ class _Said:
         return int(self._config["num_hidden_layers"])
 
     def rope(self, layers: str = _FULL) -> dict[str, Any]:
-        """Return `rope_theta`, `rope_type` and its scaling for layers of this type, in the format of any version of
-        `transformers`."""
+        """Return RoPE fields of layers of this type, from the format of any version of `transformers`."""
         found = self("rope_parameters") or self("rope_scaling") or {}
         found = dict(found) if isinstance(found, Mapping) else {}
         if isinstance(found.get(_FULL), Mapping) or isinstance(found.get(_SLIDING), Mapping):

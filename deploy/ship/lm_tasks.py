@@ -138,8 +138,7 @@ def _answering(predictor: Predictor) -> Any:
 def _log_likelihoods(
     predictor: Predictor, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[tuple[float, bool]]:
-    """Return for each (context tokens, asked tokens) the log-likelihood of the asked ones, and True if each is the most
-    likely token."""
+    """Return for each (context, asked tokens) their log-likelihood, and True if each is the most likely token."""
     T = predictor.model.context
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     rows = [([*before, *after][-(T + 1) :], min(len(after), T)) for before, after in pairs]

@@ -36,8 +36,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
         return f"{address.removesuffix('0')}{port}" if port else address
 
     def with_ports(self, asked: Sequence[str], listening: Sequence[str]) -> "KeptAddresses":
-        """Return a copy with the ports that the system chose. Args: asked: the user's addresses; listening: the
-        resulting ones."""
+        """Return a copy with the ports in `listening` where the user `asked` for any port."""
         by_version = {match[1]: int(match[2]) for match in map(_PORT.match, listening) if match}
         any_port = {match[1] for match in map(_ANY_PORT.match, asked) if match}
         ports = {version: port for version, port in by_version.items() if version in any_port}

@@ -85,8 +85,7 @@ def all_known(root: Path, run: str) -> tuple[str, ...]:
 
 
 def ways_to(invite: Invite) -> tuple[str, ...]:
-    """Return the addresses that a command dials: the invite's, then those of peers met in its run by any peer of this
-    user."""
+    """Return addresses for a command: the invite's, then those of peers met in its run by this user's peers."""
     return tuple(dict.fromkeys((*invite.addresses, *all_known(places.state_root(), invite.run))))
 
 

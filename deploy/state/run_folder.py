@@ -133,8 +133,7 @@ class RunFolder:
         return max((name.version for name, _ in self._snapshots()), default=0)
 
     def kept(self) -> "Kept":
-        """Read the newest snapshots byte by byte and say which are sound. Raises: LocalError: their folder cannot be
-        read."""
+        """Read the newest snapshots to see which are sound. Raises: LocalError: their folder cannot be read."""
         from shoal.peer import snapshot  # imports torch: not for commands that only look
         from shoal.protocol.live.disk import LiveDisk
 

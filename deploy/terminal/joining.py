@@ -1,5 +1,4 @@
-"""Reports a peer's progress in joining and in fetching its state, and draws it as a line before the run's view
-opens."""
+"""Reports a peer's progress in joining and fetching its state; draws it as a line before the view opens."""
 
 import time
 from collections.abc import Callable
@@ -40,8 +39,7 @@ class FetchWatch:
         self._began_s = 0.0
 
     def look(self, progress: FetchProgress | None, now_s: float) -> Phase | None:
-        """Return the progress to report; None if there is no news. A phase without `part` means that the fetch is
-        over."""
+        """Return new progress to report, or None. A phase without `part` means that the fetch is over."""
         if progress is not self._progress:
             over = progress is None
             self._progress, self._began_s = progress, now_s

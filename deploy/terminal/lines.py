@@ -45,8 +45,7 @@ def step_line(view: View, step: StepDone | None = None) -> str:
 
 
 def said_rate(view: View) -> str:
-    """Return the rate in words; a dash if unknown: after the first step, or if the coordinator has not answered for
-    long."""
+    """Return the rate in words; a dash if unknown: after the first step, or without a recent status."""
     known = view.tokens_per_s or (view.tokens_per_s is not None and view.standstill)
     return f"{view.tokens_per_s:,.0f} tokens/s" if known else "- tokens/s"
 

@@ -1,5 +1,4 @@
-"""Writes log lines to standard error and suppresses repeats: a bad record of a stranger is read again every few
-seconds."""
+"""Writes log lines to standard error without repeats: a stranger's bad record is read every few seconds."""
 
 import copy
 import logging

@@ -75,8 +75,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Flow:
-    """Parts of a line, broken over as many lines as needed. No part is cut, and none is broken if it fits on one
-    line."""
+    """Parts of a line, broken over several lines if needed. No part is cut, or broken if it fits on one line."""
 
     def __init__(self, *parts: Text) -> None:
         self._parts = [part for part in parts if part.plain]

@@ -21,8 +21,7 @@ def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def tell(console: Console, text: str, *, style: str = "") -> None:
-    """Print lines, wrapped at blanks on a terminal and unbroken elsewhere, so that they can be copied; without markup
-    and control characters."""
+    """Print lines without markup and control characters, wrapped on a terminal, else unbroken for copying."""
     for line in text.split("\n"):
         said = printable(line)
         for each in wrapped(said, console.width) if console.is_terminal else [said]:
@@ -55,8 +54,7 @@ class Screen:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """Print one sentence above the picture, as `tell` does. Line breaks in it, which may be another peer's, become
-        `?`."""
+        """Print one sentence above the picture, as `tell` does; line breaks, maybe another peer's, become `?`."""
         tell(self._console, printable(text))
 
     def show(self, drawing: RenderableType) -> None:

@@ -34,8 +34,7 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 
 @contextlib.asynccontextmanager
 async def asking(invite: Invite) -> AsyncIterator[Ask]:
-    """Yield a function that asks once per call, starting with the peer that answered last. It raises LocalError as
-    `ask_swarm`."""
+    """Yield `ask_swarm` on one connection: each call asks first the peer that answered last."""
     identity = Identity.generate()
     async with visiting() as folder:
         await introduce(invite, identity.peer_id)

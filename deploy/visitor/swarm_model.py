@@ -49,8 +49,7 @@ _REQUEST_TOKENS: Final = 1024
 
 
 class VersionGone(LocalError):
-    """The swarm has answered with a second version: no stage has the first any more, because the layers were
-    repartitioned."""
+    """The swarm answers with a second version: no stage has the first, because layers were repartitioned."""
 
 
 class _Anew(Exception):

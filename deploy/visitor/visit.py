@@ -28,8 +28,7 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.asynccontextmanager
 async def visiting() -> AsyncIterator[Path]:
-    """Give this process a folder inside the context. SIGTERM and SIGHUP, unless handled elsewhere, cancel the entering
-    task."""
+    """Give this process a folder inside the context. SIGTERM and SIGHUP, if unhandled, cancel the entering task."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         try:
@@ -44,8 +43,7 @@ async def visiting() -> AsyncIterator[Path]:
 
 
 async def introduce(invite: Invite, me: PeerID) -> None:
-    """Register `me` as a guest at this machine's peer, if `invite` comes from its note: the peer's own invite may have
-    expired."""
+    """Register `me` as a guest at this machine's peer if `invite` is its note's: that peer's own may have expired."""
     await asyncio.to_thread(_introduce, invite, me)
 
 
