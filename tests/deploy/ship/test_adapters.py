@@ -270,7 +270,7 @@ def test_what_a_peer_keeps_of_the_base_is_enough(model: Path, tmp_path: Path) ->
     write(spec, tmp_path / "bare")
     (bare,) = find_snapshots(tmp_path / "bare")
     bare = _with(bare, moved)
-    with pytest.raises(LocalError, match=r"does not have embed of the model.*--base FOLDER"):
+    with pytest.raises(LocalError, match=r"does not have embed of the adapters' base model.*--base FOLDER"):
         export([bare], tmp_path / "out", form="hf")
     assert not (tmp_path / "out").exists()
     assert export([bare], tmp_path / "out", form="hf", base=model).form == "hf"
