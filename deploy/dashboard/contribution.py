@@ -68,7 +68,7 @@ class _Sample:
 
 
 class ContributionMeter:
-    """Measures a peer's contribution once a call.
+    """Measures a peer's contribution at each call of `measure`.
 
     Totals of traffic cover this object's lifetime, since `LinkMeter` forgets idle links.
 

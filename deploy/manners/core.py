@@ -1,7 +1,7 @@
 """Decides whether a peer may compute now, and why not. Pure.
 
-A peer pauses while there is any reason, and each reason ends by itself: the owner's request, the hours, somebody at the
-machine. An unknown value is no reason; the owner is told once that it is unknown.
+A peer pauses while there is any reason: the owner's request, the hours, somebody at the machine. Each reason ends
+separately. An unknown value is no reason; the owner is told once that it is unknown.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Gives freed memory back to the system.
 
 glibc keeps freed pages for reuse: after a few demo steps 86 MB of a peer's 420 MB. Returning them frees memory for the
-volunteer and keeps a run of weeks from growing to the sum of its peaks.
+volunteer, and a run of weeks does not hold memory that was needed once.
 """
 
 import asyncio

@@ -209,8 +209,7 @@ def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeight
 
 
 def open_copy(spec: RunSpec, folder: Path | None) -> FolderBase | None:
-    """Return a copy of the base on this machine; readers compare its layers with the run's digests. None: there is
-    none.
+    """Return a copy of the base on this machine, or None. Its layers are compared with the run's digests when read.
 
     Args: folder: the copy's; None: search the Hugging Face cache for a model of that shape.
     Raises: LocalError: `folder` is not such a model, or the run has no base.

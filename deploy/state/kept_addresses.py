@@ -1,7 +1,7 @@
 """Keeps this peer's ports and dashboard key in its state folder, so that a restart listens where it did before.
 
-An old invite then still leads to the run, even after everybody was down, and the dashboard keeps the address in the
-browser's bookmark. Options of the user take precedence.
+Old invites then still lead to the run, even after everybody was down, and bookmarks of the dashboard stay valid.
+Options of the user take precedence.
 """
 
 import logging
