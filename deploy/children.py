@@ -1,9 +1,9 @@
-"""Runs child processes that do not outlive us, and neither do their own children.
+"""Runs child processes that end with this process, and so do their own children.
 
 Each child leads its own session, so the terminal's Ctrl-C reaches only the parent, which then drains the swarm in
-order. The libp2p daemons of the children lead sessions of their own, so a process group does not hold them together;
-what does is a token in the environment, which every descendant inherits. If the parent dies without a word (SIGKILL),
-the kernel kills the children (PR_SET_PDEATHSIG) and their daemons notice.
+order. The children's libp2p daemons lead their own sessions too, so no process group covers them; a token in the
+environment, which every descendant inherits, identifies them. If the parent is killed (SIGKILL), the kernel kills the
+children (PR_SET_PDEATHSIG) and their daemons notice.
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 
 CLI = (sys.executable, "-m", "shoal.deploy.cli")
-"""How a child runs `shoal` itself."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -44,7 +43,7 @@ class Child:
         return self.process.returncode is None
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the child alone; one that is gone is reported by `on_exit`."""
+        """Signal the child, not its descendants; if the child is gone, do nothing, since `on_exit` reports that."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -58,16 +57,16 @@ class Child:
 
 
 class Children:
-    """Starts children, hands their lines on, and ends them.
+    """Starts children, passes their output lines on, and ends them.
 
     Args:
         on_line: (child, one line of its standard output without the newline).
-        on_exit: (child, exit status), once a child's output has been read to the end.
+        on_exit: (child, exit status), after the child's output has been read to the end.
     """
 
     def __init__(self, *, on_line: Callable[[Child, bytes], None], on_exit: Callable[[Child, int], None]) -> None:
         self.all: list[Child] = []
-        """The children in the order of their starts. A name may come again."""
+        """The children in the order of their starts. Names may repeat."""
         self._token = secrets.token_hex(16)
         self._on_line = on_line
         self._on_exit = on_exit
@@ -80,12 +79,12 @@ class Children:
         parent = os.getpid()
 
         def die_with_parent() -> None:
-            # Between fork and exec: only calls that are safe there. The parent may have died before the first line.
+            # This runs between fork and exec: only async-signal-safe calls. The parent may already be dead.
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)
 
-        # A daemon that inherits the pipe keeps it open after its peer: ours do not (hivemind gives them their own).
+        # A daemon that inherited the pipe would keep it open after its peer ended; hivemind gives daemons their own.
         with log.open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
                 *argv,
@@ -111,9 +110,9 @@ class Children:
             child.process.stdin.close()
 
     async def kill(self, child: Child, *, patience_s: float = _DAEMON_GONE_S) -> list[int]:
-        """SIGKILL the child and nothing else, as a fault would, and wait until its daemon has seen it.
+        """SIGKILL the child alone, as a fault would, and wait until its daemon has ended.
 
-        Returns: processes of the child's that have not ended by themselves. None should be there.
+        Returns: the child's descendants that have not ended by themselves; there should be none.
         """
         try:
             descendants = psutil.Process(child.process.pid).children(recursive=True)
@@ -128,12 +127,12 @@ class Children:
         return [process.pid for process in descendants]
 
     def terminate(self) -> None:
-        """Ask every child to say good-bye and leave."""
+        """Ask every child to leave (SIGTERM)."""
         for child in self.all:
-            child.send(signal.SIGTERM)  # the child alone: its daemon must carry the good-bye
+            child.send(signal.SIGTERM)  # not its daemon, which must send the goodbye
 
     async def wait(self, *, timeout_s: float) -> bool:
-        """Wait for the children. Returns: whether all have ended within the time."""
+        """Wait for the children. Returns: True if all have ended within the time."""
         try:
             async with asyncio.timeout(timeout_s):
                 for child in self.all:
@@ -143,7 +142,7 @@ class Children:
         return True
 
     async def close(self) -> None:
-        """Kill what is left, daemons included, and wait until nothing is."""
+        """Kill all remaining processes, daemons included, and wait until none is left."""
         while left := [process for process in psutil.process_iter() if self._is_ours(process)]:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -156,7 +155,7 @@ class Children:
             if process.environ().get(_TOKEN) == self._token:
                 return _is_there(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
-            pass  # gone, or somebody else's
+            pass  # gone, or another user's
         return False
 
     async def _read(self, child: Child) -> None:
@@ -171,7 +170,7 @@ class Children:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a child's standard error; empty if it has said nothing."""
+    """Return the last line of a child's standard error; empty if there is none."""
     lines: Sequence[str] = log.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""
 

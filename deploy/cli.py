@@ -1,6 +1,7 @@
-"""The `shoal` command lists its commands here and decides how they end. Each command is a thin function of `commands/`.
+"""Lists the subcommands of `shoal` and maps their errors to exit codes. Each subcommand is a thin function of
+`commands/`.
 
-Heavy imports wait until one needs them: `shoal status`, `--version` and the parent of `shoal demo` never import torch.
+Heavy imports are deferred: `shoal status`, `--version` and the parent of `shoal demo` never import torch.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ _SHOWN_CHARS_MAX = 200
 
 
 class _Group(TyperGroup):
-    """Ends every command that fails for a reason we know with one line and no traceback."""
+    """Ends a command that fails for a known reason with one line and no traceback."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
@@ -48,7 +49,7 @@ class _Group(TyperGroup):
         except ShoalError as error:
             say(f"shoal: {error}", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from error
-        except UnicodeEncodeError as error:  # of a path that was typed: what we write and send is UTF-8
+        except UnicodeEncodeError as error:  # a path on the command line; all our output is UTF-8
             say(f"shoal: {error.object[:_SHOWN_CHARS_MAX]!r} is not UTF-8: name a path that is", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from error
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
@@ -56,7 +57,7 @@ class _Group(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """Lets `--dashboard` stand without its address, which typer has no way to say."""
+    """Allows `--dashboard` without a value, which typer cannot express."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_default(args))

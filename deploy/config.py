@@ -1,7 +1,8 @@
-"""The settings of this user on this machine: one TOML in the user's configuration folder.
+"""Reads and writes the settings of this user on this machine: one TOML file in the user's configuration folder.
 
-`$XDG_CONFIG_HOME/shoal/config.toml`, `~/.config/shoal/config.toml` without it. No file: every default. Options of a
-command stand above it. A peer reads it when it starts, and again when `shoal config set` or `unset` has changed it.
+The path is `$XDG_CONFIG_HOME/shoal/config.toml`, by default `~/.config/shoal/config.toml`. Without the file every
+default holds. Options of a command override it. A peer reads it when it starts, and again after `shoal config set` or
+`unset`.
 """
 
 import ast
@@ -24,7 +25,7 @@ from shoal.protocol.toml.complaint import complaint
 
 
 class RecordSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The part of the settings that is about records, for all runs on this machine."""
+    """The settings of records, for all runs on this machine."""
 
     keep_record: bool | None = None
     """Keep a record of each run: record.jsonl, and a file for TensorBoard. Not set: hosts do, volunteers do not."""
@@ -34,7 +35,7 @@ class RecordSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Raises: ValueError."""
+    """All settings of the file. Raises: ValueError."""
 
     limits: Limits = Limits()
     record: RecordSettings = RecordSettings()
@@ -46,13 +47,13 @@ def config_path() -> Path:
 
 
 def load_settings() -> Settings:
-    """Raises: LocalError: the file is not what it should be, with what is wrong."""
+    """Read the settings. Raises: LocalError: the file is invalid; the text says why."""
     text = _read()
     return _decode(text) if text is not None else Settings()
 
 
 def as_toml(settings: Settings) -> str:
-    """All settings as TOML, each with its meaning. The text is a valid file."""
+    """Return all settings as a valid TOML file, with each meaning as a comment."""
     lines: list[str] = []
     for table, unset in (("limits", "0"), ("record", "true")):
         lines += [*([""] if lines else []), f"[{table}]"]
@@ -78,30 +79,27 @@ def meanings() -> dict[str, str]:
 
 
 def set_one(name: str, text: str) -> Settings:
-    """Put `name` = `text` into the file, and leave the rest of it as it is.
+    """Set `name` to `text` in the file; leave the rest unchanged.
 
-    Returns: what holds from now on. Raises: LocalError.
+    Returns: the settings from now on. Raises: LocalError.
     """
     table = _table_of(name)
     if table == "record":
         value = _parse_record_value(name, text)
     else:
         value = parse_value(name, text)
-        with_value(Limits(), name, value)  # so that the blame is on what was typed, and not on the file
+        with_value(Limits(), name, value)  # blames the typed value, not the file
     return _write(_with_line(_read() or "", f"{name} = {_toml(value)}", name, table=table))
 
 
 def unset_one(name: str) -> Settings:
-    """Take `name` out of the file, and leave the rest of it as it is.
-
-    Returns: what holds from now on. Raises: LocalError.
-    """
+    """Remove `name` from the file; leave the rest unchanged. Returns: the settings from now on. Raises: LocalError."""
     table, text = _table_of(name), _read()
     return _write(_with_line(text, None, name, table=table)) if text is not None else Settings()
 
 
 def _table_of(name: str) -> str:
-    """Raises: LocalError: there is no such setting."""
+    """Return the table of a setting. Raises: LocalError: there is no such setting."""
     tables = dict.fromkeys(Limits.__struct_fields__, "limits")
     tables |= dict.fromkeys(RecordSettings.__struct_fields__, "record")
     if name not in tables:
@@ -110,13 +108,13 @@ def _table_of(name: str) -> str:
 
 
 def in_toml(settings: Settings, name: str) -> str:
-    """The value of one setting as the file has it. Raises: LocalError: there is no such setting."""
+    """Return one setting's value in TOML. Raises: LocalError: there is no such setting."""
     value = getattr(getattr(settings, _table_of(name)), name)
     return "not set" if value is None else _toml(value)
 
 
 def write_limits(limits: Mapping[str, Any]) -> Settings:
-    """Make the file, which is not there yet. Returns: what holds from now on. Raises: LocalError."""
+    """Create the file with these limits. Returns: the settings from now on. Raises: LocalError."""
     lines = [
         "# What the first `shoal join` asked. `shoal config show` has all settings, and what each means;",
         "# `shoal config set NAME VALUE` changes one.",
@@ -155,7 +153,7 @@ def _decode(text: str) -> Settings:
 
 
 def _with_line(text: str, line: str | None, name: str, *, table: str) -> str:
-    """Args: line: takes the place of the one that sets `name`; None: that one goes."""
+    """Replace the line that sets `name` by `line`, or remove it if `line` is None."""
     lines, new = text.splitlines(), [] if line is None else [line]
     begin = next((i for i, old in enumerate(lines) if re.match(rf"\s*\[\s*{table}\s*\]", old)), None)
     if begin is None and line is None:
@@ -170,12 +168,11 @@ def _with_line(text: str, line: str | None, name: str, *, table: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """The TOML form of a number, a truth value or a text, which is also its JSON form."""
+    """Return a number, truth value or text in TOML, where it looks as in JSON."""
     return msgspec.json.encode(value).decode()
 
 
 def _parse_record_value(name: str, text: str) -> Any:
-    """Read a value as a person writes it. Raises: LocalError."""
     if name == "wandb_project":
         return text.strip()
     return parse_truth(name, text)

@@ -1,4 +1,4 @@
-"""How the process of a command ends."""
+"""Ends the process of a command."""
 
 import os
 import sys
@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 
 def run(app: Callable[..., object]) -> None:
-    """Run the command. Work in the background ends with it, and the process is not taken apart under that work: LLVM,
-    which compiles the search's kernels there the first time, crashes where its memory goes before it is done.
-    """
+    """Run the command. If background work is still running, exit without Python's teardown: LLVM, which may be
+    compiling the search's kernels there, crashes when its memory is freed under it."""
     try:
         app(prog_name="shoal")
     except SystemExit as end:
-        background = sys.modules.get("shoal.deploy.session.background")  # most commands have no use for it
+        background = sys.modules.get("shoal.deploy.session.background")  # most commands never import it
         if background is not None and background.is_working():
             sys.stdout.flush()
             sys.stderr.flush()

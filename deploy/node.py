@@ -1,8 +1,7 @@
-"""One peer and its turn as coordinator, on one transport.
+"""Runs one peer, and the coordinator when it is this peer's turn, on one transport.
 
-This is the only place where `peer` and `coordinator` meet: the peer's heartbeat goes to the coordination, the
-coordination's live plans go to the peer. A node does not know the world it runs in: `session/` puts it on libp2p, the
-simulated world runs hundreds of them in one process.
+Only here `peer` and `coordinator` meet: the peer's heartbeat goes to the coordination, the coordination's live plans go
+to the peer. A node does not know its world: `session/` puts it on libp2p, the simulator runs hundreds in one process.
 """
 
 import asyncio
@@ -43,22 +42,21 @@ from shoal.protocol.seals import SEALS, Seals
 from shoal.protocol.spec import RunSpec, run_id
 
 LEAVE_S = 30.0
-"""How long a peer may take to leave without loss, where nobody is in a hurry."""
+"""The time that a peer has to leave without losing work, if nobody is in a hurry."""
 _GOODBYE_S = 2.0
 _LAST_VALIDATION_S = 10.0
 _LINGER_HEARTBEATS = 4.0
-"""How long a peer of a run that is done still answers, and tells a new coordinator that it is: some may have missed a
-heartbeat or two."""
+"""A peer of a finished run still answers for this time, to inform peers and coordinators that missed the end."""
 _LEFT_BEHIND_HEARTBEATS = 20.0
 
 EXCLUDED = (
-    "this machine, or the invite that it came by, has been excluded from the run: its host can say why, and nothing "
-    "more will be taken from this machine or given to it"
+    "this machine, or the invite with which it joined, has been excluded from the run: ask its host why; the others "
+    "no longer accept anything from this machine"
 )
 
 DISPLACED = (
     "another process has been started as this peer, on another machine or in a container, from a copy of its state "
-    "folder: the others now hear that one alone, so this one stops; give each machine a state folder of its own"
+    "folder: the others now hear that one alone, so this one stops; give each machine its own state folder"
 )
 
 logger = logging.getLogger(__name__)
@@ -76,7 +74,7 @@ Said = TypeVar("Said")
 
 
 def both(first: Callable[[Said], None], then: Callable[[Said], None] | None) -> Callable[[Said], None]:
-    """Tell `first`, and `then` if it is there."""
+    """Return a function that calls `first`, then `then` if given."""
 
     def tell(said: Said) -> None:
         first(said)
@@ -92,15 +90,13 @@ class NodeRun:
 
     spec: RunSpec
     owner: PeerID
-    """The peer that signed the spec."""
     record: bytes | None = None
-    """The owner's signed spec, which the node keeps on the directory. None: it keeps none there, and never learns of a
-    newer revision."""
+    """The owner's signed spec, to keep in the directory. None: keep none, and look for no newer revision."""
     corpus: Corpus | None = None
-    """The run's text; None: this peer is never at stage 0."""
+    """The run's text; None: this peer never holds stage 0."""
     initial: InitialWeights | None = None
-    """The weights that the run begins with, if not the seed makes them. Its host has them; in a run with adapters
-    so may anybody who has the model."""
+    """The initial weights if they do not come from the seed. The run's host has them; in a run with adapters, so does
+    each peer with a copy of the base model."""
 
     @property
     def id(self) -> str:
@@ -109,35 +105,34 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePorts:
-    """What the world gives a node, be it libp2p and a device or a simulation."""
+    """The ports of a node's world: libp2p and a device, or a simulation."""
 
     transport: Transport
     directory: Directory
     compute: Compute
     clock: Clock
     disk: Disk | None
-    """Plans obeyed and snapshots go to a folder of the run on this disk; None: nothing is kept."""
+    """Keeps obeyed plans and snapshots in the run's folder; None: nothing is kept."""
     rng: random.Random
     device: ComputeDevice = _CPU
     memory_bytes: int | None = None
-    """The memory that is claimed (`Claims`); virtual worlds must say it."""
+    """The memory to claim (`Claims`); required in virtual worlds."""
     machine: str = ""
-    """The same for peers that share this machine's network card; empty: nobody else is there."""
+    """An equal text for all peers that share this machine's network card; empty: this peer is alone."""
     run_blocking: RunBlocking = _inline
-    """Runs what blocks on the disk: `asyncio.to_thread` in life, inline in virtual time."""
+    """Runs work that blocks on the disk: `asyncio.to_thread` in reality, inline in virtual time."""
     run_search: RunBlocking = _inline
-    """Runs searches for a layout: `in_background` in life, inline in virtual time."""
+    """Runs layout searches: `in_background` in reality, inline in virtual time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeListeners:
-    """Functions that hear what a node does. `on_commit`, `on_validation`, `on_state` and `say` are as `Watcher` has
-    them."""
+    """Callbacks for what a node does. `on_commit`, `on_validation`, `on_state` and `say` are those of `Watcher`."""
 
     on_step: Callable[[StepRecord], None] | None = None
-    """Hears of each step while this peer coordinates."""
+    """Called for each step while this peer coordinates."""
     on_plan: Callable[[SignedPlan], None] | None = None
-    """Hears of every plan that this peer obeys."""
+    """Called for every plan that this peer obeys."""
     on_commit: Callable[[CommitReport], None] | None = None
     on_validation: Callable[[ValidationReport], None] | None = None
     on_state: Callable[[int, StageState], None] | None = None
@@ -151,12 +146,12 @@ class Node:
     """Takes part in one run, from `start` to `close`.
 
     Args:
-        gate: who may send this peer what.
-        hears: who hears what happens here.
-        arithmetic: what it computes with, in place of the run's corpus on the ports' device.
-        traffic: as `PeerDriver` has it.
-        seals: other ones only in a world where everybody is ours.
-        allocator: makes the plans while this peer coordinates; the same at every peer of the run.
+        gate: decides which senders and messages this peer accepts.
+        hears: callbacks for what happens here.
+        arithmetic: computes in place of the run's model and corpus on the ports' device.
+        traffic: passed to `PeerDriver`.
+        seals: not the default only in a simulated world, where every peer is ours.
+        allocator: makes the plans while this peer coordinates; must be the same at every peer of the run.
     """
 
     def __init__(
@@ -178,10 +173,10 @@ class Node:
         self.owner = run.owner
         self.run = run.id
         self.past = Past(clock)
-        """The commits that this peer remembers of the run."""
+        """The run's commits that this peer remembers."""
         incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
         self.links = LinkMeter(clock)
-        """The traffic between this peer and each other one."""
+        """Measures the traffic with each other peer."""
         metered = MeteredTransport(ports.transport, self.links, clock)
         self.endpoint = Endpoint(identity, metered, run=self.run, gate=gate, first_sequence=incarnation, seals=seals)
         self.endpoint.revision = spec.revision
@@ -244,7 +239,7 @@ class Node:
         return self.coordination.is_coordinator
 
     async def start(self) -> None:
-        """Measure this machine, then look for the others. Raises: LocalError: what is on disk is not of this run."""
+        """Measure this machine, then look for the others. Raises: LocalError: the state on disk is of another run."""
         if self._spec_keeper is not None:
             self._keeping.append(asyncio.create_task(self._spec_keeper.keep(), name="keep the run spec"))
         if self.endpoint.members.certificate:
@@ -253,10 +248,10 @@ class Node:
         await self.coordination.start()
 
     async def wait_done(self) -> Found | None:
-        """Wait until the run has reached its last step and those who ask have heard so, or its owner has continued it.
+        """Wait until the run has done its last step and the other peers know it, or the owner has continued the run.
 
-        Returns: None; or the newer revision of the spec, by which another node is to take part in this one's place.
-        Raises: whatever keeps this peer from going on.
+        Returns: the newer revision of the spec, under which a new node must replace this one; None: the run is done.
+        Raises: ShoalError: this peer cannot go on.
         """
         heartbeat_s = self.spec.swarm.heartbeat_s
         while not (self.coordination.done or self._is_left_behind):
@@ -282,15 +277,15 @@ class Node:
 
     @property
     def _is_left_behind(self) -> bool:
-        """Whether our stage has committed the last step, and everyone who could have told us more is gone."""
+        """True if our stage has committed the last step and no peer answers any more."""
         replica = self.peer.replica
         at_the_end = replica is not None and replica.version == self.spec.training.steps
         return at_the_end and self.coordination.silence_s > _LEFT_BEHIND_HEARTBEATS * self.spec.swarm.heartbeat_s
 
     async def leave(self, *, within_s: float = LEAVE_S) -> None:
-        """Finish what is in flight and see it committed, save what nobody else holds, and say good-bye.
+        """Drain: finish work in flight and wait for its commit, save what no other peer holds, and say goodbye.
 
-        Args: within_s: what is not finished by then others do again. The good-bye takes a little longer.
+        Args: within_s: other peers redo what is not finished by then. The goodbye takes a little longer.
         """
         await self.peer.drain(within_s)
         with contextlib.suppress(TimeoutError):
@@ -298,7 +293,7 @@ class Node:
                 await self.coordination.close(leave=True)
 
     async def close(self) -> None:
-        """Stop at once. Again, or after `leave`, stops what is left."""
+        """Stop now, without draining. Safe to call twice, and after `leave`."""
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
@@ -310,7 +305,7 @@ class Node:
             self._on_plan(plan)
         before = self.coordination.predecessor
         if before is not None and not self.endpoint.gate.has_plan:
-            self.endpoint.obey(before.plan)  # as a newcomer: whoever left it may still drain
+            self.endpoint.obey(before.plan)  # members that left since may still be draining
         self.endpoint.obey(plan.plan)
         self.peer.obey(plan, predecessor=before)
 

@@ -1,9 +1,9 @@
-"""Writes the files of `lock/` anew from `pyproject.toml` and `constraints.txt`: `renew_lock.py [WHEEL …]`.
+"""Rewrites the files of `lock/` from `pyproject.toml` and `constraints.txt`: `renew_lock.py [WHEEL …]`.
 
-Run it after each change of these two. It asks PyPI, through uv, for the hash of every file of every package, and it
-does not choose versions: those are in the constraints, those of CUDA's libraries in what torch asks for. WHEEL are
-files on this machine that must be allowed too because PyPI does not have them: torch's CPU build, fetched from PyTorch.
-Their hashes stay from one renewal to the next as long as the version does. Compare a new one with PyTorch's own page.
+Run it after each change of these two. Through uv it asks PyPI for the hash of every file of every package. It does not
+choose versions: they come from the constraints, those of CUDA's libraries from torch. WHEEL are local files to allow
+although PyPI does not have them: torch's CPU build, fetched from PyTorch. Their hashes are kept until the version
+changes. Compare a new one with PyTorch's own page.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ _CUDA = re.compile(r"^(nvidia|cuda)-|^triton$")
 _NAME = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==(\S+)")
 
 Locked = dict[str, tuple[str, frozenset[str]]]
-"""Name, in lower case with dashes -> version, SHA-256 of its files."""
+"""Name in lower case with dashes -> version, SHA-256 of its files."""
 
 
 def read(text: str) -> Locked:
-    """What a lock file says."""
+    """Parse a lock file."""
     locked: Locked = {}
     for entry in text.replace("\\\n", " ").splitlines():
         if found := _NAME.match(entry):
@@ -42,7 +42,7 @@ def written(locked: Locked) -> str:
 
 
 def locked_by(uv: Path, source: str | Path, *extras: str) -> Locked:
-    """What PyPI has for it, on Linux and x86-64."""
+    """Return what PyPI has for `source`, for Linux on x86-64."""
     command = [str(uv), "pip", "compile", str(source), "--no-config", "--quiet", "--generate-hashes", "--no-header"]
     command += ["--no-annotate", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"]
     command += ["--constraint", str(_DEPLOY / "constraints.txt"), *(f"--extra={name}" for name in extras)]
@@ -50,7 +50,7 @@ def locked_by(uv: Path, source: str | Path, *extras: str) -> Locked:
 
 
 def _alone(locked: Locked, wanted: str) -> Locked:
-    """`wanted` without what it asks for in its turn."""
+    """Return only `wanted`, without its dependencies."""
     name = wanted.partition("==")[0]
     return {name: locked[name]}
 
@@ -77,7 +77,7 @@ def main(wheels: list[Path]) -> None:
     (LOCK / "cuda.txt").write_text(written(cuda))
     run = {name: entry for name, entry in run.items() if name in everything and name not in cuda}
     (LOCK / "run.txt").write_text(written(run))
-    # Triton comes with CUDA's torch; the tests, which interpret its kernels on a CPU, want it in any case.
+    # Triton comes with CUDA's torch; the tests need it in any case, to interpret its kernels on a CPU.
     setup = {
         name: entry for name, entry in everything.items() if name not in run and (name not in cuda or name == "triton")
     }

@@ -1,4 +1,4 @@
-"""A peer as a service of this user: a systemd unit, or a launchd agent on macOS, from templates in this folder."""
+"""Installs a peer as the user's service: a systemd unit, or a launchd agent on macOS, from templates."""
 
 import os
 import plistlib
@@ -20,40 +20,40 @@ UNIT: Final = "shoal.service"
 AGENT: Final = "org.shoal.peer"
 _HERE = Path(__file__).parent
 _OWN_VIEW: Final = "# Its own view of the files:"
-"""Begins the part of the unit that needs a user namespace."""
+"""Marks the start of the unit's part that needs a user namespace."""
 _NO_NAMESPACE: Final = ("217", "226")
-"""What a unit's process exits with where systemd may not make it one: EXIT_USER and EXIT_NAMESPACE."""
+"""Exit codes of the unit's process if systemd cannot make a namespace: EXIT_USER, EXIT_NAMESPACE."""
 _CACHES: Final = {
     "NUMBA_CACHE_DIR": "numba",
     "TRITON_CACHE_DIR": "triton",
     "CUDA_CACHE_PATH": "cuda",
     "HF_DATASETS_CACHE": "datasets",
 }
-"""Variables that say where a library keeps what it has made, and the folder of shoal's cache that they name."""
+"""Variable for a library's cache folder -> its folder within shoal's cache."""
 _TOLD: Final = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "HF_HOME")
-"""Variables that say where this user's files are: a service manager may not have those of the shell."""
+"""Variables for the locations of the user's files: a service manager may not have those of the shell."""
 _CONTROL: Final = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode's control characters, halves of surrogate pairs (no file can hold them), and separators of lines."""
+"""Unicode categories: control characters, surrogates (no file can hold them), and line separators."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The file of a service, and the commands that make the system take notice of it."""
+    """The file of a service, and the commands that enable and disable it."""
 
     path: Path
     text: str
     invite: Path
-    """The file in which the service finds its invite, which nobody else may read."""
+    """The file with the service's invite; only its user can read it."""
     on: tuple[tuple[str, ...], ...]
     off: tuple[tuple[str, ...], ...]
 
 
 def service(arguments: Sequence[str], *, watches: bool = False, platform: str = sys.platform) -> Service:
-    """Make the service that runs `shoal join`.
+    """Return the service that runs `shoal join`.
 
     Args:
         arguments: of `shoal join`, without the invite.
-        watches: the peer asks the desktop whether somebody uses the machine, so it must reach the desktop.
+        watches: the peer must reach the desktop, to ask whether somebody uses the machine.
     Raises: LocalError: an argument has a control character; this system has neither systemd nor launchd.
     """
     for argument in arguments:
@@ -76,10 +76,10 @@ def service(arguments: Sequence[str], *, watches: bool = False, platform: str = 
 
 
 def install(invite: str, arguments: Sequence[str], *, watches: bool = False) -> tuple[Path, bool]:
-    """Write it and start it, now and whenever this user's services start.
+    """Write the service's files and start it, now and whenever this user's services start.
 
-    Returns: its file, and whether it sees only those files of the user that it needs.
-    Raises: LocalError: it cannot be written, or the system does not start it; then nothing is left of it.
+    Returns: its file, and True if it sees only those files of the user that it needs.
+    Raises: LocalError: it cannot be written or started; then the former files are restored.
     """
     wanted = service(arguments, watches=watches)
     for folder in (state_root(), cache_root()):
@@ -90,7 +90,7 @@ def install(invite: str, arguments: Sequence[str], *, watches: bool = False) -> 
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)
-            path.chmod(0o600)  # before the invite is in it
+            path.chmod(0o600)  # before the invite is written
             path.write_text(text)
         except OSError as error:
             raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
@@ -102,7 +102,7 @@ def install(invite: str, arguments: Sequence[str], *, watches: bool = False) -> 
             if not has_own_view or _exit_status() not in _NO_NAMESPACE:
                 raise
             has_own_view = False
-            _run_all(wanted.off)  # a start would wait for the minute until the one that failed is tried again
+            _run_all(wanted.off)  # else the start would wait a minute for the failed one's retry
             wanted.path.write_text(without_own_view(wanted.text))
             _run_all(wanted.on)
     except LocalError:
@@ -127,7 +127,7 @@ def uninstall() -> Path:
 
 
 def without_own_view(unit: str) -> str:
-    """The unit for a system that lets no user's service have its own view of the files."""
+    """Return the unit without its own view of the files, for a system that grants users no namespaces."""
     before, _, after = unit.partition(_OWN_VIEW)
     return before + "[Install]" + after.partition("[Install]")[2]
 
@@ -157,16 +157,13 @@ def _agent(arguments: Sequence[str], invite: Path) -> str:
 
 
 def _refuse_control_characters(argument: str) -> None:
-    """A unit is read line by line, so a line break would begin a setting of its own, whatever quotes are around it.
-
-    Raises: LocalError.
-    """
+    """Refuse line breaks and the like, which begin a new setting of the unit even in quotes. Raises: LocalError."""
     if any(unicodedata.category(letter) in _CONTROL for letter in argument):
         raise LocalError(f"{argument!r} has a line break or another control character: a service cannot take it")
 
 
 def _bound(path: Path) -> str:
-    """Name a path in a list of mounts, where a colon would begin its target. `-`: it need not be there."""
+    """Quote a path for a list of mounts, where a colon would begin its target. `-`: it may be missing."""
     return _word(f"-{path}").replace(":", "\\:")
 
 
@@ -176,28 +173,27 @@ def _environment() -> dict[str, str]:
 
 
 def _hugging_face() -> Path:
-    """The folder of the models and vocabularies that are on this machine already."""
     said = os.environ.get("HF_HOME")
     return Path(said) if said else cache_root().parent / "huggingface"
 
 
 def _quoted(word: str) -> str:
-    """Quote an argument of a unit's command, in which `$` begins a variable."""
+    """Quote an argument of a unit's command line, in which `$` begins a variable."""
     return _word(word).replace("$", "$$")
 
 
 def _word(word: str) -> str:
-    """Quote a word of a unit: `%` begins a specifier there, and quotes are as a shell's."""
+    """Quote a word of a unit, in which `%` begins a specifier and quotes are as in a shell."""
     return shlex.quote(word.replace("\\", "\\\\")).replace("%", "%%")
 
 
 def _shoal() -> str:
-    """The command of the environment that runs now: a service has no PATH of ours."""
+    """Return the path of `shoal` in the running environment: a service does not have our PATH."""
     return str(Path(sys.executable).parent / "shoal")
 
 
 def _exit_status() -> str:
-    """The exit status of the unit's last process, as systemd has it; empty if it does not say."""
+    """Return the exit status of the unit's last process from systemd; empty if unknown."""
     command = ("systemctl", "--user", "show", UNIT, "--property=ExecMainStatus", "--value")
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,4 +1,4 @@
-"""The console script. Its first import takes most of a second; Ctrl-C ends it without a traceback even then."""
+"""The console script. Its imports take most of a second; Ctrl-C ends it without a traceback even then."""
 
 import io
 import os
@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def _speak_utf8() -> None:
-    """Names and files are UTF-8 whatever the locale says: in one that is not, Python starts anew in its UTF-8 mode."""
+    """Use UTF-8 for names and files whatever the locale is: restart Python in UTF-8 mode if necessary."""
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"  # for our children
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])

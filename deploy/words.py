@@ -1,26 +1,26 @@
-"""Writes names, spans of time and quantities as people read them. Pure."""
+"""Formats names, durations and quantities for people. Pure."""
 
 import re
 
 from shoal.protocol.identity import PeerID
 
 ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
-"""How the reason of a plan names a peer: by what `short` leaves of its identifier."""
+"""Matches a peer's name in the reason of a plan: the end of its identifier, as `short` gives it."""
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def printable(text: str) -> str:
-    """What another peer said, without control characters."""
+    """Return another peer's text with control characters replaced by `?`."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def short(peer: PeerID) -> str:
-    """The end of a PeerID: the beginning is the same for everyone."""
+    """Return the end of a PeerID; all of them begin alike."""
     return peer[-8:]
 
 
 def duration(seconds: float) -> str:
-    """`40 s`, `12:05`, `3:12:05`, `4 d 3 h`."""
+    """Format seconds: `40 s`, `12:05`, `3:12:05`, `4 d 3 h`."""
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 48:
@@ -31,12 +31,12 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """`1 step`, `1,200 steps`."""
+    """Format a count with its noun: `1 step`, `1,200 steps`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def digits(value: float) -> str:
-    """Three digits, and never an exponent: `0.000314`, `12.3`, `1,070`."""
+    """Format with three digits and no exponent: `0.000314`, `12.3`, `1,070`."""
     if abs(value) >= 99.95:
         return f"{value:,.0f}"
     said = f"{value:.3g}"
@@ -44,14 +44,14 @@ def digits(value: float) -> str:
 
 
 def number_of_stages(stages: int | str) -> str:
-    """`3 stages`; or that their number is free, where `swarm.stages` says so."""
+    """Format the number of stages: `3 stages`, or that it is free if `swarm.stages` says so."""
     if isinstance(stages, str):
         return "as many stages as suit the peers"
     return counted(stages, "stage")
 
 
 def quantity(value: float, unit: str) -> str:
-    """`9.72 TFLOP/s`."""
+    """Format with an SI prefix: `9.72 TFLOP/s`."""
     power = 0
     while value >= 999.5 and power < len(_PREFIXES) - 1:
         value, power = value / 1000.0, power + 1

@@ -1,4 +1,4 @@
-"""Turns addresses as people write them into multiaddrs."""
+"""Converts addresses typed by people into multiaddrs."""
 
 import ipaddress
 import re
@@ -10,14 +10,11 @@ from shoal.protocol.limits import ADDRESSES_MAX
 _MULTIADDR = re.compile(r"/(ip[46]|dns[46]?)/([^/]+)/tcp/([0-9]{1,5})")
 _HOST_PORT = re.compile(r"(?:\[([^][]+)\]|([^][:/]*)):([0-9]{1,5})")
 _NAME = re.compile(r"(?=.{1,253}$)([a-zA-Z0-9_-]{1,63}\.)*(?![0-9]+$)[a-zA-Z0-9_-]{1,63}")
-"""The last label of a name is no number (RFC 3696, section 2): that would be an address with a mistake in it."""
+"""The last label of a name is not a number (RFC 3696, section 2): that would be a mistyped IP address."""
 
 
 def listen_addresses(text: str) -> tuple[str, ...]:
-    """`HOST:PORT`, `:PORT` (all interfaces) or a multiaddr.
-
-    Raises: LocalError: it is none of these.
-    """
+    """Parse `HOST:PORT`, `:PORT` (all interfaces) or a multiaddr. Raises: LocalError: it is none of these."""
     kind, host, port = _parsed(text)
     if not kind.startswith("ip"):
         raise LocalError(
@@ -28,9 +25,9 @@ def listen_addresses(text: str) -> tuple[str, ...]:
 
 
 def announced_addresses(texts: Sequence[str]) -> tuple[str, ...]:
-    """`HOST:PORT` with a name or an address, or multiaddrs without `/p2p/…`.
+    """Parse `HOST:PORT` with a name or an address, or multiaddrs without `/p2p/…`.
 
-    Raises: LocalError: one of them is none of these, or there are too many.
+    Raises: LocalError: one of them is invalid, or there are too many.
     """
     if len(texts) > ADDRESSES_MAX:
         raise LocalError(f"--announce is given {len(texts)} times: others are told {ADDRESSES_MAX} addresses at most")
@@ -47,7 +44,7 @@ def _announced(text: str) -> str:
 
 
 def _parsed(text: str) -> tuple[str, str, int]:
-    """Returns: protocol, host and port. The protocol is empty if the text is no address."""
+    """Return protocol, host and port; the protocol is empty if the text is no address."""
     multiaddr, host_port = _MULTIADDR.fullmatch(text), _HOST_PORT.fullmatch(text)
     if multiaddr is not None:
         kind, host, port = multiaddr[1], multiaddr[2], int(multiaddr[3])

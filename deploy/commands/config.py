@@ -1,4 +1,4 @@
-"""`shoal config`: what this user has set on this machine."""
+"""`shoal config`: the user's settings on this machine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     "shoal config show --json  # for a script",
 )
 def show(json: Annotated[bool, typer.Option("--json", help="Print the settings as JSON.")] = False) -> None:
-    """Show all settings, and what each means."""
+    """Show all settings with their meaning."""
     import msgspec
 
     from shoal.deploy.config import as_toml, load_settings
@@ -33,7 +33,7 @@ def show(json: Annotated[bool, typer.Option("--json", help="Print the settings a
 
 @examples("shoal config path  # where the file is, or would be")
 def path() -> None:
-    """Say where the file is, or would be."""
+    """Print the path of the settings file."""
     from shoal.deploy.config import config_path
 
     typer.echo(str(config_path()))
@@ -44,7 +44,7 @@ def path() -> None:
     "shoal config check --json  # for a script; exit code 2 if something is",
 )
 def check(json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False) -> None:
-    """Say what is wrong with the file."""
+    """Check the settings file."""
     import msgspec
 
     from shoal.deploy.config import config_path, load_settings
@@ -68,7 +68,7 @@ def set_(
     name: Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")],
     value: Annotated[str, typer.Argument(help="The new value.")],
 ) -> None:
-    """Change a setting. A peer that runs here takes what it can at once."""
+    """Change a setting. A running peer applies it at once if possible."""
     from shoal.deploy.config import set_one
 
     _tell(name, set_one(name, value))
@@ -76,14 +76,14 @@ def set_(
 
 @examples("shoal config unset hours  # compute at all hours again")
 def unset(name: Annotated[str, typer.Argument(help="The setting's name, as `shoal config show` prints it.")]) -> None:
-    """Take a setting back: its default holds again."""
+    """Remove a setting, so that its default holds again."""
     from shoal.deploy.config import unset_one
 
     _tell(name, unset_one(name))
 
 
 def _tell(name: str, settings: "Settings") -> None:
-    """Say what holds now, and what the peers that run here make of it."""
+    """Print the setting's new value, and when each running peer applies it."""
     import msgspec
 
     from shoal.deploy.config import config_path, in_toml

@@ -34,10 +34,10 @@ CHAOS_PEERS = 8
 
 @examples(
     "shoal demo  # six peers, three stages, until the run is done",
-    "shoal demo --peers 4 --stages 2 --steps 50  # smaller and sooner",
-    "shoal demo --chaos --seconds 300  # kill a peer every 15 s and watch it mend",
-    "shoal demo --moe  # eight experts a layer, spread over six peers, and one who holds the busiest is killed",
-    "shoal demo --stages auto --parts 1,1,2,2,4,4  # unequal devices, which the coordinator divides the layers among",
+    "shoal demo --peers 4 --stages 2 --steps 50  # smaller and faster",
+    "shoal demo --chaos --seconds 300  # kill a peer every 15 s and watch the swarm recover",
+    "shoal demo --moe  # eight experts a layer on six peers, of which one with the busiest expert is killed",
+    "shoal demo --stages auto --parts 1,1,2,2,4,4  # unequal devices, among which the coordinator divides the layers",
     "shoal demo --tune  # train a base, then adapters beside it on another text, and evaluate both",
     "shoal demo --dashboard  # and open http://127.0.0.1:8640/ to see it",
     "shoal demo --data ~/notes --json demo.jsonl  # your own text, and a line a step to a file",
@@ -146,7 +146,7 @@ def _tune(options: "DemoOptions", console: Console) -> None:
 
     summary = asyncio.run(Tuning(options, console).run())
     if summary is None:
-        tell(console, f"stopped; what there is lies in {options.folder}")
+        tell(console, f"stopped; all files so far are in {options.folder}")
         raise typer.Exit(EXIT_INTERRUPTED)
     if options.json_path is not None:
         options.json_path.write_bytes(msgspec.json.encode(summary) + b"\n")

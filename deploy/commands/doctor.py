@@ -1,4 +1,4 @@
-"""`shoal doctor`: which side is at fault, and what to do."""
+"""`shoal doctor`: finds the side at fault and the remedy."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -47,7 +47,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Say what keeps this machine out of a run, and who can mend it."""
+    """Find what keeps this machine out of a run, and how to fix it."""
     note = places.last_running() if invite is None else None
     found = given_invite(invite) if invite else parse_invite(note.invite) if note else None
     start_logging(verbose)
@@ -68,7 +68,7 @@ def doctor(
 def explain(
     error: RunNotFound, invite: Invite, *, listen: tuple[str, ...], state_dir: Path | None, device: str
 ) -> NoReturn:
-    """Say why nobody of a run was found, and end the command."""
+    """Print why no peer of a run was found, and end the command."""
     from shoal.deploy.doctor.diagnosis import problem_lines
 
     say(f"shoal: nobody at the invite's addresses has the run {invite.run}; looking for the reason…", err=True)
@@ -82,7 +82,7 @@ def explain(
 
 
 def diagnosis_of(invite: Invite | None, *, listen: tuple[str, ...], state_dir: Path | None, device: str) -> "Diagnosis":
-    """Look at the machine, and at the way to the invite's run."""
+    """Examine the machine and the way to the invite's run."""
     from shoal.deploy.doctor.diagnosis import diagnose
     from shoal.deploy.doctor.probes import LiveProbes, examine
     from shoal.deploy.state.known_peers import ways_to

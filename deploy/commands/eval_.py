@@ -1,4 +1,4 @@
-"""`shoal eval`: how well what the swarm has trained predicts."""
+"""`shoal eval`: evaluates a trained model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 @examples(
-    "shoal eval --data notes/  # the newest snapshot on this machine, on what its run keeps for validation",
+    "shoal eval --data notes/  # the newest snapshot on this machine, on its run's validation set",
     "shoal eval ./my-model --text book.txt  # perplexity of an exported folder on a text",
-    "shoal eval --tasks arc_easy,hellaswag --limit 200  # questions of lm-eval (pip install lm-eval)",
-    "shoal eval --swarm --data notes/  # the run that is up, by its stages: this machine needs no model",
+    "shoal eval --tasks arc_easy,hellaswag --limit 200  # tasks of lm-eval (pip install lm-eval)",
+    "shoal eval --swarm --data notes/  # the run that is up, through its stages: this machine needs no model",
     "shoal eval --data notes/ --base ./Llama-3.2-1B  # adapters, beside a model that this machine has elsewhere",
     "shoal eval --tasks my_task --include tasks/ --json  # of your own tasks, for a script",
 )
@@ -67,7 +67,7 @@ def eval_(
     json: Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Say how well a snapshot or an exported model predicts."""
+    """Evaluate a snapshot or an exported model."""
     named = [name for name in tasks.split(",") if name]
     wants_validation = not (text or named) if validation is None else validation
     source = ",".join(data_source(part) for part in data.split(",")) if data else ""
@@ -136,7 +136,7 @@ def _validation(predictor: "Predictor", source: str, tokenizer: Path | None, sam
     with progress_bar("reading the text") as tell:
         corpus = find_corpus(spec, data=source, tokenizer=vocabulary, on_progress=tell)
     if corpus is None:
-        raise LocalError(f"this machine is not told where the run's text is: name it with --data ({spec.data.named})")
+        raise LocalError(f"the run's text is not known on this machine: name it with --data ({spec.data.named})")
     with progress_bar("predicting") as tell:
         names = source_names(spec.data)
         return validation_scores(predictor, corpus, names, samples_max=samples, on_progress=tell)

@@ -1,4 +1,4 @@
-"""`shoal export`: what the swarm has trained, for the tools that people have."""
+"""`shoal export`: writes the trained model for other tools."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""`shoal generate`: try what the swarm has trained."""
+"""`shoal generate`: generates text with the trained model."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     'shoal generate --prompt "def main("  # the newest snapshot on this machine',
     'shoal generate notes --prompt "Once" --tokens 500 --temperature 0.6  # the run notes; longer, and more careful',
     "shoal generate --prompt - < question.txt  # the prompt from a file",
-    'shoal generate --swarm --prompt "Once"  # by the stages of the run that is up, which hold the model',
+    'shoal generate --swarm --prompt "Once"  # through the stages of the run that is up, which hold the model',
     'shoal generate --prompt "x = " --temperature 0 --json  # the likeliest text, for a script',
 )
 def generate(
@@ -65,7 +65,7 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Let a model write, and show the text as it comes."""
+    """Generate text with a model, and show it as it comes."""
     start_logging(verbose)
     from shoal.deploy.manners.device import pick_device, take_own_threads
     from shoal.deploy.ship.generate import fit_for_terminal, manner_of, write

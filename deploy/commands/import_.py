@@ -1,4 +1,4 @@
-"""`shoal import`: a run that goes on from somebody's weights."""
+"""`shoal import`: makes a run from existing weights."""
 
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -13,7 +13,7 @@ from shoal.protocol.spec import AdapterSpec, RunSpec
 from shoal.protocol.toml.spec_file import convert_spec, load_spec, read_tables
 
 _PASSES: Final = 3
-"""How often a run goes through its data, if nobody says its steps: models are tuned in one to three passes."""
+"""The data passes of a run without explicit steps: fine-tuning usually takes one to three."""
 
 
 @examples(
@@ -73,7 +73,7 @@ def import_(
     json: Annotated[bool, typer.Option("--json", help="Say what was made as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Make a run spec that begins with a model's weights."""
+    """Make a run spec with a model's weights as initial weights."""
     begun = load_spec(spec) if spec else None
     if run_toml.exists():
         raise LocalError(f"{run_toml} is there already: name a file that is not")
@@ -165,13 +165,12 @@ def import_(
 
 
 def _comments(made: RunSpec) -> dict[str, str]:
-    """What the run file says of the fields that people change."""
     rate = f"{made.optimizer.learning_rate:g}"
     return {
         "data.source": "a file, a folder or hf:NAME",
         "training.steps": f"{made.training.steps * made.tokens_per_step:,} tokens in all",
-        "training.microbatches_per_step": "so many times microbatch_size samples are a step",
-        "swarm.min_peers": "it begins once so many are here",
+        "training.microbatches_per_step": "a step has this many times microbatch_size samples",
+        "swarm.min_peers": "the run begins with this many peers",
         "optimizer.name": f"at a learning_rate of {rate} unless a line here says another",
         "model.context": "tokens of a sample",
     }
@@ -182,7 +181,7 @@ def _of_what(made: RunSpec) -> str:
 
 
 def _fitted(made: RunSpec, base: Path) -> RunSpec:
-    """What the file `base` leaves to shoal follows the model that was read, which `base` does not describe."""
+    """Recompute the fields that file `base` leaves to shoal for the imported model."""
     import msgspec
 
     read = {name: msgspec.to_builtins(getattr(made, name)) for name in ("model", "swarm", "initial", "adapter")}

@@ -1,4 +1,4 @@
-"""`shoal invite`: the invite of the run that is up here, with the addresses of now; others, and revoking one."""
+"""`shoal invite`: prints, makes, lists and revokes invites; `shoal exclude` and `shoal readmit`."""
 
 import re
 import sys
@@ -33,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
     "shoal invite --qr  # to hold in front of a camera",
     "shoal invite --peers 1  # the shortest: only this machine's addresses",
     "shoal invite new --uses 20 --expires 4w  # on the host: another, for twenty machines, within four weeks",
-    "shoal invite revoke 3f9a1c22  # on the host: whoever came by it is out",
+    "shoal invite revoke 3f9a1c22  # on the host: exclude the members that joined with it",
 )
 def invite(
     context: typer.Context, peers: Peers = PEERS_NAMED, qr: Qr = False, state_dir: Running = None, json: Json = False
@@ -48,8 +48,8 @@ def invite(
 
 @examples(
     "shoal invite new  # for five machines at a time, to come within a week",
-    "shoal invite new --uses 0 --expires 0  # for as many as like, for ever: for people that you trust",
-    "shoal invite new --observe  # to look on: `shoal status INVITE`",
+    "shoal invite new --uses 0 --expires 0  # for any number of machines, for ever: only for people that you trust",
+    "shoal invite new --observe  # only to watch: `shoal status INVITE`",
 )
 def new(
     uses: Annotated[
@@ -58,15 +58,13 @@ def new(
     expires: Annotated[
         str, typer.Option(help="Let newcomers in for this long, as in 90m, 12h, 7d or 4w; 0: for ever.")
     ] = "7d",
-    observe: Annotated[bool, typer.Option("--observe", help="Let those that join with it watch only.")] = False,
+    observe: Annotated[bool, typer.Option("--observe", help="Members that join with it may only watch.")] = False,
     peers: Peers = PEERS_NAMED,
     qr: Qr = False,
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Make another invite, with a key and terms of its own.
-
-    It works on the run's host."""
+    """Make another invite, with a key and terms of its own. Only the run's host can do this."""
     from shoal.deploy.control.control_socket import ask
 
     terms: dict[str, Any] = {"lasts_s": _seconds(expires), "seats": uses, "observe": observe, "peers": peers}
@@ -75,7 +73,7 @@ def new(
 
 @examples("shoal invite list  # the terms of each, and which are revoked")
 def list_(state_dir: Running = None, json: Json = False) -> None:
-    """List the invites of this run, and who is excluded."""
+    """List the invites and the excluded members of this run."""
     from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "invite-list")
@@ -99,7 +97,7 @@ def revoke(
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Make an invite useless, and put out those that joined with it."""
+    """Revoke an invite, and exclude the members that joined with it."""
     from shoal.deploy.control.control_socket import ask
 
     _done(ask(running_here(state_dir), "invite-revoke", name=name), json=json)
@@ -111,9 +109,7 @@ def exclude(
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Put one member out of the run for good.
-
-    It works on the run's host."""
+    """Exclude one member from the run. Only the run's host can do this."""
     from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "exclude", peer=peer)
@@ -125,23 +121,24 @@ def exclude(
         say(f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run")
         if answer["invite"]:
             say(
-                f"it is the second that came by the invite {answer['invite']}, so all that came by it are out; "
-                f"`shoal readmit {answer['invite']}` lets the others in again"
+                f"it is the second excluded member of the invite {answer['invite']}, so the whole invite is excluded; "
+                f"`shoal readmit {answer['invite']}` readmits the others"
             )
 
 
 @examples(
     "shoal readmit bob  # the name or the end of the peer's ID, as `shoal invite list` shows them",
-    "shoal readmit 3f9a1c22  # an invite, with those that came by it",
+    "shoal readmit 3f9a1c22  # an invite, with the members that joined with it",
 )
 def readmit(
     who: Annotated[str, typer.Argument(help="The peer's name, or the end of its ID, or the invite's name.")],
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Let in again an excluded member or a revoked invite.
+    """Readmit an excluded member or a revoked invite.
 
-    It works on the run's host, whoever excluded it. The member itself must be started again."""
+    Only the run's host can do this. The member itself must be started again.
+    """
     from shoal.deploy.control.control_socket import ask
 
     answer = ask(running_here(state_dir), "readmit", who=who)
@@ -158,7 +155,7 @@ def _seconds(text: str) -> float:
         return 0.0
     match = _SPAN.match(text.strip().lower())
     if match is None or not int(match[1]):
-        raise LocalError(f"{text!r} is no span of time: write 90m, 12h, 7d or 4w, or 0 for ever")
+        raise LocalError(f"{text!r} is no duration: write 90m, 12h, 7d or 4w, or 0 for ever")
     return float(int(match[1]) * _SECONDS[match[2]])
 
 
@@ -186,18 +183,15 @@ def _done(answer: Any, *, json: bool) -> None:
 
 
 def _sentence(entry: dict[str, Any]) -> str:
-    """An invite's terms in words."""
     left_s = entry["expires_s"] - time.time()
     ends = "never expires" if not entry["expires_s"] else f"expires in {duration(left_s)}" if left_s > 0 else "expired"
     seats = f"{counted(entry['seats'], 'machine')} at a time" if entry["seats"] else "any number of machines"
-    rights = "to look on" if entry["observe"] else "to train"
+    rights = "to watch" if entry["observe"] else "to train"
     return f"{entry['name']}  {rights}, {seats}, {ends}{', REVOKED' if entry['revoked'] else ''}"
 
 
 def qr_code(text: str, *, coloured: bool) -> str:
-    """`text` in half blocks, the light ones drawn. `coloured`: light on dark whatever the terminal's own colours are,
-    since a camera may not read the negative.
-    """
+    """Draw a QR code of half blocks. `coloured`: light on dark in any terminal, as cameras may need."""
     import io
 
     import segno

@@ -1,4 +1,4 @@
-"""`shoal leave`: ask the peer that runs here to end, without loss."""
+"""`shoal leave`: asks the peer on this machine to leave without losing work."""
 
 import time
 from pathlib import Path
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 _DRAIN_S_MAX = 120.0
-"""It takes half a minute at most, and the time that a large state needs to be written."""
+"""Leaving takes at most half a minute, plus the time to write a large state."""
 
 
 @examples(
-    "shoal leave  # finish what is in flight, save what nobody else has, end",
+    "shoal leave  # finish the work in flight, save state that no other peer has, end",
     "shoal leave bob  # of several peers on this machine, the one called bob",
     "shoal leave --all  # every peer of this user on this machine",
     "shoal leave --now  # without waiting for work in flight",
@@ -31,9 +31,9 @@ def leave(
     now: Annotated[
         bool, typer.Option("--now", help="Do not finish the work in hand; other peers do it again.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Say who left as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the peers that left, as JSON.")] = False,
 ) -> None:
-    """Ask the peer that runs here to end, without loss."""
+    """Ask the peer on this machine to leave without losing work."""
     import msgspec
     import psutil
 
@@ -46,9 +46,9 @@ def leave(
         try:
             processes.append(psutil.Process(note.pid))
         except psutil.NoSuchProcess:
-            continue  # as quick as that
+            continue  # it has already ended
         if not json:
-            say(f"{label}: leaving, once what is in flight is done")
+            say(f"{label}: leaving, once its work in flight is done")
     still = _wait(processes)
     if json:
         left = [
@@ -63,7 +63,7 @@ def leave(
 
 
 def _wait(processes: "list[psutil.Process]") -> "list[psutil.Process]":
-    """The processes that have not ended in time. A process that only its parent has not noticed yet has ended."""
+    """Return the processes that have not ended in time. A zombie, which only its parent has not noticed, has ended."""
     import psutil
 
     def ended(process: psutil.Process) -> bool:

@@ -1,4 +1,4 @@
-"""Has what several commands share: options, examples, logging."""
+"""Shared parts of commands: options, examples, logging."""
 
 import logging
 import math
@@ -127,19 +127,20 @@ Reports = Annotated[
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _EXAMPLES: dict[str, str] = {}
-"""Help's last paragraph, by module and name of the command's function."""
+"""Module and function name of a command -> the last paragraph of its help."""
 
 
 def examples(*lines: str) -> Callable[[_Command], _Command]:
-    """What `--help` ends with: whole command lines, each with what it is for behind two spaces and a #.
+    """Set the examples at the end of a command's `--help`: whole command lines, each followed by two spaces, a # and
+    its purpose.
 
-    tests/deploy/test_help.py asks every command for some, and that their options exist.
+    tests/deploy/test_help.py checks that every command has some and that their options exist.
     """
     parts = [line.partition("  # ") for line in lines]
     text = "".join(f"\n  # {why}\n  {line}" for line, _, why in parts)
 
     def keep(command: _Command) -> _Command:
-        _EXAMPLES[f"{command.__module__}.{command.__qualname__}"] = f"\b\nExamples:{text}"  # \b: lines stay lines
+        _EXAMPLES[f"{command.__module__}.{command.__qualname__}"] = f"\b\nExamples:{text}"  # \b keeps line breaks
         return command
 
     return keep
@@ -150,7 +151,7 @@ def examples_of(command: Callable[..., Any]) -> str | None:
 
 
 def data_source(text: str) -> str:
-    """What a run spec says for `--data`: a path from the root on, or what is no path.
+    """Return `--data` for a run spec: an absolute path, or a source that is no path.
 
     Raises: LocalError: there is no such file or folder.
     """
@@ -165,7 +166,7 @@ def data_source(text: str) -> str:
 
 
 def said_stages(text: str) -> int | str:
-    """The value of `--stages` for `swarm.stages`. Raises: LocalError."""
+    """Parse `--stages` for `swarm.stages`. Raises: LocalError."""
     if text == AUTO_STAGES:
         return text
     if not text.isdecimal() or not 0 < int(text[:9]) <= STAGES_MAX:
@@ -174,7 +175,7 @@ def said_stages(text: str) -> int | str:
 
 
 def said_parts(text: str) -> tuple[float, ...]:
-    """The value of `--parts`. Raises: LocalError."""
+    """Parse `--parts`. Raises: LocalError."""
     try:
         parts = tuple(float(word) for word in text.split(","))
     except ValueError:
@@ -185,7 +186,7 @@ def said_parts(text: str) -> tuple[float, ...]:
 
 
 def check_writable(path: Path) -> None:
-    """Complain now, and not after minutes of work. Raises: LocalError: no file can be written there."""
+    """Check the path before minutes of work. Raises: LocalError: no file can be written there."""
     if path.is_dir():
         raise LocalError(f"cannot write {path}: it is a folder")
     if not path.absolute().parent.is_dir():
@@ -193,14 +194,13 @@ def check_writable(path: Path) -> None:
 
 
 def scenario_names(incomplete: str) -> list[str]:
-    """What a shell completes: the shipped scenarios, without reading one."""
+    """Return the shipped scenarios' names for shell completion, without reading the files."""
     names = sorted(path.stem for path in (Path(__file__).parent.parent / "simulate" / "scenarios").glob("*.toml"))
     return [name for name in names if name.startswith(incomplete)]
 
 
 def start_logging(verbose: bool) -> None:
-    """`verbose`: everything, with when and where; else warnings, as this program's word to its user, and what repeats
-    once."""
+    """Start logging. `verbose`: everything, with time and module; else warnings as plain text, without repeats."""
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s" if verbose else "shoal: %(message)s",

@@ -1,4 +1,4 @@
-"""`shoal pause` and `shoal resume`: have the device back for a while."""
+"""`shoal pause` and `shoal resume`: take the device back for a while."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="Say how each is now, as JSON
     "shoal pause --all  # every peer on this machine",
 )
 def pause(name: Name = None, everyone: Everyone = False, state_dir: Running = None, json: Json = False) -> None:
-    """Have the device back, until `shoal resume`."""
+    """Take the device back until `shoal resume`."""
     _do("pause", name, everyone, state_dir, json)
 
 
@@ -27,7 +27,7 @@ def pause(name: Name = None, everyone: Everyone = False, state_dir: Running = No
     "shoal resume bob  # of several peers on this machine, the one called bob",
 )
 def resume(name: Name = None, everyone: Everyone = False, state_dir: Running = None, json: Json = False) -> None:
-    """End a pause; set hours still hold."""
+    """End a pause. The set hours still hold."""
     _do("resume", name, everyone, state_dir, json)
 
 

@@ -1,4 +1,4 @@
-"""`shoal plan`: who should hold which layers, or which experts."""
+"""`shoal plan`: plans which peers hold which layers or experts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from shoal.protocol.toml.spec_file import load_spec
 
 
 @examples(
-    "shoal plan home-gpus  # who should hold what, what that gives, and why others are left out",
+    "shoal plan home-gpus  # a layout, its speed and costs, and why some machines are left out",
     "shoal plan home-gpus --tokens 20B --price-kwh 0.35  # days and price to 20 billion tokens",
     "shoal plan home-gpus --run run.toml  # the same machines under your own run, and how long its steps take",
     "shoal plan home-gpus --compare  # ours beside random, greedy and others",
@@ -79,11 +79,11 @@ def plan(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Say who should hold which layers, and how fast that is.
+    """Plan which machines hold which layers, and how fast that is.
 
-    It also says why some machines are left out, and what would help them. It is arithmetic on what the scenario says:
-    nothing is run, and no machine comes or goes. With --experts it says which node should hold which experts, and which
-    failures that survives.
+    It also explains why some machines are left out, and what would help them. The figures are arithmetic on the
+    scenario: nothing is run, and no machine comes or goes. With --experts it plans which nodes hold which experts, and
+    which failures that survives.
     """
     if cards:
         if network is not None or experts is not None or compare:

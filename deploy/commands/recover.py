@@ -1,4 +1,4 @@
-"""`shoal recover`: the owner's forced reset."""
+"""`shoal recover`: the owner's forced reset of a run."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,8 +34,8 @@ def recover(
 ) -> None:
     """Continue without half of the peers, or from an older era.
 
-    Use it when half of the peers or more are gone; if fewer are, the others go on by themselves. With --era it does not
-    matter how many are gone. It needs the key of the run's owner.
+    Use it when at least half of the peers are gone; with fewer gone, the others go on by themselves. With --era the
+    number does not matter. It needs the key of the run's owner.
     """
     found = given_invite(invite) if invite else running_invite("recover")
     start_logging(verbose)
@@ -52,7 +52,7 @@ def recover(
 
     async def reset() -> Any:
         async with recovery(found, owner) as session:
-            now = await session.look(era=era)  # it may have changed while the user thought about it
+            now = await session.look(era=era)  # it may have changed meanwhile
             return now, await session.reset(now, owner, folder)
 
     try:

@@ -1,4 +1,4 @@
-"""`shoal report`: look back at a run, from its record alone."""
+"""`shoal report`: a run's record as a page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +29,7 @@ def report(
         Path | None, typer.Option(metavar="FILE.csv", help="Also write every step and validation to this file.")
     ] = None,
 ) -> None:
-    """Look back at a run: its record as one page in one file."""
+    """Write a run's record as one page in one file."""
     from shoal.deploy.record.found import find_record
     from shoal.deploy.record.html_page import csv_of, render_page
     from shoal.deploy.record.reading import read_record

@@ -1,4 +1,4 @@
-"""Finds what is up on this machine for a command: the newest run, the only peer, the peers that the user names."""
+"""Finds the run or the peers on this machine that a command means."""
 
 import sys
 from collections import Counter
@@ -27,9 +27,9 @@ Everyone = Annotated[bool, typer.Option("--all", help="All peers of this user on
 def which_peers(
     command: str, *, name: str | None, everyone: bool, state_dir: Path | None
 ) -> list[tuple[str, places.Running]]:
-    """Returns: (what to call it, its note) of each that is meant.
+    """Return (label, note) of each peer that the command means.
 
-    Raises: LocalError: none runs here, or it is not clear which is meant; the sentence says how to say it.
+    Raises: LocalError: none runs here, or several could be meant; the sentence says how to choose.
     """
     here = [note for note in places.all_running() if note.folder]
     labelled = list(zip(labels(here), here, strict=True))
@@ -54,12 +54,12 @@ def which_peers(
 
 
 def names_here() -> list[str]:
-    """The names that a shell completes."""
+    """Return peers' names for shell completion."""
     return labels([note for note in places.all_running() if note.folder])
 
 
 def labels(notes: Sequence[places.Running]) -> list[str]:
-    """What to call each: its name, or its folder where two have one name or an older shoal has noted none."""
+    """Return a unique label for each peer: its name, or its folder if the name is ambiguous or missing."""
     ways = [[printable(note.name), Path(note.folder).name, note.folder] for note in notes]
     counts = [Counter(names) for names in zip(*ways, strict=True)]
     return [
@@ -76,9 +76,9 @@ def _choice(command: str, labelled: Sequence[tuple[str, places.Running]]) -> str
 
 
 def given_invite(text: str) -> Invite:
-    """Read the invite that a command was given; `-` stands for a line of standard input, which no other user can read.
+    """Read a command's invite; `-` stands for a line of standard input, which no other user can read.
 
-    Raises: InviteError: it is none, or one of another version.
+    Raises: InviteError: it is invalid, or of another version.
     """
     if text != "-":
         return parse_invite(text)
@@ -88,7 +88,7 @@ def given_invite(text: str) -> Invite:
 
 
 def running_invite(command: str) -> Invite:
-    """The invite of the run that came up last here. Raises: LocalError: none is up; `command` takes an invite."""
+    """Return the invite of the run last started here. Raises: LocalError: none is up; `command` takes an invite."""
     note = places.last_running()
     if note is None:
         raise LocalError(f"no run is up on this machine: give its invite, as in `shoal {command} INVITE`")
@@ -96,7 +96,7 @@ def running_invite(command: str) -> Invite:
 
 
 def running_here(state_dir: Path | None) -> Path:
-    """The folder of the peer that runs on this machine: the one in `state_dir`, or the one that came up last.
+    """Return the folder of the peer in `state_dir`, or of the one last started on this machine.
 
     Raises: LocalError: there is none.
     """

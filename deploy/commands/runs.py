@@ -1,4 +1,4 @@
-"""`shoal runs`: what this machine has of past and present runs, and removing it."""
+"""`shoal runs`: lists and removes the runs of this machine."""
 
 import time
 from typing import Annotated
@@ -56,10 +56,7 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Say what was deleted as JSON.")] = False,
 ) -> None:
-    """Delete a run from this machine.
-
-    Other machines keep what they have of it.
-    """
+    """Delete a run from this machine. Other machines keep their copies."""
     found = find(run, all_runs())
     first = found[0]
     if not yes:
@@ -88,7 +85,7 @@ def _table(found: list[FoundRun]) -> object:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("name", overflow="ellipsis")  # the one column that gets narrower where there is no room
+    table.add_column("name", overflow="ellipsis")  # only this column shrinks
     for title in ("run", "role"):
         table.add_column(title, no_wrap=True)
     for title in ("step", "loss", "size"):

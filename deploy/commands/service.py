@@ -1,4 +1,4 @@
-"""`shoal service`: a peer that starts with this user."""
+"""`shoal service`: a peer that starts with this user's services."""
 
 from typing import Annotated
 
@@ -21,20 +21,20 @@ def install(
     device: Device = "auto",
     limit: Limit = None,
 ) -> None:
-    """Join, now and whenever this user's services start."""
+    """Join now and whenever this user's services start."""
     from shoal.deploy import service
 
-    read = given_invite(invite).encode()  # as shoal writes it: what was pasted may have more around it
+    read = given_invite(invite).encode()  # without any text pasted around it
     arguments = _arguments(name, listen, device, limit)
     path, has_own_view = service.install(read, arguments, watches=_watches(limit))
     say(f"{path}: installed and started; `shoal status` shows it, `shoal service uninstall` ends it")
     if not has_own_view:
-        say("this system gives no user's service its own view of the files: it can read and write all that you can")
+        say("this system cannot isolate a user's service: it can read and write all files that you can")
 
 
 @examples("shoal service uninstall  # stop it, which drains, and remove it")
 def uninstall() -> None:
-    """Stop it, which drains, and remove it."""
+    """Stop the service, which drains the peer, and remove it."""
     from shoal.deploy import service
 
     say(f"{service.uninstall()}: stopped and removed")
@@ -44,7 +44,7 @@ def uninstall() -> None:
 def show_(
     name: PeerName = "volunteer", listen: Listen = DEFAULT_LISTEN, device: Device = "auto", limit: Limit = None
 ) -> None:
-    """Print what `install` would write, and where. The invite goes to a file of its own."""
+    """Print the files of `install`. The invite has its own."""
     from shoal.deploy import service
 
     shown = service.service(_arguments(name, listen, device, limit), watches=_watches(limit))
@@ -53,7 +53,7 @@ def show_(
 
 
 def _watches(limit: list[str] | None) -> bool:
-    """Whether the peer looks at keyboard and mouse."""
+    """True if the peer watches keyboard and mouse."""
     from shoal.deploy.config import load_settings
     from shoal.deploy.manners.limits import with_overrides
 
@@ -61,9 +61,9 @@ def _watches(limit: list[str] | None) -> bool:
 
 
 def _arguments(name: str, listen: str, device: str, limit: list[str] | None) -> list[str]:
-    """The arguments of `shoal join`, without the invite.
+    """Return the arguments of `shoal join`, without the invite.
 
-    Raises: LocalError: what would fail at every start fails here.
+    Raises: LocalError: an argument is invalid and would fail at every start.
     """
     from shoal.deploy.commands.addresses import listen_addresses
     from shoal.deploy.manners.limits import Limits, with_overrides

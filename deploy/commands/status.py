@@ -27,7 +27,7 @@ def status(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show who holds what, how fast, and with what loss."""
+    """Show the peers, their layers, speed and loss."""
     found = given_invite(invite) if invite else running_invite("status")
     start_logging(verbose)
     from shoal.deploy.terminal import status as terminal

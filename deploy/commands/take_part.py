@@ -145,13 +145,11 @@ def continue_(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The run that somebody wants to host."""
-
     spec: RunSpec
     choices: tuple[FilledField, ...] = ()
-    """Fields of the spec that nobody has said and a rule has filled in."""
+    """Fields of the spec that a rule filled in, not a person."""
     known: RunFolder | None = None
-    """The run to go on with, if no run file says which."""
+    """The run to continue, if it is not given by a run file."""
     steps: int | None = None
 
 
@@ -205,8 +203,8 @@ def _host(
         spec = going.spec
         warnings: Sequence[str] = ()
         said: tuple[str, ...] = ()
-        if going.is_new:  # of a run that has begun none of this can be changed
-            # Of several sources the one that is read most often: that is learnt by heart first.
+        if going.is_new:  # once a run has begun, none of this can change
+            # Of several sources take the one that is read most often: it is memorised first.
             tokens = spec.training.steps * spec.tokens_per_step / max(passes(corpus, spec))
             warnings = advice(spec, training_tokens=round(tokens), text_vocab_size=corpus.vocab_size)
             said = text_in_words(spec, corpus)
@@ -230,7 +228,6 @@ def _host(
 
 
 def _goes_on(asked: _Asked, peer_folder: Path) -> GoingOn:
-    """Raises: LocalError: the run cannot go on so."""
     others = runs_in(peer_folder)
     chosen = [choice.field for choice in asked.choices]
     same = (run for run in others if (spec := run.spec()) is not None and same_run(asked.spec, spec, chosen))
@@ -257,7 +254,7 @@ def _tell_finished(sentences: Sequence[str], peer_folder: Path, *, reports: bool
 
 
 def _where_it_was_hosted(known: RunFolder | None) -> contextlib.AbstractContextManager[None]:
-    """Go to the folder in which the host was started, where paths in its run file begin."""
+    """Change to the host's former working directory, to which paths in its run file are relative."""
     standing = known.standing() if known is not None else None
     if standing is None or not Path(standing.directory or "?").is_dir():
         return contextlib.nullcontext()
@@ -334,7 +331,7 @@ def join(
         from shoal.deploy.session.session import LimitChoice, Options, RecordChoice, TextPaths, Ways, join_run
         from shoal.protocol.live.loop import run
 
-    if found is None:  # after the imports: a parent starts us before it has the invite
+    if found is None:  # after the imports: a parent starts this process before it has the invite
         found = given_invite(invite)
     addresses, told = listen_addresses(listen), announced_addresses(announce or ())
     if device == "all" or "," in device:
@@ -377,8 +374,8 @@ def _flag(name: str, value: str) -> list[str]:
 
 
 def _records(asked: bool | None, wandb: str, *, default: bool) -> tuple[bool, str]:
-    """(whether to keep a record, the project at Weights & Biases that gets it too, empty if none): as the command says,
-    else as this user has set it, else `default`.
+    """Return (True to keep a record, the Weights & Biases project or empty): from the command, else the settings, else
+    `default`.
 
     Raises: LocalError: the package for Weights & Biases is missing.
     """

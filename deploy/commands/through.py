@@ -1,4 +1,4 @@
-"""A command that asks the model of a run through the swarm's stages, in place of a model on this machine."""
+"""Runs a command's work on a run's model through the swarm's stages instead of a local model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +22,12 @@ def with_swarm(
     tokenizer: Path | None,
     keeps_version: bool = False,
 ) -> None:
-    """Do `work` with the model of a run that is up.
+    """Run `work` with the model of a run that is up.
 
     Args:
-        invite: of the run; None: the one that is up on this machine.
-        local: what names a model on this machine, of which there must be none.
-        keeps_version: `through_swarm` documents it.
+        invite: of the run; None: the run that is up on this machine.
+        local: arguments that name a local model; all must be empty.
+        keeps_version: see `through_swarm`.
     Raises: LocalError: the run cannot be found, or does not answer. DataError: there is no tokenizer.
     """
     if any(local):

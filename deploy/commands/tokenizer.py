@@ -1,4 +1,4 @@
-"""`shoal tokenizer train`: a vocabulary for a run's text."""
+"""`shoal tokenizer train`: makes a vocabulary for a run's text."""
 
 from pathlib import Path
 from typing import Annotated

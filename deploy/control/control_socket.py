@@ -1,8 +1,8 @@
-"""Lets a command speak to a peer that runs on this machine, through a unix socket in the peer's state folder.
+"""Lets a command talk to a peer on this machine through a unix socket in the peer's state folder.
 
-One JSON object a line each way, for as many lines as the caller likes: `{"verb": "leave", "arguments": {}}` is
-answered by `{"value": {…}}` or `{"error": "a sentence"}`. What a verb does is registered by whoever can do it. Only
-this user can open the socket, so nothing here is signed; still every line is bounded, and decoded once.
+One JSON object per line each way, any number of lines: `{"verb": "leave", "arguments": {}}` is answered by `{"value":
+{…}}` or `{"error": "a sentence"}`. Handlers for the verbs are registered with `on`. Only this user can open the socket,
+so nothing is signed; still every line is bounded and decoded once.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "control.sock"
 LINE_BYTES_MAX = 1024 * 1024
-"""A status of a thousand peers is 300 KB."""
+"""Enough for a status of three thousand peers."""
 _CALLERS_MAX = 16
 _PATH_BYTES_MAX = 107
-"""The longest path of `sockaddr_un` on Linux, its closing zero left out."""
+"""The longest path in `sockaddr_un` on Linux without its terminating zero."""
 _ASK_TIMEOUT_S = 10.0
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Arguments of the request -> value of the answer. A `ShoalError` becomes the caller's error sentence."""
+"""Arguments of the request -> value of the answer. A `ShoalError` becomes the error sentence."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,7 +38,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`error` is a sentence for a person; without one, `value` is the answer."""
+    """`error` is a sentence for a person; if empty, `value` is the answer."""
 
     value: dict[str, Any] = {}
     error: str = ""
@@ -50,7 +50,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ControlServer:
-    """The running peer's side of the socket. `on` may come before or after `start`; `close` leaves nothing behind."""
+    """The peer's side of the socket. Call `on` before or after `start`; `close` removes the socket."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,15 +63,15 @@ class ControlServer:
         return self._folder / SOCKET_NAME
 
     def on(self, verb: str, handler: Handler) -> None:
-        """Answer `verb` with what `handler` returns. Raises: ValueError: it has a handler already."""
+        """Answer `verb` with the result of `handler`. Raises: ValueError: the verb has a handler already."""
         if verb in self._handlers:
             raise ValueError(f"the verb {verb!r} has a handler already")
         self._handlers[verb] = handler
 
     async def start(self) -> None:
-        """Raises: LocalError: the socket cannot be made."""
+        """Open the socket. Raises: LocalError: it cannot be made."""
         try:
-            self.path.unlink(missing_ok=True)  # of a process that was killed: the folder is ours alone
+            self.path.unlink(missing_ok=True)  # left by a killed process: we hold the folder
             with _reachable(self._folder) as name:
                 listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 try:
@@ -85,14 +85,14 @@ class ControlServer:
             raise LocalError(f"cannot make the control socket {self.path}: {error.strerror or error}") from error
 
     async def try_start(self) -> None:
-        """A file system without sockets keeps nobody from taking part."""
+        """Open the socket; if the file system has no sockets, only log that and go on."""
         try:
             await self.start()
         except LocalError as error:
             logger.warning("%s: `shoal leave` and the like will not reach this peer", error)
 
     async def close(self) -> None:
-        """A second call does nothing."""
+        """Close and remove the socket. Safe to call twice."""
         if self._server is None:
             return
         server, self._server = self._server, None
@@ -136,7 +136,7 @@ class ControlServer:
             return Answer(error=f"the request cannot be read ({error})")
         handler = self._handlers.get(request.verb)
         if handler is None:
-            return Answer(error=f"the peer that runs here cannot {request.verb!r}: is it of an older shoal?")
+            return Answer(error=f"the peer that runs here does not know {request.verb!r}: is its shoal older?")
         try:
             return Answer(value=dict(await handler(request.arguments)))
         except ShoalError as error:
@@ -147,9 +147,9 @@ class ControlServer:
 
 
 def ask(folder: Path, verb: str, *, timeout_s: float = _ASK_TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
-    """Ask the peer that runs in `folder`. Blocks: for commands, not for a loop.
+    """Ask the peer that runs in `folder`. Blocks: for commands, not for an event loop.
 
-    Raises: LocalError: none runs there, it did not answer in time, or its own sentence of why not.
+    Raises: LocalError: no peer runs there, it did not answer in time, or it answered with an error.
     """
     request = _ENCODER.encode(Request(verb, arguments)) + b"\n"
     try:
@@ -176,7 +176,7 @@ def ask(folder: Path, verb: str, *, timeout_s: float = _ASK_TIMEOUT_S, **argumen
 
 @contextlib.contextmanager
 def _reachable(folder: Path) -> Iterator[str]:
-    """The socket's name, short enough for the kernel: a folder deep in a home passes through its descriptor."""
+    """Yield a path of the socket short enough for the kernel; for a long one, through the folder's descriptor."""
     path = str(folder / SOCKET_NAME)
     if len(os.fsencode(path)) <= _PATH_BYTES_MAX:
         yield path

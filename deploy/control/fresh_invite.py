@@ -1,8 +1,7 @@
-"""Decides when to tell a new invite. Pure: the caller says who is here and what time it is.
+"""Decides when to announce a new invite. Pure: the caller passes the members and the time.
 
-An invite cannot change once it is handed out, and the first one of a run names its host alone, since nobody else was
-there: once the host is gone it leads nowhere. So there is another as soon as other members can be named, and again when
-those that it names have gone.
+An invite cannot change once handed out. The first one of a run names only its host and is useless once the host is
+gone. So a new one is due as soon as it can name other members, and again when the named ones have gone.
 """
 
 import math
@@ -13,9 +12,9 @@ from typing import Final
 from shoal.protocol.identity import PeerID
 
 PEERS_NAMED: Final = 3
-"""Any of them lets a newcomer in, so that all three must be gone before an invite is worth nothing."""
+"""Any named peer lets a newcomer in, so an invite works until all three are gone."""
 SETTLES_S: Final = 10.0
-"""Peers come one after the other: an invite that could name more waits for so long for others."""
+"""Peers arrive one after the other: wait this long for more peers to name."""
 APART_S: Final = 60.0
 
 
@@ -23,7 +22,7 @@ APART_S: Final = 60.0
 class FreshInvite:
     me: PeerID
     _named: frozenset[PeerID] = field(init=False)
-    """Those whom the invite that was told last names."""
+    """The peers named by the last announced invite."""
     _stale_since_s: float | None = None
     _told_s: float = -math.inf
 
@@ -31,7 +30,7 @@ class FreshInvite:
         self._named = frozenset({self.me})
 
     def is_due(self, others: Collection[PeerID], now_s: float) -> bool:
-        """Whether an invite should be told now. Args: others: the members here that an invite can name."""
+        """True if a new invite should be announced now. Args: others: the members that an invite can name."""
         here = {self.me, *others}
         possible = min(PEERS_NAMED, len(here))
         if len(self._named & here) >= possible:
@@ -43,5 +42,5 @@ class FreshInvite:
         return now_s >= max(self._stale_since_s + waits_s, self._told_s + APART_S)
 
     def told(self, named: Collection[PeerID], now_s: float) -> None:
-        """An invite has been told that names these."""
+        """Note that an invite naming these peers was announced."""
         self._named, self._told_s, self._stale_since_s = frozenset(named), now_s, None

@@ -1,5 +1,4 @@
-"""Answers commands about who may enter a run: every peer makes an invite, its host gives out, revokes, excludes and
-readmits."""
+"""Answers commands about admission to a run. Every peer makes invites; the host also revokes and excludes."""
 
 from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from typing import Any
@@ -18,25 +17,25 @@ from shoal.protocol.membership import Excluded, invite_name
 
 
 class InviteVerb:
-    """Answers `shoal invite`: an invite by those who are there now.
+    """Answers `shoal invite` with an invite that names present members.
 
     Args:
-        invite: of this run; its addresses are made anew each time.
-        key: finds the key that lets others in: on the run's host one with a free seat, on other peers their own.
+        invite: of this run; its addresses are replaced each time.
+        key: returns the invite key: on the run's host one with a free seat, on other peers their own.
     """
 
     def __init__(self, transport: LiveTransport, invite: Invite, key: Callable[[], InviteKey | None]) -> None:
         self._transport, self._invite, self._key = transport, invite, key
 
     async def answer(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`peers`: how many to name, us included. In return: the invite, the run, and how many it names."""
+        """Answer with the invite, the run, and the number of named peers. `peers`: how many to name, us included."""
         invite, named = await self.invite(int(arguments.get("peers", 1)))
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def invite(self, num_peers: int) -> tuple[str, frozenset[PeerID]]:
-        """Returns: the invite, and whom it names. Raises: LocalError: nobody can come by this peer's any more.
+        """Make an invite. Args: num_peers: the most peers to name, us included.
 
-        Args: num_peers: how many to name at most, us included.
+        Returns: the invite, and the peers that it names. Raises: LocalError: this peer's key admits nobody any more.
         """
         addresses = await self._addresses(num_peers)
         named = frozenset(PeerID(split_address(address)[1]) for address in addresses)
@@ -46,25 +45,25 @@ class InviteVerb:
         return whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)
 
     async def others(self) -> dict[PeerID, tuple[str, ...]]:
-        """The members that an invite can name beside us, and where they are."""
+        """Return the other members that an invite can name, and their addresses."""
         connected, known = await self._transport.connected(), self._transport.known()
         return {peer: where for peer in connected if peer in known and (where := dialable(known[peer]))}
 
     async def with_key(self, key: InviteKey, num_peers: int) -> str:
-        """The same invite with another key."""
+        """Make an invite with another key."""
         addresses = await self._addresses(num_peers)
         return msgspec.structs.replace(self._invite, addresses=addresses, key=key).encode()
 
 
 class HostVerbs:
-    """Answers the control socket.
+    """Answers the host's verbs on the control socket.
 
     Args:
-        exclude: brings an order to everybody.
-        excluded: says who is out by all orders.
-        invite_of: finds the key of the invite by which a member came.
-        members: (peer, its name) of those who are in the run now.
-        guests: those of this machine.
+        exclude: broadcasts an exclusion order.
+        excluded: returns all that is excluded by all orders.
+        invite_of: returns the key of the invite with which a member joined.
+        members: returns (peer, name) of the present members.
+        guests: commands on this machine that may connect.
     """
 
     def __init__(
@@ -90,12 +89,12 @@ class HostVerbs:
         control.on("readmit", self._readmit)
 
     def apply(self) -> None:
-        """Bring what is revoked and excluded to everybody again: some may have been away."""
+        """Broadcast the current order again: some peers may have been away."""
         if self._book is not None and (order := self._book.order) is not None:
             self._exclude(order)
 
     async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let in a command of this machine, whatever has become of the invite by which this peer came."""
+        """Admit a command of this machine, even if this peer's own invite has expired."""
         self._guests.append(PeerID(str(arguments.get("peer", ""))))
         return {}
 
@@ -109,13 +108,12 @@ class HostVerbs:
         return {"invite": text, **_described(made)}
 
     async def _list(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The invites, and as `excluded` the names of the members and invites that are out, by whomever."""
+        """Answer with the invites, and the names of all excluded members and invites."""
         book, names = self._needed(), self._names()
         out = [f"{names.get(key, '')} ({peer_id_of(key)[-8:]})".strip() for key in sorted(self._excluded().keys)]
         return {"invites": [_described(invite) for invite in book.all], "excluded": out}
 
     def _names(self) -> dict[bytes, str]:
-        """How people call the keys in the book."""
         book = self._needed()
         invites = {invite.key.delegation.key: f"invite {invite.name}" for invite in book.all}
         return {entry.key: entry.name for entry in book.named if entry.name} | invites
@@ -139,11 +137,11 @@ class HostVerbs:
         return {"peer": peer, "name": name, "invite": invite_name(invite) if is_second else ""}
 
     async def _readmit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`who`: a member by its name or the end of its ID, or all of that, or an invite by its name."""
+        """Readmit `who`: a member's name, its ID or the end of it, or an invite's name."""
         wanted, book, excluded, names = str(arguments.get("who", "")), self._needed(), self._excluded(), self._names()
         found = {key for key in excluded.keys if wanted and (_is_called(key, wanted) or names.get(key) == wanted)}
         if len(wanted) > 40:
-            found.add(_key_of(wanted))  # its invite may be out, and not the member itself
+            found.add(_key_of(wanted))  # the invite may be excluded, not the member
         if len(found) != 1:
             raise LocalError(
                 f"{len(found) or 'no'} excluded members or invites are called {wanted!r}: see `shoal status`"
@@ -169,7 +167,7 @@ def _key_of(peer: str) -> bytes:
     try:
         return public_key_of(PeerID(peer))
     except ValueError as error:
-        raise LocalError(f"{peer!r} is no ID of a peer") from error
+        raise LocalError(f"{peer!r} is not a peer's ID") from error
 
 
 def _described(invite: GivenOut) -> dict[str, Any]:

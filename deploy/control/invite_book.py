@@ -1,7 +1,7 @@
-"""The invites that a run's host has given out: `RUN/invites.json` in the host's folder, for its owner's eyes alone.
+"""Keeps the invites of a run in the host's folder: `RUN/invites.json`, readable for its owner only.
 
-Whoever reads the file can enter the run, so it is as secret as the key beside it. An invite that is revoked stays in
-the file: the exclusion that it stands for must go into every plan to come.
+The file admits its reader to the run, so it is as secret as the key beside it. A revoked invite stays in it, because
+its exclusion must go into every later plan.
 """
 
 import time
@@ -20,24 +20,24 @@ from shoal.protocol.ports import Disk
 
 FILE_NAME = "invites.json"
 INVITES_MAX = EXCLUDED_KEYS_MAX // 2
-"""The most invites of one run, revoked ones included: one order names all of them, and as many members."""
+"""The most invites of one run, revoked ones included: one order names them all, and as many members."""
 DEFAULT_LASTS_S = 7 * 24 * 3600
-"""How long the invite that `shoal host` prints lets newcomers in; whoever is in stays."""
+"""The validity of the invite that `shoal host` prints, for newcomers; members stay in."""
 DEFAULT_SEATS = 5
-"""How many machines may be in the run by that invite at a time."""
+"""How many machines may be in the run with that invite at a time."""
 _USEFUL_S = 24 * 3600
-"""An invite with less time left is not handed out any more."""
+"""An invite with less time left is not handed out."""
 
 
 class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
-    """One invite without its addresses, which are those of the day on which it is printed."""
+    """One invite without its addresses, which are added when it is printed."""
 
     key: InviteKey
     made_s: float
     """Seconds since 1970."""
     revoked: bool = False
     is_default: bool = False
-    """Whether `shoal invite` hands it out while it has a free seat."""
+    """True if `shoal invite` hands it out while it has a free seat."""
 
     @property
     def name(self) -> str:
@@ -45,30 +45,31 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
-    """A member that the owner has excluded, or a key of either kind that the owner has let in again."""
+    """A member that the owner has excluded, or a key (a member's or an invite's) that the owner has readmitted."""
 
     key: bytes
     name: str = ""
-    """The member's, when it was excluded."""
+    """The member's name at its exclusion."""
     invite: bytes = b""
-    """The key of the invite by which the member came, or an invite's own; empty: unknown."""
+    """The key of the member's invite, or the invite's own key; empty: unknown."""
     readmitted: bool = False
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     invites: tuple[GivenOut, ...] = ()
     excluded: tuple[PeerID, ...] = ()
-    """The members that an earlier version has excluded."""
+    """Members excluded by an earlier version of shoal."""
     named: tuple[Named, ...] = ()
     number: int = 0
-    """The number of the newest order."""
 
 
 class InviteBook:
-    """Args:
-    owner: the run's; its key is on this machine.
-    disk: the host's folder.
-    wall_s: seconds since 1970.
+    """Makes, revokes and finds invites, and keeps the exclusion order.
+
+    Args:
+        owner: of the run; its key is on this machine.
+        disk: the host's folder.
+        wall_s: seconds since 1970.
     """
 
     def __init__(self, owner: Identity, run: str, disk: Disk, *, wall_s: Callable[[], float] = time.time) -> None:
@@ -78,13 +79,12 @@ class InviteBook:
 
     @property
     def all(self) -> tuple[GivenOut, ...]:
-        """All invites, in the order in which they were made."""
+        """All invites, in the order of creation."""
         return self._file.invites
 
     @property
     def order(self) -> Exclusion | None:
-        """The order that keeps out excluded members and those that came by a revoked invite. None: nobody ever was
-        excluded."""
+        """The exclusion order: excluded members and revoked invites. None: there were never any."""
         revoked = {invite.key.delegation.key for invite in self.all if invite.revoked}
         came_by = {key: key for key in revoked} | {named.key: named.invite for named in self._file.named}
         readmitted = [named.key for named in self._file.named if named.readmitted]
@@ -93,18 +93,18 @@ class InviteBook:
         return order_exclusion(self._owner, came_by, run=self._run, readmitted=readmitted, number=self._file.number)
 
     def find(self, name: str) -> GivenOut:
-        """Find an invite by its name or the beginning of it. Raises: LocalError: none has it, or several have."""
+        """Find an invite by its name or the beginning of it. Raises: LocalError: no invite or several match."""
         found = [invite for invite in self.all if name and invite.name.startswith(name.lower())]
         if len(found) != 1:
             raise LocalError(f"{len(found) or 'no'} invites of this run begin with {name!r}: see `shoal invite list`")
         return found[0]
 
     def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
-        """The invite that `shoal host` and `shoal invite` print: one with a free seat, or a new one.
+        """Return the key of the invite that `shoal host` and `shoal invite` print: one with a free seat, or a new one.
 
         Args:
-            seats: how many a new one has.
-            taken: how many seats of the invite with this key are taken.
+            seats: of a new one.
+            taken: invite key -> taken seats.
         """
         until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:
@@ -117,7 +117,7 @@ class InviteBook:
     def make(
         self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True, is_default: bool = False
     ) -> GivenOut:
-        """A new one. `lasts_s`: 0: for ever. Raises: LocalError: a term is out of bounds, or the disk is full."""
+        """Make an invite. `lasts_s` 0: without end. Raises: LocalError: a term is out of bounds; the disk is full."""
         if len(self.all) >= INVITES_MAX:
             raise LocalError(f"this run has given out {INVITES_MAX} invites already")
         expires_s = int(self._wall_s() + lasts_s) if lasts_s else 0
@@ -130,7 +130,7 @@ class InviteBook:
         return made
 
     def revoke(self, name: str) -> GivenOut:
-        """Mark it; the caller excludes its key from the run. Raises: LocalError: as `find`, or the disk is full."""
+        """Mark an invite as revoked; the caller excludes its key. Raises: LocalError: as `find`; the disk is full."""
         return self._mark(self.find(name), revoked=True)
 
     @property
@@ -138,15 +138,14 @@ class InviteBook:
         return self._file.named
 
     def exclude(self, peer: PeerID, invite: bytes = b"", *, name: str = "") -> None:
-        """Note that `peer` is out, which came by the invite with this key. Raises: LocalError: it is the owner, or the
-        disk is full."""
+        """Exclude `peer`, which joined with this invite's key. Raises: LocalError: it is the owner; the disk is
+        full."""
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")
         self._name(Named(key=public_key_of(peer), name=name, invite=invite))
 
     def readmit(self, key: bytes, invite: bytes = b"") -> None:
-        """Note that the member or the invite with this key is in again, whoever excluded it. Raises: LocalError: the
-        disk is full."""
+        """Readmit the member or invite with this key, excluded by any order. Raises: LocalError: the disk is full."""
         self._name(Named(key=key, invite=invite, readmitted=True))
         for given in self.all:
             if given.key.delegation.key == key and given.revoked:
@@ -163,13 +162,12 @@ class InviteBook:
     def _name(self, named: Named) -> None:
         others = tuple(entry for entry in self._file.named if entry.key != named.key)
         if len(others) >= INVITES_MAX:
-            raise LocalError(f"this run has excluded {INVITES_MAX} members already: revoke the invites they came by")
+            raise LocalError(f"this run has excluded {INVITES_MAX} members already: revoke their invites")
         if (*others, named) != self._file.named:
             self._order(named=(*others, named))
 
     def _order(self, **changed: object) -> None:
-        """Change the file, and with it the order."""
-        number = max(self._file.number + 1, int(self._wall_s()))  # above that of a file that was lost
+        number = max(self._file.number + 1, int(self._wall_s()))  # above the number of a lost file
         self._write(msgspec.structs.replace(self._file, number=number, **changed))
 
     def _read(self) -> _File:
@@ -180,7 +178,7 @@ class InviteBook:
         except FileNotFoundError:
             return _File()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            # Going on without it would make a second default invite, and forget which ones are revoked.
+            # Without the file, a second default invite would be made and revocations forgotten.
             raise LocalError(
                 f"{self._disk.where(self._path)} cannot be read ({error}): put it back from a copy, or remove it to "
                 "give out new invites"

@@ -1,4 +1,4 @@
-"""Reads where a dashboard listens: `--dashboard`, or with `:8640`, `192.168.1.7:8640`, `box.local:0` behind it."""
+"""Parses the address of a dashboard: `--dashboard` alone, or followed by `:8640`, `192.168.1.7:8640`, `box.local:0`."""
 
 import errno
 import ipaddress
@@ -13,10 +13,9 @@ OPTION = "--dashboard"
 DEFAULT = "127.0.0.1:8640"
 PORT_MAX = 65535
 BACKLOG = 64
-"""How many connections may wait to be accepted. The loop may accept as many at once, each of them a file."""
+"""The most connections waiting to be accepted. The loop may accept as many at once, each an open file."""
 PORTS_TRIED = 32
-"""The port that was asked for and those after it, before the system chooses one: so many peers on one machine, each
-with a page at an address that is easy to guess."""
+"""Ports to try from the given one upwards, so that several peers of one machine get predictable addresses."""
 _LOOKS_LIKE_ONE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:/\s]*):\d+")
 
 
@@ -28,12 +27,12 @@ class Address:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name of the machine, if the user has called it by one."""
+        """The host name in the address, if it has one."""
         return () if _is_ip(self.host) else (self.host,)
 
     @property
     def is_public(self) -> bool:
-        """Whether other machines may reach the address."""
+        """True if other machines may reach the address."""
         return self.host != "localhost" and not (_is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback)
 
     def url(self, *, port: int) -> str:
@@ -41,12 +40,11 @@ class Address:
         return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
     def bind(self, *, first: int = 0) -> socket.socket:
-        """A listening socket: on this port, or on the next free one if another program has it.
+        """Return a listening socket on this port, or on the next free one: another peer's dashboard, maybe of another
+        user, must not keep this peer from joining.
 
-        Args: first: the port to try before all others, where the page was yesterday; 0: none.
-
-        Another peer of this machine, maybe of another user, has the usual port: that must not keep this one from
-        joining. Raises: LocalError: the address is not this machine's, or its ports are not this user's to take.
+        Args: first: the port to try first, used at the last start; 0: none.
+        Raises: LocalError: the address is not this machine's, or its ports are not allowed for this user.
         """
         ports = [*range(self.port, min(self.port + PORTS_TRIED, PORT_MAX + 1)), 0] if self.port else [0]
         if first and (not self.port or first in ports):
@@ -67,7 +65,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT`, or `:PORT` on loopback. Raises: LocalError: it is neither."""
+    """Parse `HOST:PORT`, or `:PORT` for loopback. Raises: LocalError: it is neither."""
     if not _LOOKS_LIKE_ONE.fullmatch(text):
         raise LocalError(f"{OPTION} {text}: write HOST:PORT, as in {DEFAULT}")
     host, _, port = text.rpartition(":")
@@ -77,7 +75,7 @@ def parse_address(text: str) -> Address:
 
 
 def with_default(args: Sequence[str]) -> list[str]:
-    """Command line arguments in which a bare `--dashboard` has its default: an option whose value may be left out."""
+    """Return the arguments with the default address after a bare `--dashboard`."""
     filled: list[str] = []
     for index, arg in enumerate(args):
         filled.append(arg)

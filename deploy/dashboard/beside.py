@@ -1,4 +1,4 @@
-"""Serves a dashboard beside whatever else a process says: every report goes to both."""
+"""Serves a dashboard beside a process's other output: every report goes to both."""
 
 import contextlib
 import time
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Showing:
-    """A dashboard and what feeds it. Without an address there is no dashboard, and everything here does nothing."""
+    """A dashboard and its feed. Without an address there is no dashboard and every method does nothing."""
 
     def __init__(
         self, feed: Feed, dashboard: "Dashboard | None", steering: "Steering | None", announcement: str
     ) -> None:
         self.announcement = announcement
-        """Where it is, for a person; empty: there is none."""
+        """A line that tells a person the address; empty: no dashboard."""
         self._feed, self._dashboard, self._steering = feed, dashboard, steering
 
     @property
@@ -36,11 +36,11 @@ class Showing:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a dashboard, even if nobody looks."""
+        """True if there is a dashboard, watched or not."""
         return self._dashboard is not None
 
     def restore(self, record: "Record") -> None:
-        """Begin the curves with what the run's record had when this process started."""
+        """Fill the curves from the run's record of earlier starts."""
         if self._dashboard is not None:
             self._feed.restore(record)
 
@@ -49,12 +49,12 @@ class Showing:
             self._feed.take(report, time.monotonic())
 
     def steer(self, *, pause: "Act", resume: "Act") -> None:
-        """Whoever has the key can pause and resume from now on."""
+        """Let holders of the key pause and resume from now on."""
         if self._steering is not None:
             self._steering.hand(pause=pause, resume=resume)
 
     def beside(self, output: Output) -> Output:
-        """An output of which the dashboard hears everything too."""
+        """Return an output that also reports to the dashboard."""
         if self._dashboard is None:
             return output
         return Beside(hear=self.take, output=output, is_watched=lambda: self.is_watched)
@@ -64,11 +64,11 @@ class Showing:
 async def serving(
     address: Address | None, facts: RunFacts, *, title: str, steers: bool = False, folder: Path | None = None
 ) -> AsyncIterator[Showing]:
-    """Serve while this lasts.
+    """Serve inside the context.
 
-    Args: steers: `Showing.steer` will be called; folder: of the peer, which keeps port and key for its next start.
-    Raises: LocalError: `address` is not this machine's. A port that is taken is no error: the next free one serves,
-    and `Showing.announcement` says so.
+    Args: steers: `Showing.steer` will be called; folder: the peer's, which keeps port and key for its next start.
+    Raises: LocalError: `address` is not this machine's. A taken port is no error: the next free one is used, as
+    `Showing.announcement` says.
     """
     feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - time.monotonic())
     if address is None:
@@ -83,10 +83,10 @@ async def serving(
     server = DashboardServer(dashboard, address)
     await server.start(first_port=kept.dashboard_port)
     if folder is not None:
-        kept = load_addresses(folder)  # the network has noted its port meanwhile
+        kept = load_addresses(folder)  # the network may have written its port meanwhile
         keep_addresses(folder, msgspec.structs.replace(kept, dashboard_port=server.port, dashboard_key=steering.key))
     try:
-        public = " (whoever reaches this address can read it)" if address.is_public else ""
+        public = " (everybody who reaches this address can read it)" if address.is_public else ""
         key = f"#{steering.key}" if steers else ""
         taken = f" (another program has port {address.port})" if address.port not in (0, server.port) else ""
         yield Showing(feed, dashboard, steering, f"dashboard: {server.url}{key}{public}{taken}")

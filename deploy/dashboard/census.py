@@ -1,7 +1,7 @@
-"""Follows who is in the swarm, who came and who went, in the coordinator's table as it changes. Pure.
+"""Tracks arrivals and departures of peers in the coordinator's table. Pure.
 
-A peer counts as gone once two tables in a row lack it and some seconds have passed: a coordinator that has just taken
-over does not know everybody's advert yet.
+A peer counts as gone once two tables in a row lack it and some seconds have passed: a new coordinator does not know
+every advert yet.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ NAMES_MAX = 4096
 
 
 def clean(text: str, chars_max: int) -> str:
-    """The words of another peer as they may be shown: without control characters, and no longer than that."""
+    """Return another peer's text without control characters, at most `chars_max` long."""
     shown = printable(text)
     return shown if len(shown) <= chars_max else shown[: chars_max - 1] + "…"
 
@@ -40,19 +40,19 @@ class Departure:
 class Census:
     def __init__(self) -> None:
         self.departures: list[Departure] = []
-        """The departures of peers that have not come back, oldest first."""
+        """Departures of peers that have not returned, oldest first."""
         self._known: dict[PeerID, _Known] = {}
         self._names: dict[PeerID, str] = {}
         self._by_ending: dict[str, str] = {}
         self._began = False
 
     def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerID], list[Departure]]:
-        """Returns: (who has come, who has gone) since the table before; of the first table nobody."""
+        """Take a new table. Returns: (arrivals, departures) since the previous table; none for the first one."""
         joined = []
         for peer in status.peers:
             known = self._known.get(peer.peer)
             if known is None:
-                # Who was there before we looked did not come while we did.
+                # Peers of the first table did not just arrive.
                 since_s = now_s if self._began else -float("inf")
                 self._known[peer.peer] = _Known(status=peer, since_s=since_s, seen_s=now_s)
                 joined += [peer.peer] if self._began else []
@@ -74,12 +74,12 @@ class Census:
         return joined, gone
 
     def since_s(self, peer: PeerID) -> float:
-        """When the peer came, as far as we have seen; minus infinity: before we looked."""
+        """Return when the peer came; minus infinity: before the first table."""
         known = self._known.get(peer)
         return known.since_s if known else -float("inf")
 
     def name(self, peer: PeerID, name: str) -> None:
-        """`peer` calls itself `name`, or nothing; it may say anything."""
+        """Note a peer's name for itself, which may be empty or any text."""
         name = clean(name, PEER_NAME_CHARS_MAX)
         if name and (peer in self._names or len(self._names) < NAMES_MAX):
             self._names[peer] = name
@@ -89,5 +89,5 @@ class Census:
         return self._names.get(peer) or peer[-8:]
 
     def named(self, ending: str) -> str:
-        """The name of the peer whose identifier ends so; the ending itself if nobody's does."""
+        """Return the name of the peer with this end of its identifier; the end itself if unknown."""
         return self._by_ending.get(ending, ending)

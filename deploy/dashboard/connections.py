@@ -1,15 +1,16 @@
-"""Keeps the server's connections few and moving: uvicorn bounds who asks, and waits for ever for who only connects.
+"""Bounds the number and the age of the server's connections: uvicorn limits requests, but waits for ever for a
+connection that sends none.
 
-| a connection that | has |
+| state of a connection | time limit |
 |---|---|
-| has not sent the head of a request, its first or its next, however it drips | `REQUEST_S` |
-| asked to be a WebSocket and is neither let in nor sent away (uvicorn leaves a broken head lying) | `REQUEST_S` |
-| is being answered, until its last byte has left | `ANSWER_S` |
-| was a viewer, and does not take what was sent before the end | `ANSWER_S` |
-| is a viewer | no bound but uvicorn's pings: after 40 s without an answer it is one that was |
+| has not sent the complete head of its first or next request | `REQUEST_S` |
+| has asked for a WebSocket and got no answer (uvicorn ignores a broken head) | `REQUEST_S` |
+| is being answered, until the last byte has left | `ANSWER_S` |
+| was a viewer, and does not receive what was sent before the end | `ANSWER_S` |
+| is a viewer | none but uvicorn's pings: after 40 s without an answer it stops being one |
 
-Over `CONNECTIONS_MAX` one that is no viewer makes room, in this order: of the host that has most of them; one that
-waits rather than one that is answered; the longest at it. So whoever floods from one host drives out only their own.
+Above `CONNECTIONS_MAX` one connection that is no viewer is closed: from the host with the most connections; waiting
+ones before ones being answered; the oldest first. So a flood from one host closes only that host's connections.
 """
 
 import asyncio
@@ -22,22 +23,22 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 
 CONNECTIONS_MAX = 64
-"""A browser has six while it loads the page and one afterwards, and a process often no more than 1,024 files in all."""
+"""A browser opens six while loading the page, then one; a process may often open no more than 1,024 files."""
 REQUEST_S = 10.0
-"""The time for some hundred bytes: one packet may be lost five times over, 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
+"""Enough for a hundred bytes with one packet lost five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
 ANSWER_S = 60.0
-"""The time for 100 KB at most: a phone with 14 kbit/s has received them by then."""
+"""Enough for 100 KB at 14 kbit/s."""
 
 _Protocol = H11Protocol | WebSocketsSansIOProtocol
 
 
 class _Errand(NamedTuple):
-    """What a connection does at the moment. Another request is another errand."""
+    """The present activity of a connection; another request is another errand."""
 
     connection: _Protocol
     request: object
     bound_s: float
-    """How long the errand may take. A viewer's is infinite."""
+    """The time limit; infinite for a viewer."""
 
     @property
     def is_bounded(self) -> bool:
@@ -49,23 +50,23 @@ class _Errand(NamedTuple):
 
 
 class Connections(ServerState):
-    """All connections of one server, as uvicorn's own state, which each of them has."""
+    """All connections of one server. As uvicorn's server state, every connection has it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._since_s: dict[_Errand, float] = {}
         self._ended: set[_Protocol] = set()
-        """Connections that are gone though uvicorn does not know it yet."""
+        """Aborted connections that uvicorn still lists."""
 
     def look(self, now_s: float) -> None:
-        """Close the connections whose time is over, and one more where there are too many. Called all the time."""
+        """Close overdue connections, and one more if there are too many. Called at every tick and new connection."""
         errands = self._errands()
         self._since_s = {errand: self._since_s.get(errand, now_s) for errand in errands}
         for errand, since_s in self._since_s.items():
             if now_s - since_s > errand.bound_s:
                 self._end(errand)
         if len(self.connections) - len(self._ended) > CONNECTIONS_MAX:
-            # Never empty: viewers are far fewer.
+            # Never empty: there are far fewer viewers.
             guests = [one for one in errands if one.is_bounded and one.connection not in self._ended]
             from_host = Counter(one.host for one in guests)
             self._end(min(guests, key=lambda one: (-from_host[one.host], one.bound_s, self._since_s[one])))
@@ -81,13 +82,13 @@ class Connections(ServerState):
         return [_errand(connection) for connection in here - self._ended]
 
     def _end(self, errand: _Errand) -> None:
-        """Abort the connection: `close` would wait until the other side has taken what was written."""
+        """Abort the connection: `close` would wait until the other side has received all data."""
         self._ended.add(errand.connection)
         errand.connection.transport.abort()
 
 
 class Connection(H11Protocol):
-    """uvicorn's own h11 connection. Each new one makes the server look at all of them."""
+    """uvicorn's h11 connection; each new one makes the server check all connections."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -97,7 +98,7 @@ class Connection(H11Protocol):
 
 def _errand(connection: _Protocol) -> _Errand:
     if isinstance(connection, H11Protocol):
-        request = connection.cycle  # of the last request; None before the first
+        request = connection.cycle  # None before the first request
         is_answered = request is None or request.response_complete
         waits = is_answered and connection.transport.get_write_buffer_size() == 0
         return _Errand(connection, request, REQUEST_S if waits else ANSWER_S)

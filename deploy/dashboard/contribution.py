@@ -1,6 +1,6 @@
-"""Measures what one peer gives: its device's jobs, its links, its memory.
+"""Measures one peer's contribution: its device's jobs, its links, its memory.
 
-`MeteredCompute` goes between a peer and its device. Nothing here asks another peer anything.
+`MeteredCompute` sits between a peer and its device. Nothing here asks another peer.
 """
 
 from collections import deque
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 WINDOW_S = 10.0
 WORK_WINDOW_S = 60.0
-"""The time over which microbatches are counted, as for the run's own rate (`coordinator.token_rate`)."""
+"""The window in which microbatches are counted, as for the run's own rate (`coordinator.token_rate`)."""
 LINKS_MAX = 16
 
 
 class MeteredCompute:
-    """Implements `Compute`: `compute`, with what it does added up. The probe does not count: it is no work.
+    """Implements `Compute` by passing work on and adding up its cost; the probe does not count.
 
-    Args: used_s: seconds of the device's time that were used so far; None: those in which one of its jobs ran. Of a
-    device that may be used for a share of the time, what its owner's limit counts.
+    Args: used_s: seconds of device time used so far; None: the time in which jobs ran. With a limit on the share of
+    device time, pass the time that the limit counts.
     """
 
     def __init__(self, compute: Compute, *, used_s: Callable[[], float] | None = None) -> None:
@@ -42,7 +42,7 @@ class MeteredCompute:
         return self._jobs_s if self._used_s is None else self._used_s()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Raises: whatever `work` raises, or the device."""
+        """Run and count a job. Raises: whatever `work` or the device raises."""
         timed = await self._compute.run(kind, work, flop=flop)
         if kind != "probe":
             self._jobs_s += timed.ended_s - timed.started_s
@@ -59,8 +59,6 @@ class MeteredCompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """The totals at one moment."""
-
     at_s: float
     busy_s: float
     sending_s: float
@@ -70,9 +68,11 @@ class _Sample:
 
 
 class ContributionMeter:
-    """Args: limits: what the person at this machine has set; None: nothing.
+    """Measures a peer's contribution at each call of `measure`.
 
-    Totals of traffic are of this object's life: `LinkMeter` forgets who was idle for long.
+    Totals of traffic cover this object's lifetime, since `LinkMeter` forgets idle links.
+
+    Args: limits: returns the limits that the owner has set; None: there are none.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ContributionMeter:
 
 
 def _grown(before: float, now: float) -> float:
-    """How much each link has grown by. A link that was forgotten meanwhile begins at 0 again."""
+    """Return the growth of a counter; a link that was forgotten meanwhile restarts at 0."""
     return now - before if now >= before else now
 
 

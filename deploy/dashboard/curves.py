@@ -1,4 +1,4 @@
-"""Keeps what a run did step by step, in bounded memory. Pure."""
+"""Keeps a run's history, step by step, in bounded memory. Pure."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -6,26 +6,24 @@ from statistics import fmean
 from shoal.deploy.dashboard.view import Point, ValidationPoint
 
 POINTS_MAX = 1200
-"""About two a pixel of a wide screen. When they are reached, neighbours are merged and half of it is free again."""
+"""About two points per pixel of a wide screen. At this number neighbours are merged in pairs."""
 VALIDATIONS_MAX = 600
 
 
 class Curves:
-    """Points in the order of their steps. `generation` changes whenever older points were merged or taken back: who
-    holds a copy must then take all of them anew.
-    """
+    """Points in the order of their steps. `generation` changes when older points are merged or removed: a reader must
+    then fetch all of them again."""
 
     def __init__(self) -> None:
         self.generation = 0
         self.points: list[Point] = []
         self.validations: list[ValidationPoint] = []
-        """The validations in the order of their versions, each once."""
         self._stride = 1
-        """How many points come for one that is kept."""
+        """How many points are merged into one."""
         self._open: list[Point] = []
 
     def add(self, point: Point) -> None:
-        """Add a later step than all before."""
+        """Add a step later than all others."""
         self._open.append(point)
         if len(self._open) < self._stride:
             return
@@ -47,7 +45,7 @@ class Curves:
             self.validations = self.validations[:-1:2] + self.validations[-1:]
 
     def go_back(self, step: int) -> None:
-        """Drop `step` and all later ones, because the run does them again."""
+        """Drop `step` and all later ones: the run repeats them."""
         kept = [point for point in self.points if point.step < step]
         self.validations = [known for known in self.validations if known.step < step]
         self._open = [point for point in self._open if point.step < step]
@@ -56,7 +54,7 @@ class Curves:
             self.generation += 1
 
     def restore(self, points: Iterable[Point]) -> None:
-        """Begin with the points of earlier starts."""
+        """Add the points of earlier starts."""
         for point in points:
             self.add(point)
         self.generation += 1
@@ -67,7 +65,7 @@ class Curves:
 
 
 def _merged(points: Sequence[Point]) -> Point:
-    """One point for all of them: it is where the last one is, and as high as they are on average."""
+    """Merge points: position of the last one, means of the values."""
     last = points[-1]
     if len(points) == 1:
         return last

@@ -1,7 +1,7 @@
-"""Puts a view of the run together from what a peer says of it anyway (`report.py`). Holds no socket, clock or file.
+"""Builds a view of the run from a peer's reports (`report.py`). Holds no socket, clock or file.
 
-Whoever has a feed tells it every report; whoever shows the run asks for `view` and `curves`. Nothing here asks another
-peer anything, and nothing that another peer said goes on with control characters in it, or at any length.
+The owner passes every report to `take`; displays call `view` and read `curves`. Nothing here asks another peer, and
+texts of other peers are stripped of control characters and cut to a length.
 """
 
 from dataclasses import dataclass
@@ -56,13 +56,13 @@ CHANGES_MAX = 200
 CHANGES_SHOWN = 60
 TEXT_CHARS_MAX = 240
 NEW_S = 20.0
-"""How long a peer is shown as new, and a peer that went as gone."""
+"""The time for which a peer is shown as new, or a departed one as gone."""
 SAME_S = 30.0
-"""How far apart a plan and the coordinator's table may speak of one arrival."""
+"""A plan and the table report the same arrival within this time."""
 _MANY = 4096
-"""Numbers, of which formats are compared."""
+"""The number of elements for which formats are compared."""
 CONTRIBUTION_S = 20.0
-"""How long a peer's report about itself counts."""
+"""The time for which a peer's report about itself counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +73,12 @@ class RunFacts:
     steps: int
     num_layers: int
     tokens_per_step: int = 0
-    """0: it is not known, as to whoever only asks for the status."""
+    """0: unknown, as in a command that only asks for the status."""
     tokens_per_microbatch: int = 0
     activation_bytes_per_token: int = 0
-    """What a token takes between two stages in the widest of the formats in which activations may travel."""
+    """Bytes of a token between two stages in the widest format that the run allows for activations."""
     activations: WireFormat = "bf16"
-    """That format."""
+    """The widest format."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "RunFacts":
@@ -93,31 +93,33 @@ class RunFacts:
         )
 
     def activation_bytes(self, status: SwarmStatus | None) -> tuple[float, ...]:
-        """[K - 1], what a token takes behind each stage but the last, as the live plan has activations travel."""
+        """Return [K - 1]: bytes of a token after each stage but the last, in the formats of the live plan."""
         cuts = max(0, len(status.stages) - 1) if status is not None else 0
         forms = status.formats.activations if status is not None and status.formats is not None else ()
-        if len(forms) != cuts:  # nothing is said, or another peer wrote what cannot be
+        if len(forms) != cuts:  # unknown, or an impossible value from another peer
             return (self.activation_bytes_per_token,) * cuts
         widest = tensor_bytes(self.activations, _MANY)
         return tuple(self.activation_bytes_per_token * tensor_bytes(form, _MANY) / widest for form in forms)
 
     @classmethod
     def of_status(cls, status: SwarmStatus) -> "RunFacts":
-        """The facts that a status tells whoever has no spec of the run."""
+        """Return what a status alone says, without the run's spec."""
         layers = max((last for _, last in status.stages), default=1)
         return cls(name=status.name, steps=status.steps, num_layers=layers)
 
 
 class Feed:
-    """Args:
-    title: of the page.
-    wall_minus_clock_s: what to add to `now_s` for seconds since 1970.
+    """Collects reports, and builds views of the run.
+
+    Args:
+        title: of the page.
+        wall_minus_clock_s: add it to `now_s` to get seconds since 1970.
     """
 
     def __init__(self, facts: RunFacts, *, title: str, wall_minus_clock_s: float) -> None:
         self.curves = Curves()
         self.me: PeerID | None = None
-        """The peer of this machine: the first one that is heard of."""
+        """This machine's peer: the first one that reported."""
         self._facts, self._title, self._wall_s = facts, title, wall_minus_clock_s
         self._phase = "starting"
         self._run = ""
@@ -127,14 +129,14 @@ class Feed:
         self._plans_told: set[tuple[int, int]] = set()
         self._census = Census()
         self._changes: list[ChangeView] = []
-        """The changes, oldest first. They name peers by the end of their identifiers, as plans do."""
+        """Changes, oldest first. They name peers by the end of their identifiers, as plans do."""
         self._contributions: dict[PeerID, tuple[float, Contribution]] = {}
         self._told = (0, 0)
         """(era, steps done) of the newest point."""
         self._step: StepDone | None = None
-        """The newest step that somebody told beside the coordinator's status."""
+        """The newest `StepDone`, independent of the coordinator's status."""
         self._is_recorded = False
-        """Whether the record tells every step, so that a status adds no point."""
+        """True if a record reports every step, so that a status adds no point."""
         self._validation: tuple[int, float] | None = None
         """(version, loss) of the newest validation."""
 
@@ -186,7 +188,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """Take a plan. In a demo every peer tells every plan, and a peer that returns begins with an old one."""
+        """Take a plan. In a demo every peer reports every plan, and a returning peer starts with an old one."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             self._take_outcome(plan)
@@ -207,7 +209,7 @@ class Feed:
         self._add_change(change)
 
     def _take_age(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """A peer that has just come obeys a plan now which the coordinator has known for long."""
+        """Correct the time of a plan: a new peer obeys it now, but the coordinator has known it longer."""
         if isinstance(plan, PlanNote):
             at_s = now_s - plan.seconds_ago + self._wall_s
             self._changes = [
@@ -218,7 +220,7 @@ class Feed:
             ]
 
     def _take_outcome(self, plan: Obeys | PlanNote) -> None:
-        """Add what came of a plan to its line, when it has a successor: before, it changes with every step."""
+        """Add a plan's outcome to its line once it has a successor; until then it changes with every step."""
         if not isinstance(plan, PlanNote) or not plan.outcome or self._plan is None:
             return
         order = plan.term, plan.sequence
@@ -233,7 +235,7 @@ class Feed:
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
         before = self._status
         if before is not None and (status.term, status.plan_sequence) < (before.term, before.plan_sequence):
-            return  # from one that was suspended and thinks for a moment that it still coordinates
+            return  # from a former coordinator that was suspended and has not noticed
         self._status, self._status_at_s, self._run = status, now_s, clean(status.run, TEXT_CHARS_MAX)
         joined, gone = self._census.take(status, now_s)
         for note in status.plans:
@@ -260,7 +262,7 @@ class Feed:
             self._add_point(status.era, point)
 
     def restore(self, record: Record) -> None:
-        """Begin with what the run's record had when this process started."""
+        """Fill the curves from the run's record of earlier starts."""
         self._told = record.reached
         self.curves.restore(_point(line) for line in record.steps)
         for line in record.validations:
@@ -286,7 +288,7 @@ class Feed:
         self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text, TEXT_CHARS_MAX)))
 
     def _add_change(self, change: ChangeView) -> None:
-        """Add a change. A plan that says who came or went takes the place of a line that says only that."""
+        """Add a change. A plan that reports an arrival or departure replaces the line that says only that."""
         if any(_says(known, change) for known in self._changes):
             return
         kept = [known for known in self._changes if not _says(change, known)]
@@ -358,15 +360,14 @@ class Feed:
         )
 
     def _newest_step(self) -> tuple[int, float | None, float]:
-        """(steps done, loss, staleness) by the status, or by a newer step: all peers of a demo tell steps, even while
-        its coordinator is dead."""
+        """Return the newest (steps done, loss, staleness): peers of a demo report steps even without a coordinator."""
         status, step = self._status, self._step
         if step is not None and (status is None or (step.era, step.step + 1) > (status.era, status.step)):
             return step.step + 1, step.loss, step.staleness_mean
         return (status.step, status.loss, status.staleness_steps_mean) if status else (0, None, 0.0)
 
     def _left_s(self, status_age_s: float | None) -> float | None:
-        """Seconds until the last step, by the coordinator's word, less the time since."""
+        """Return the coordinator's estimate of the seconds left, minus the time since."""
         status = self._status
         left_s = status.left_s if status and status.step < status.steps else None
         return None if left_s is None or status_age_s is None else max(0.0, left_s - status_age_s)
@@ -431,7 +432,6 @@ class Feed:
         return msgspec.structs.replace(change, text=self._with_names(change.text), coordinator=coordinator)
 
     def _with_names(self, text: str) -> str:
-        """The text with names of peers, whom plans call by the end of their identifiers."""
         return ENDING.sub(lambda found: self._census.named(found.group()), text)
 
 

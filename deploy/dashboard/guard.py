@@ -1,13 +1,12 @@
-"""Keeps a page of another site that the user has open from reading the dashboard, framing it, or becoming it.
+"""Keeps pages of other sites from reading, framing or impersonating the dashboard.
 
 A browser sends a page's requests from the user's machine, so listening on loopback keeps no page out. Three checks do:
-
 - **Host** must be an address, `localhost`, or the name that the user has given. A site that points its own name at
-  127.0.0.1 (DNS rebinding) still sends its own name here.
+127.0.0.1 (DNS rebinding) still sends its own name here.
 - **Origin**, where there is one, must be the Host: WebSockets know no other rule. No CORS header is ever sent.
-- **Sec-Fetch-Site** of another site only for a link that the user follows.
+- **Sec-Fetch-Site** of another site is allowed only for a link that the user follows.
 
-There is nothing to do here but read, and two things for who has the key (`steering.py`): any other method is refused.
+The page is read-only except for two actions of the key's holder (`steering.py`); any other method is refused.
 """
 
 import ipaddress
@@ -39,7 +38,7 @@ _FORBIDDEN_CLOSE = 4403
 
 
 class Guard:
-    """Args: names: by which the user calls this machine, besides its addresses and `localhost`."""
+    """ASGI middleware with these checks. Args: names: host names to accept besides addresses and `localhost`."""
 
     def __init__(self, app: ASGIApp, *, names: Sequence[str] = ()) -> None:
         self._app = app
@@ -69,7 +68,7 @@ class Guard:
             await self._app(scope, receive, send_guarded)
 
     def complaint(self, headers: Headers, method: str, path: str) -> str:
-        """The reason why a request is refused; empty if it is not."""
+        """Return why a request is refused; empty if it is allowed."""
         if method not in ("GET", "HEAD") and not (method == "POST" and path in PATHS):
             return "the dashboard only shows"
         host = headers.get("host", "")
@@ -90,7 +89,7 @@ class Guard:
 
 
 def _netloc(origin: str) -> str:
-    """The host and port of a page's address; empty, as no host is, for anything else."""
+    """Return the host and port of an origin; empty, which matches no host, if it has none."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

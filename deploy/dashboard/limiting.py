@@ -1,15 +1,15 @@
-"""Says what keeps a peer from giving more, in one sentence, by its measurements and the coordinator's table. Pure.
+"""Finds what limits a peer's contribution, from its measurements and the coordinator's table. Pure.
 
-Asked in this order; the first that holds is the answer. A device that computes nine tenths of the time is busy, one
-that computes half of it waits for somebody.
+The first row that holds is the answer. A device that computes nine tenths of the time is busy; one that computes half
+of it waits for another peer.
 
-| | holds when |
+| answer | holds when |
 |---|---|
-| pause | the person at the machine, or a limit of theirs, has paused it |
+| pause | the owner, or a limit of theirs, has paused the peer |
 | place, state | it holds no stage; it fetches its stage's state |
-| cap | work waits for a device that may compute a share of the time only; or as *upload*, which is limited |
-| device | it computed nearly all the time, or most of it with work that stands and waits for it |
-| upload | something is nearly always on its way out |
+| cap | work waits for a device that may compute only a share of the time; or *upload* holds and is capped |
+| device | it computed nearly all the time, or most of it with work in its queue |
+| upload | something is nearly always being sent |
 | swarm | it waits: for the stage with the least capacity, if that is another one |
 """
 
@@ -21,14 +21,14 @@ from shoal.protocol.messages import PeerStatus
 
 BUSY = 0.85
 QUEUES_BUSY = 0.6
-"""A device that always has microbatches waiting is busy from here on: the rest of the time is the program's own."""
+"""A device with queued microbatches is busy from this share on: the rest is the program's overhead."""
 SENDING = 0.8
 FORWARDS_OF_A_MICROBATCH = 3.0
-"""A backward is two forwards. The last stage's figure has both in it."""
+"""A backward costs two forwards. The last stage's `forward_s` includes both."""
 
 
 def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: int) -> LimitedBy:
-    """Args: peers: as the coordinator tells them; none if it was not heard yet."""
+    """Return what limits the peer. Args: peers: from the coordinator's table; empty if unknown."""
     limits = mine.limits
     if limits is not None and limits.paused:
         return LimitedBy(kind="pause", text=f"paused: {limits.why}" if limits.why else "paused")
@@ -37,7 +37,7 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
     if mine.stage is None:
         return LimitedBy(kind="place", text="no work yet: standing by, in case another peer leaves")
     if any(peer.peer == mine.peer and peer.draining for peer in peers):
-        return LimitedBy(kind="place", text="leaving: the work in hand ends")
+        return LimitedBy(kind="place", text="leaving: finishing its work")
     if not mine.synced:
         others = any(peer.peer != mine.peer for peer in peers)
         source = "fetching the state of stage {} from other peers" if others else "getting the state of stage {} ready"
@@ -64,7 +64,7 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
 
 
 def slowest_stage(peers: Sequence[PeerStatus], *, num_stages: int) -> int | None:
-    """The stage that could do the fewest microbatches a second; None while one is not known."""
+    """Return the stage with the lowest capacity in microbatches per second; None if one is unknown."""
     rates = [0.0] * num_stages
     for peer in peers:
         is_at_work = peer.synced or peer.light is not None

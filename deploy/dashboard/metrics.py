@@ -1,4 +1,4 @@
-"""A run for Prometheus: the same facts as on the dashboard, in its text format. Pure.
+"""Formats a view of the run for Prometheus. Pure.
 
 Counters are of this process; gauges of the whole run come from the coordinator and are as old as
 `shoal_status_age_seconds` says. A metric without a value is left out.
@@ -12,13 +12,12 @@ from shoal.deploy.dashboard.view import MineView, PeerState, View
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TRAIN: Sequence[PeerState] = ("training", "light")
-"""States of those who do their stage's work."""
 
 Sample = tuple[Mapping[str, str], float]
 
 
 def render_metrics(view: View) -> str:
-    """Every family with its help and type, the run's first, then stages, experts, peers and what this peer gives."""
+    """Return all metric families: the run's, then stages, experts, peers and this peer's contribution."""
     return "".join(line for part in (_run, _stages, _experts, _peers, _mine) for line in part(view))
 
 
@@ -30,17 +29,25 @@ def _run(view: View) -> Iterator[str]:
         ("shoal_steps", "Steps of the whole run.", view.steps),
         ("shoal_loss", "Training loss of the newest step, nats a token.", view.loss),
         ("shoal_validation_loss", "The newest validation's loss, nats a token.", view.validation_loss),
-        ("shoal_tokens_per_second", "The swarm's, over the last minute, standstills included.", view.tokens_per_s),
-        ("shoal_foreseen_tokens_per_second", "What the live layout should make now.", view.foreseen_tokens_per_s),
-        ("shoal_seen_tokens_per_second", "The layout's usual rate, standstills left out.", view.seen_tokens_per_s),
+        (
+            "shoal_tokens_per_second",
+            "Tokens/s of the run over the last minute, standstills included.",
+            view.tokens_per_s,
+        ),
+        ("shoal_foreseen_tokens_per_second", "Predicted tokens/s of the live layout.", view.foreseen_tokens_per_s),
+        (
+            "shoal_seen_tokens_per_second",
+            "Median tokens/s of the live layout, standstills left out.",
+            view.seen_tokens_per_s,
+        ),
         ("shoal_staleness_steps", "Mean staleness of the newest step's gradients.", view.staleness_steps_mean),
-        ("shoal_era", "How often the run has begun again, from a snapshot or with other stages.", view.era),
-        ("shoal_rollbacks", "How often the run has gone back to a snapshot.", view.rollbacks),
+        ("shoal_era", "Number of restarts of the run, from a snapshot or with other stages.", view.era),
+        ("shoal_rollbacks", "Number of returns to a snapshot.", view.rollbacks),
         ("shoal_term", "The coordinator's term.", view.term),
         ("shoal_plan_sequence", "Plans of the run so far.", view.sequence),
-        ("shoal_elapsed_seconds", "Since the run's first plan.", view.elapsed_s),
-        ("shoal_left_seconds", "Until the last step, at that rate.", view.left_s),
-        ("shoal_status_age_seconds", "Since this peer last heard of the coordinator.", view.status_age_s),
+        ("shoal_elapsed_seconds", "Seconds since the run's first plan.", view.elapsed_s),
+        ("shoal_left_seconds", "Seconds until the last step, at that rate.", view.left_s),
+        ("shoal_status_age_seconds", "Seconds since the coordinator's last message.", view.status_age_s),
     )
     for name, about, value in plain:
         yield from _family(name, "gauge", about, [] if value is None else [({}, float(value))])
@@ -49,7 +56,7 @@ def _run(view: View) -> Iterator[str]:
 def _stages(view: View) -> Iterator[str]:
     states: Sequence[PeerState] = get_args(PeerState)
     counts = {state: float(sum(peer.state == state for peer in view.peers)) for state in states}
-    yield from _family("shoal_peers", "gauge", "Peers by what they do.", [({"state": s}, n) for s, n in counts.items()])
+    yield from _family("shoal_peers", "gauge", "Peers by state.", [({"state": s}, n) for s, n in counts.items()])
     replicas = [
         ({"stage": str(stage)}, float(sum(peer.stage == stage and peer.state in _TRAIN for peer in view.peers)))
         for stage in range(len(view.stages))
@@ -66,7 +73,7 @@ def _experts(view: View) -> Iterator[str]:
     copies = [(labels, float(expert.replicas)) for labels, expert in labelled]
     yield from _family("shoal_expert_replicas", "gauge", "Peers that hold an expert of a stage.", copies)
     loads = [(labels, expert.load) for labels, expert in labelled if expert.load is not None]
-    yield from _family("shoal_expert_load", "gauge", "Tokens of an expert, over an even share.", loads)
+    yield from _family("shoal_expert_load", "gauge", "Tokens of an expert, relative to an even share.", loads)
 
 
 def _peers(view: View) -> Iterator[str]:
@@ -82,10 +89,16 @@ def _peers(view: View) -> Iterator[str]:
     yield from family(
         "shoal_peer_version", "Steps in a peer's state.", [p.version if p.version >= 0 else None for p in peers]
     )
-    yield from family("shoal_peer_share", "Of its stage's traffic, by the plan.", [p.share for p in peers])
-    yield from family("shoal_peer_forward_seconds", "Median of a forward.", [p.forward_s or None for p in peers])
-    yield from family("shoal_peer_flops", "FLOP/s by its probe.", [p.flop_per_s or None for p in peers])
-    yield from family("shoal_peer_seen_seconds", "Since its last heartbeat.", [p.seen_s_ago for p in peers])
+    yield from family(
+        "shoal_peer_share", "A peer's share of its stage's traffic, by the plan.", [p.share for p in peers]
+    )
+    yield from family("shoal_peer_forward_seconds", "Median time of a forward.", [p.forward_s or None for p in peers])
+    yield from family(
+        "shoal_peer_flops", "A peer's FLOP/s, measured by its probe.", [p.flop_per_s or None for p in peers]
+    )
+    yield from family(
+        "shoal_peer_seen_seconds", "Seconds since a peer's last heartbeat.", [p.seen_s_ago for p in peers]
+    )
 
 
 def _mine(view: View) -> Iterator[str]:
@@ -94,28 +107,28 @@ def _mine(view: View) -> Iterator[str]:
         return
     gauges: Sequence[tuple[str, str, float]] = (
         ("shoal_self_busy_ratio", "Share of the time in which the device computes.", mine.busy),
-        ("shoal_self_sending_ratio", "Share of the time in which something is on its way out.", mine.sending),
-        ("shoal_self_flops", "FLOP/s that this peer gives.", mine.flop_per_s),
+        ("shoal_self_sending_ratio", "Share of the time in which something is being sent.", mine.sending),
+        ("shoal_self_flops", "FLOP/s of this peer.", mine.flop_per_s),
         ("shoal_self_tokens_per_second", "Tokens through this peer's layers.", mine.tokens_per_s),
         ("shoal_self_work_ratio", "This peer's share of the run's work.", mine.work_share),
         ("shoal_self_memory_bytes", "Resident memory of this process.", mine.memory_bytes),
-        ("shoal_self_uptime_seconds", "Since this process takes part.", mine.uptime_s),
+        ("shoal_self_uptime_seconds", "Seconds since this process takes part.", mine.uptime_s),
         ("shoal_self_paused", "1 while this peer is paused.", float(mine.limits is not None and mine.limits.paused)),
     )
     for name, about, value in gauges:
         yield from _family(name, "gauge", about, [({}, value)])
     limiting = [({"by": mine.limited_by.kind}, 1.0)]
-    yield from _family("shoal_self_limited", "gauge", "What keeps this peer from giving more.", limiting)
+    yield from _family("shoal_self_limited", "gauge", "What limits this peer's contribution.", limiting)
     yield from _totals(mine)
 
 
 def _totals(mine: MineView) -> Iterator[str]:
     totals: Sequence[tuple[str, str, float]] = (
-        ("shoal_self_flop_total", "Arithmetic given.", mine.flop_total),
+        ("shoal_self_flop_total", "FLOP computed by this peer.", mine.flop_total),
         ("shoal_self_microbatches_total", "Microbatches computed.", mine.microbatches_total),
         ("shoal_self_tokens_total", "Tokens through this peer's layers.", mine.tokens_total),
-        ("shoal_self_sent_bytes_total", "Frames sent.", mine.sent_bytes_total),
-        ("shoal_self_received_bytes_total", "Frames received.", mine.received_bytes_total),
+        ("shoal_self_sent_bytes_total", "Bytes of frames sent.", mine.sent_bytes_total),
+        ("shoal_self_received_bytes_total", "Bytes of frames received.", mine.received_bytes_total),
     )
     for name, about, value in totals:
         yield from _family(name, "counter", about, [({}, value)])

@@ -1,7 +1,7 @@
-"""Says who exchanges how much with whom, and who holds which expert, as far as it is known. Pure.
+"""Computes the traffic between peers and the placement of experts, as far as known. Pure.
 
-What a peer has measured counts. Of other links the plan's shares say how a stage's traffic is spread, and the present
-pace how much there is: an activation there and a gradient back for every token.
+Measured traffic takes precedence. For other links, the plan's shares and the present rate give an estimate: an
+activation one way and a gradient back for every token.
 """
 
 import math
@@ -13,14 +13,16 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 LINKS_MAX = 400
-"""The most links that are drawn. More would be a grey area, so the page shows what flows between stages."""
+"""The most links to draw. With more, the page shows only the traffic between stages."""
 
 
 def links(
     peers: Sequence[PeerStatus], contributions: Mapping[PeerID, Contribution], bytes_per_s: Sequence[float]
 ) -> tuple[LinkView, ...]:
-    """The traffic between two peers, both ways added. Args: bytes_per_s: [K - 1], one way behind each stage but
-    the last, at this pace."""
+    """Return the traffic of each pair of peers, both directions added.
+
+    Args: bytes_per_s: [K - 1], one way after each stage but the last, at the present rate.
+    """
     listed = {peer.peer for peer in peers}
     found: dict[tuple[PeerID, PeerID], LinkView] = {}
     for source, told in contributions.items():
@@ -48,7 +50,7 @@ def links(
 
 
 def expert_views(status: SwarmStatus) -> tuple[ExpertView, ...]:
-    """The experts in the table's order. Another peer wrote the table, so what cannot be is left out."""
+    """Return the experts in the table's order. Impossible entries are left out, since another peer wrote the table."""
     shown = [told for told in status.experts if 0 <= told.stage < len(status.stages)]
     counts = [0] * len(status.stages)
     loads = [0.0] * len(status.stages)

@@ -1,14 +1,14 @@
-"""Serves the page, its data and `/metrics` from inside a peer's own event loop.
+"""Serves the page, its data and `/metrics` inside a peer's event loop.
 
-| path | what |
+| path | content |
 |---|---|
-| `/` and its files | the page, as it lies in `static/` |
-| `/live` | WebSocket: the view every second, and what the curves have grown by |
+| `/` and its files | the page, from `static/` |
+| `/live` | WebSocket: the view every second, and new points of the curves |
 | `/state.json` | the view, once |
 | `/metrics` | the same for Prometheus |
-| `/pause`, `/resume` | POST, for who has the key (`steering.py`) |
+| `/pause`, `/resume` | POST, for holders of the key (`steering.py`) |
 
-Whoever looks costs the peer: a view is put together once a second for all of them, and for nobody not at all.
+To cost the peer little, a view is built at most about once a second for all viewers, and never without one.
 """
 
 import asyncio
@@ -42,20 +42,20 @@ STATIC = Path(__file__).parent / "static"
 PERIOD_S = 1.0
 VIEWERS_MAX = 16
 REQUEST_BYTES_MAX = 1024
-"""The most bytes of a viewer's message: a viewer has nothing to say."""
+"""The most bytes of a viewer's message; viewers need to send nothing."""
 _TOO_MANY_CLOSE = 4429
 _GOING_AWAY = 1001
 _END_S = 2.0
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
-    """Points of the curves from number `first` on; a reader of another `generation` forgets what it has."""
+    """Points of the curves from number `first` on; if `generation` is new, a reader discards its points."""
 
     generation: int
     first: int
     points: Sequence[Point]
     validations: Sequence[ValidationPoint] | None = None
-    """All validations; None: they are as before."""
+    """All validations; None: unchanged."""
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,17 +64,17 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     view: View
     curves: Growth
     steers: bool
-    """Whether a viewer with the key can do something here."""
+    """True if a viewer with the key can pause the peer."""
 
 
 class Dashboard:
-    """The application, without a socket.
+    """The web application without a socket.
 
     Args:
-        feed: told by its owner.
+        feed: updated by its owner.
         now_s: the feed's clock.
-        names: hosts under which it may be opened, besides addresses and `localhost`.
-        steering: what whoever has its key can do; None: nothing.
+        names: host names to accept besides addresses and `localhost`.
+        steering: actions for holders of its key; None: none.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Dashboard:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody looks, or has asked within a minute, so that fresh figures are worth something."""
+        """True if there is a viewer, or a request within the last minute: then the status must be fresh."""
         return self._viewers > 0 or self._now_s() - self._asked_s < 60.0
 
     def close(self) -> None:
-        """Send every viewer away."""
+        """Disconnect every viewer."""
         self._closing.set()
 
     async def _page(self, request: Request) -> Response:
@@ -137,7 +137,7 @@ class Dashboard:
             await self._send(socket)
             await socket.close(_GOING_AWAY)
         except WebSocketDisconnect:
-            pass  # which the next message to a viewer that has gone says
+            pass  # the viewer has gone
         finally:
             self._viewers -= 1
 
@@ -163,7 +163,7 @@ class Dashboard:
                     await self._closing.wait()
 
     def _current(self) -> View:
-        """The view of now, made once for all who look within half a period."""
+        """Return the view, built once for all requests within half a period."""
         now_s = self._now_s()
         if self._view is None or now_s - self._view_at_s > PERIOD_S / 2:
             self._view, self._view_at_s = self._feed.view(now_s), now_s
@@ -171,21 +171,21 @@ class Dashboard:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the peer, so that it shows a drain to its end, and that looks at connections."""
+    """A uvicorn server that checks connections and leaves signals to the peer, to show a drain to its end."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.server_state = self._connections = Connections()
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn calls this ten times a second."""
+        """Check connections; uvicorn calls this ten times a second."""
         self._connections.look(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say good-bye to viewers: uvicorn would wait for the rest, and stumble over a WebSocket with a broken head."""
+        """Close all but viewers first: uvicorn would wait for them, and fail on a WebSocket with a broken head."""
         self._connections.end_all_but_viewers()
-        await asyncio.sleep(0)  # which lets them go
+        await asyncio.sleep(0)  # lets the aborts take effect
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -204,7 +204,7 @@ class DashboardServer:
 
     @property
     def port(self) -> int:
-        """The port that it has, which is another one than was asked for where that was taken."""
+        """The actual port, which differs from the wanted one if that was taken."""
         assert self._socket is not None, "not started"
         return int(self._socket.getsockname()[1])
 
@@ -213,7 +213,7 @@ class DashboardServer:
         return self._address.url(port=self.port)
 
     async def start(self, *, first_port: int = 0) -> None:
-        """Args: first_port: where the page was yesterday, if that is still free; 0: nowhere.
+        """Start serving. Args: first_port: the port of the last start, to try first; 0: none.
 
         Raises: LocalError: the address is not this machine's.
         """
@@ -226,13 +226,13 @@ class DashboardServer:
             ws_per_message_deflate=False,
             lifespan="off",
             log_config=None,
-            log_level="error",  # a line for each broken request would let a stranger fill the peer's log
+            log_level="error",  # otherwise strangers could fill the peer's log with broken requests
             access_log=False,
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=8 * CONNECTIONS_MAX,  # requests: of those that had to go some may still be under way
-            backlog=BACKLOG,  # uvicorn's 2,048 would be as many files at once
+            limit_concurrency=8 * CONNECTIONS_MAX,  # requests of closed connections may still be running
+            backlog=BACKLOG,  # uvicorn's default of 2,048 could open as many files
             timeout_graceful_shutdown=int(_END_S),
         )
         self._server = _Server(config)
@@ -249,6 +249,5 @@ class DashboardServer:
 
 
 def _say_why(task: asyncio.Task[None]) -> None:
-    """Log why the dashboard is gone; the peer trains on without it."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("the dashboard has ended: %r", error)

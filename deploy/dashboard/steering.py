@@ -1,8 +1,8 @@
-"""Lets the owner of a peer do two things on the page: pause the peer, and resume it.
+"""Lets the owner pause and resume a peer from the page.
 
-Who may is whoever has the key: it stands in the address that the peer prints, behind the `#`, which a browser sends to
-nobody. The page keeps it for its tab and shows it in a header, which no page of another site can set here. So others
-who reach the address, on this machine or elsewhere, read and no more.
+The right to do so is a key in the address that the peer prints, after the `#`, which browsers never send. The page
+keeps it for its tab and sends it in a header, which a page of another site cannot set. Without the key the page is
+read-only.
 """
 
 import hmac
@@ -21,18 +21,18 @@ KEY_HEADER = "x-shoal-key"
 _KEY_BYTES = 16
 
 Act = Callable[[], Awaitable[Mapping[str, Any]]]
-"""A function that pauses or resumes, and says how it is now."""
+"""A function that pauses or resumes, and returns the new state."""
 
 
 @dataclass(slots=True)
 class Steering:
-    """The steering of one peer. It declines until there is something to steer, and always in a demo."""
+    """The actions on one peer; refused until `hand` is called, and always in a demo."""
 
     key: str = field(default_factory=lambda: secrets.token_urlsafe(_KEY_BYTES))
     _acts: dict[str, Act] = field(default_factory=dict)
 
     def hand(self, *, pause: Act, resume: Act) -> None:
-        """The page's two actions call these functions from now on."""
+        """Set the functions that the page's two actions call."""
         self._acts = {"/pause": pause, "/resume": resume}
 
     @property

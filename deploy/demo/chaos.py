@@ -1,9 +1,9 @@
-"""Faults of a demo that trains. `--chaos` kills, restarts and suspends peers by a schedule drawn from a seed; `--moe`
-kills one peer that holds the busiest expert.
+"""Causes faults in a training demo. `--chaos` kills, restarts and suspends peers by a schedule drawn from a seed;
+`--moe` kills one peer that holds the busiest expert.
 
-When what happens is drawn; whom it meets is drawn among those whom the run can lose at that moment. A peer that holds
-its stage's state alone is spared: with it gone the run goes back to a snapshot, which is another promise (tests of the
-simulated world keep it) and no matter of seconds.
+The schedule is random; the victim is drawn among peers that the run can lose at that moment. A sole holder of its
+stage's state is spared: without it the run goes back to a snapshot, which takes longer than a demo's recovery and is
+tested in the simulated world.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, SwarmStatus
 
 COMES_BACK_EVERY = 3
-"""One of so many killed peers comes back under its own name, in its own folder; a stranger comes for each other."""
+"""Every third killed peer restarts under its own name, in its own folder; a new peer replaces each other one."""
 HEARD_S = 2.5
-"""A peer that was heard longer ago may be gone: nothing is left to it alone."""
+"""A peer last heard earlier than this may be gone, so others must not depend on it alone."""
 SETTLED_S = 5.0
-"""How long a peer is awake before a status speaks of the process that runs now. A status is at most 2.5 s old, and what
-it says of a peer that counts as heard is at most `HEARD_S` older."""
+"""A status describes the process that runs now only this long after its start or resume: the status is at most 2.5 s
+old, and what it says about a peer at most `HEARD_S` older."""
 _LOOK_S = 0.2
 
 
@@ -42,16 +42,15 @@ class ChaosOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
     at_s: float
-    """Seconds after the first step."""
+    """Time since the first step."""
     kind: Literal["kill", "kill_coordinator", "suspend"]
     comes_back: bool = False
-    """Whether the killed peer itself comes back, and not a stranger in its place."""
+    """True: the killed peer restarts; false: a new peer replaces it."""
 
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
-    """Acts in the order of their times, without end: a kill at every multiple of `kill_every_s`, the first or second of
-    them the coordinator's, and one suspension half-way between the first and the second, or the second and the third.
-    """
+    """Yield faults in order of time, without end: a kill at every multiple of `kill_every_s`, the first or second of
+    them the coordinator's, and one suspension half-way between the first and second or the second and third."""
     coordinator_turn = 1 + rng.randrange(2)
     suspension_turn = 1 + rng.randrange(2)
     turn = 0
@@ -64,17 +63,17 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 
 
 def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[Member]:
-    """The members that the run can lose now: those that hold no state, and those whose state, each expert included, is
-    held by other members that can be reached.
+    """Return the members that the run can lose now: those without state, and those with state, each expert included,
+    that other reachable members also hold.
 
-    A member that is not in the status yet has joined nothing; one whose state nobody has heard of may be fetching it.
-    What the status says of a member that was started or resumed a moment ago is about its time before.
+    A member missing from the status has not joined; one of unknown state may be fetching it. For a member that was just
+    started or resumed the status may describe the time before.
 
     Args:
-        status: that of the newest plan.
+        status: of the newest plan.
         now_s: in `time.monotonic()`.
     """
-    latest = {member.peer: member for member in crew.members}  # a peer that came back is two members
+    latest = {member.peer: member for member in crew.members}  # a restarted peer is two members
     unable: set[PeerID | None] = {
         peer
         for peer, member in latest.items()
@@ -104,10 +103,8 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[Member]
 
 
 def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[Member, ExpertStatus] | None:
-    """A holder of the busiest expert that the run can lose; the coordinator is the last choice.
-
-    None: nobody has told of loads yet, or the run can lose none of them now. `status`, `now_s`: see `expendable`.
-    """
+    """Return a holder of the busiest expert that the run can lose, the coordinator only as the last choice; None if
+    loads are unknown or there is no such holder. `status`, `now_s`: see `expendable`."""
     if not any(expert.load > 0.0 for expert in status.experts):
         return None
     busiest = max(status.experts, key=lambda expert: (expert.load, -expert.stage, -expert.expert))
@@ -119,15 +116,15 @@ def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[Member, Ex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPorts:
-    """What a demo gives to whoever makes faults in it."""
+    """A demo's interface for fault injection."""
 
     crew: Crew
     status: Callable[[], SwarmStatus | None]
-    """The swarm's status if it is of this very moment, else None: then one waits for it."""
+    """Returns the swarm's status if it is fresh, else None."""
     on_fault: Callable[[FaultLine], None]
-    """Hears of each fault, and of each peer that comes, as it happens; the line's time is to be filled in."""
+    """Called for each fault and each new peer; fills in the line's time."""
     on_left_behind: Callable[[str, list[int]], None]
-    """Hears (name, process ids) of what a killed peer left running."""
+    """Called with (name, ids of the processes that a killed peer left running)."""
 
     async def kill(self, member: Member) -> None:
         left = await self.crew.kill(member)
@@ -136,10 +133,9 @@ class FaultPorts:
 
 
 class Chaos:
-    """Carries a schedule out on a crew.
+    """Carries out a schedule on a crew.
 
-    Args:
-        until_s: no faults later than that after the first step; None: no limit.
+    Args: until_s: no faults later than this after the first step; None: no limit.
     """
 
     def __init__(self, ports: FaultPorts, options: ChaosOptions, *, until_s: float | None) -> None:
@@ -149,12 +145,12 @@ class Chaos:
         self._rng = random.Random(options.seed)
         self._tasks: set[asyncio.Task[None]] = set()
         self.over = asyncio.Event()
-        """Whether no further faults will come."""
+        """Set when no further faults will come."""
 
     async def run(self) -> None:
-        """Carry out the schedule until it is over, or until cancelled. Peers that are suspended then go on."""
+        """Carry out the schedule until it is over or cancelled; then resume suspended peers."""
         loop = asyncio.get_running_loop()
-        began_s = loop.time()  # moves on when an act had to wait for its victim, so that none crowds upon another
+        began_s = loop.time()  # moves on if a fault had to wait for a victim, to keep the distance to the next
         try:
             for act in schedule(self._options, self._rng):
                 if self._until_s is not None and act.at_s > self._until_s:
@@ -182,13 +178,13 @@ class Chaos:
             self._spawn(self._resume_later(member))
             return
         self._spawn(self._ports.kill(member))
-        await member.child.exited.wait()  # who comes back needs its folder
+        await member.child.exited.wait()  # a restarted peer needs its folder
         newcomer = await self._crew.start(member.name if act.comes_back else "")
         await self._crew.let_in(newcomer)
         self._ports.on_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
 
     async def _victim(self, act: Act) -> tuple[Member, SwarmStatus]:
-        """The peer that the act meets, as soon as there is one that the run can lose."""
+        """Wait until there is a suitable peer that the run can lose, and return it."""
         while True:
             status = self._ports.status()
             if status is not None:
@@ -215,18 +211,14 @@ class Chaos:
 
 
 class ExpertKill:
-    """Kills one holder of the busiest expert.
-
-    Args:
-        is_time: whether half of the demo is over.
-    """
+    """Kills one holder of the busiest expert. Args: is_time: True once half of the demo is over."""
 
     def __init__(self, ports: FaultPorts, *, is_time: Callable[[], bool]) -> None:
         self._ports = ports
         self._is_time = is_time
 
     async def run(self) -> None:
-        """Wait for the time and kill. Nobody comes in the place of the killed peer."""
+        """Wait for the time and kill. The peer is not replaced."""
         while True:
             status = self._ports.status() if self._is_time() else None
             found = victim(self._ports.crew, status, now_s=time.monotonic()) if status is not None else None

@@ -1,4 +1,4 @@
-"""Tells what happens in a demo, from what its children report: on the terminal and in `--json`, with a summary."""
+"""Reports a demo's events from its children's reports: on the terminal and in `--json`, with a summary."""
 
 import contextlib
 import time
@@ -36,19 +36,16 @@ from shoal.protocol.messages import SwarmStatus
 from shoal.protocol.spec import RunSpec
 
 _RECENT_STEPS = 17
-"""The steps over which the tokens/s of a step are measured."""
+"""The window of tokens/s, in steps."""
 _STEP_PATIENCE_S = 8.0
-"""How long a step waits for a report that is due: when a member is killed, its group waits five seconds for it."""
+"""How long a step waits for a due report: when a member is killed, its group waits five seconds for it."""
 _STATUS_FRESH_S = 2.5
 _PLAN_SETTLED_S = 1.0
-"""How old a plan is before victims are chosen by it. What made it necessary often makes another one, which may be on
-its way and move the very holder that the status names."""
+"""The least age of a plan used to choose victims: a second plan often follows soon and moves a holder."""
 
 
 class Chronicle:
-    """Args:
-    title: of the panel.
-    """
+    """Takes reports and faults, and prints, draws and records them. Args: title: of the panel."""
 
     def __init__(self, spec: RunSpec, console: Console, *, title: str) -> None:
         self.started_s = time.monotonic()
@@ -62,7 +59,7 @@ class Chronicle:
         self._status_at_s = -_STATUS_FRESH_S
         self._plan_at_s = -_PLAN_SETTLED_S
         self._validation: tuple[int, float] | None = None
-        """(version, loss) of the newest."""
+        """(version, loss) of the newest validation."""
         self._validation_told = -1
         self._num_here = 0
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -70,18 +67,18 @@ class Chronicle:
         self._dashboard: Showing | None = None
 
     def show_on(self, dashboard: Showing) -> None:
-        """The dashboard is told everything too, from now on."""
+        """Pass all reports to the dashboard too, from now on."""
         self._dashboard = dashboard
         if dashboard.announcement:
             self._presenter.say(dashboard.announcement)
 
     def doing(self, what: str) -> None:
-        """What the demo does while it does not train."""
+        """Show the demo's activity while it does not train."""
         self._presenter.doing = what
 
     @contextlib.contextmanager
     def kept(self, json_path: Path | None) -> Iterator[None]:
-        """Draw the panel and write lines while this lasts. Raises: LocalError: not to that path."""
+        """Draw the panel and write JSON lines inside the context. Raises: LocalError: the path cannot be written."""
         with contextlib.ExitStack() as stack:
             if json_path is not None:
                 self._json = stack.enter_context(_open_json(json_path))
@@ -91,8 +88,8 @@ class Chronicle:
 
     @property
     def status(self) -> SwarmStatus | None:
-        """The swarm's status, unless it is too old to choose a victim by, or of an older plan than a peer obeys, or
-        that plan is too new: a holder that it names may have moved since."""
+        """The swarm's status; None if it is too old to choose a victim, belongs to an older plan than a peer obeys, or
+        its plan is too new, so that a holder may have moved."""
         status, plan, now_s = self._status, self._plan, time.monotonic()
         if status is None or now_s >= self._status_at_s + _STATUS_FRESH_S or now_s < self._plan_at_s + _PLAN_SETTLED_S:
             return None
@@ -103,7 +100,7 @@ class Chronicle:
     # --- what comes ---
 
     def take(self, name: str, report: Report) -> None:
-        """`name` is the child's."""
+        """Take a report of the child `name`."""
         now_s = time.monotonic()
         if not isinstance(report, Committed | StepDone | Note):
             self._show(report)
@@ -146,7 +143,7 @@ class Chronicle:
         self.note(f"{name} left processes behind: {', '.join(map(str, processes))}")
 
     def take_failure(self, name: str, what: str) -> None:
-        """Count and tell a peer that came to a bad end without our help."""
+        """Count and report a peer that failed by itself."""
         self.record.failed += 1
         self.note(f"{name} {what}")
 
@@ -158,14 +155,14 @@ class Chronicle:
             self._dashboard.take(Note(text=text))
 
     def tell_steps(self, *, flush: bool = False) -> None:
-        """Tell the steps that are complete or have been waited for long enough; with `flush` all of them."""
+        """Report the steps that are complete or overdue; with `flush` all."""
         for at_s, step in self._book.due(time.monotonic(), flush=flush):
             self._tell_step(at_s, step)
 
     def sum_up(
         self, *, peers: int, chaos: bool, watched_until_s: float, snapshot: str, sample: str, folder: Path
     ) -> Summary:
-        """Close with the summary. `watched_until_s`: when one stopped waiting for steps, in `time.monotonic()`."""
+        """Make the summary. `watched_until_s`: the end of waiting for steps, in `time.monotonic()`."""
         record, book, spec = self.record, self._book, self._spec
         first_step_s = record.step_times_s[0] - self.started_s if record.step_times_s else None
         step_s = record.step_s_median()
@@ -206,18 +203,18 @@ class Chronicle:
     def _show(self, report: Report) -> None:
         if self._dashboard is not None:
             self._dashboard.take(report)
-        if not isinstance(report, Contribution | Phase):  # what each single peer gives and does is not in the panel
+        if not isinstance(report, Contribution | Phase):  # the panel does not show single peers' contributions
             self._presenter.take(report)
 
     def _take_arrival(self, joined: Joined) -> None:
         self._num_here += 1
         if self._status is None:
-            self._presenter.doing = f"waiting for the others: {self._num_here} here so far"
+            self._presenter.doing = f"waiting for the other peers: {self._num_here} here so far"
         if not self._presenter.redraws:
-            self._presenter.say(f"{joined.name} is there ({short(joined.peer)})")
+            self._presenter.say(f"{joined.name} has joined ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys, now_s: float) -> None:
-        """Note a plan. Every peer tells every plan, and a peer that returns begins with an old one."""
+        """Take a plan. Every peer reports every plan, and a returning peer starts with an old one."""
         self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):
@@ -225,13 +222,13 @@ class Chronicle:
         self._plan, self._plan_at_s = plan, now_s
         self.record.terms.add(plan.term)
         if self._presenter.redraws:
-            return  # the panel has plans among what changed
+            return  # the panel shows plans itself
         if before is not None and before.term != plan.term:
             self._presenter.say(f"term {plan.term}: the coordinator's role moved to {short(plan.coordinator)}")
         self._presenter.say(f"plan {plan.sequence}: {plan.reason}")
 
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
-        """Take the status of a peer that thinks that it coordinates; after a suspension a former one thinks so too."""
+        """Take the status of a coordinator, unless it is a former one that was suspended and has not noticed."""
         before, order = self._status, (status.term, status.plan_sequence)
         if before is None or order >= (before.term, before.plan_sequence):
             self.record.see(status)
@@ -239,7 +236,7 @@ class Chronicle:
             if before is None:
                 self._presenter.doing = ""
             plan = self._plan
-            # Who has just taken over does not know everybody's advert yet.
+            # A new coordinator does not know every advert yet.
             whole = plan is not None and plan.sequence == status.plan_sequence and len(status.peers) >= plan.peers
             if whole and self.record.experts.see(status):
                 self._presenter.tell_experts()
@@ -291,7 +288,6 @@ class Chronicle:
 
 
 def _open_json(path: Path) -> IO[bytes]:
-    """Raises: LocalError."""
     try:
         return path.open("wb")
     except OSError as error:

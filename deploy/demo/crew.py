@@ -1,4 +1,4 @@
-"""Runs the demo's peers as processes: starts them, lets them in, kills or suspends them, and knows who is there."""
+"""Runs the demo's peers as processes: starts, admits, kills and suspends them."""
 
 import asyncio
 import itertools
@@ -23,22 +23,22 @@ HOST = "peer-1"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """One process of the crew. A peer that comes back under its name is another member with the same folder."""
+    """One process of the crew. A restarted peer is another member with the same name and folder."""
 
     child: Child
     peer: PeerID | None = None
-    """The peer's identifier, once it has joined."""
+    """The peer's identifier; None: it has not joined yet."""
     invite: str = ""
-    """An invite with the peer's own address, once it has joined."""
+    """An invite with the peer's own address; empty: it has not joined yet."""
     obeys: bool = False
-    """Whether the peer has told of a plan since it was started."""
+    """True once the peer has reported a plan."""
     killed: bool = False
-    """Whether the demo killed it on purpose, so that its end is no error."""
+    """True if the demo killed it, so that its end is no error."""
     dismissed: bool = False
-    """Whether it was told to leave."""
+    """True if it was asked to leave."""
     suspended: bool = False
     awake_since_s: float = field(default_factory=time.monotonic)
-    """When it was started, or resumed after a suspension, in `time.monotonic()`."""
+    """When it was started or resumed, in `time.monotonic()`."""
     left: Left | None = None
 
     @property
@@ -51,13 +51,15 @@ class Member:
 
 
 class Crew:
-    """Args:
-    folder: each peer's own folder goes to `peers/NAME` in here, its standard error to `logs/NAME.log`.
-    spec_path: of the run that the host starts.
-    data: the run's text, if it is not what every machine has.
-    tokenizer: the run's tokenizer.json, if it has one.
-    parts: how this machine's cores are divided among the peers, in the order of their first starts; those that come
-        after have as much as the last. None: nobody is held back.
+    """Starts the host and joining peers.
+
+    Args:
+        folder: contains each peer's folder as `peers/NAME` and its standard error as `logs/NAME.log`.
+        spec_path: of the run that the host starts.
+        data: the run's text, if it is not the default one.
+        tokenizer: the run's tokenizer.json, if it has one.
+        parts: relative shares of this machine's cores, in the order of first starts; later peers get the last share.
+            None: no limits.
     """
 
     def __init__(
@@ -71,9 +73,8 @@ class Crew:
         parts: Sequence[float] | None = None,
     ) -> None:
         self.members: list[Member] = []
-        """The members in the order of their starts."""
         self.invite = ""
-        """The host's invite, once the host is up."""
+        """The host's invite; empty: the host is not up yet."""
         self._key: InviteKey | None = None
         self._children = children
         self._folder = folder
@@ -82,7 +83,7 @@ class Crew:
         self._numbers = itertools.count(1)
         self._parts = parts
         self._shares: dict[str, float] = {}
-        """The share of one core's time that each peer may take, by name."""
+        """Name -> share of one core's time that the peer may use."""
 
     @property
     def peers_folder(self) -> Path:
@@ -100,16 +101,14 @@ class Crew:
         return next(member for member in reversed(self.members) if member.child is child)
 
     async def start(self, name: str = "") -> Member:
-        """Start one more peer, or one that has been there before under `name`, in its folder. It waits for an invite,
-        unless it is the first one: that hosts the run.
-        """
+        """Start a new peer, or restart `name` in its folder. The first one hosts; the others wait for an invite."""
         hosts = not self.members
         name = name or f"peer-{next(self._numbers)}"
         common = ["--name", name, "--state-dir", str(self.peers_folder / name), "--listen", "127.0.0.1:0"]
         what = ["host", str(self._spec_path)] if hosts else ["join", "-"]
         if not hosts:
             common += self._text
-        # All alike: a host does not stand back behind other programs, and who joins it would.
+        # All equal: by default a host has normal priority, and a joining peer the lowest.
         common += ["--limit", "nice=0"]
         if self._parts is not None:
             common += ["--limit", f"compute_share={self._share_of(name, self._parts):.3f}"]
@@ -122,14 +121,14 @@ class Crew:
         return member
 
     def _share_of(self, name: str, parts: Sequence[float]) -> float:
-        """What `name` may take of a core's time; who comes back has what it had."""
+        """Return the share of a core's time for `name`; a restarted peer keeps its share."""
         if name not in self._shares:
             part = parts[min(len(self._shares), len(parts) - 1)]
             self._shares[name] = min(1.0, part / sum(parts) * processors())
         return self._shares[name]
 
     async def let_in(self, member: Member) -> None:
-        """Hand the member an invite to those who are there now."""
+        """Give the member an invite that names the present members."""
         await self._children.tell(member.child, self._current_invite() + "\n")
 
     async def kill(self, member: Member) -> list[int]:
@@ -138,7 +137,7 @@ class Crew:
         return await self._children.kill(member.child)
 
     def suspend(self, member: Member) -> None:
-        """SIGSTOP: the process does nothing and closes nothing; its daemon, another process, still accepts calls."""
+        """Send SIGSTOP: the process stops without closing anything; its daemon still accepts calls."""
         member.suspended = True
         member.child.send(signal.SIGSTOP)
 
@@ -148,18 +147,18 @@ class Crew:
         member.child.send(signal.SIGCONT)
 
     def terminate(self, members: Sequence[Member]) -> None:
-        """Ask the members to say good-bye and leave."""
+        """Ask the members to leave."""
         for member in members:
             member.dismissed = True
             member.child.send(signal.SIGTERM)
 
     async def tidy(self) -> None:
-        """Remove the sockets of killed members, which did not come back to do so, once nobody runs any more."""
+        """Remove the sockets of killed members that did not restart, once no peer runs."""
         for folder in sorted(self.peers_folder.glob("*")):
             await leftovers.clear(folder)
 
     async def open_to_all(self) -> None:
-        """Have the host make an invite for any number of peers: its own has few seats, and killed peers hold some."""
+        """Let the host make an invite without a limit of seats: killed peers keep the default one's."""
         made = await asyncio.to_thread(ask, self.peers_folder / self.members[0].child.name, "invite-new")
         self.invite = str(made["invite"])
         self._key = parse_invite(self.invite).key
@@ -176,11 +175,11 @@ class Crew:
                 member.left = report
 
     def _current_invite(self) -> str:
-        """An invite by several living members, the eldest first; the host's own while nobody else has joined."""
+        """Return an invite that names living members, the oldest first; the host's own while nobody has joined."""
         invites = [parse_invite(member.invite) for member in self.alive if member.invite and not member.suspended]
         if not invites:
             return self.invite
-        # One address of each before a second of anybody's: what counts is that somebody lives.
+        # One address of each member before any second one, so that a living member is among them.
         rounds = itertools.zip_longest(*(invite.addresses for invite in invites))
         addresses = [address for turn in rounds for address in turn if address is not None]
         key = self._key or invites[0].key
@@ -188,9 +187,9 @@ class Crew:
 
 
 def environment() -> Mapping[str, str]:
-    """Many peers share the cores: one thread each, their network daemons too (Go's scheduler spins on the others), and
-    one heap (glibc keeps several, each as large as its peak)."""
-    # A volunteer's limits are for strangers' runs: a demo that waits for the night would be a riddle.
+    """Return the environment of a peer, for many peers on shared cores: one thread each, also for their network daemons
+    (Go's scheduler would spin), and one heap (glibc's several heaps each keep their peak size)."""
+    # The user's limits are for strangers' runs; a demo must not wait for their hours.
     return {
         "OMP_NUM_THREADS": "1",
         "GOMAXPROCS": "1",

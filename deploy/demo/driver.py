@@ -1,7 +1,7 @@
-"""`shoal demo` runs a swarm of real peers on this machine and shows it while it trains.
+"""Runs a swarm of real peers on this machine and shows it while it trains (`shoal demo`).
 
-The parent process is light (no torch): it starts `shoal host` and `shoal join` as children, all at once so that their
-imports overlap, hands the host's invite to the others when it is there, and reads what they report.
+The parent process is small (no torch). It starts `shoal host` and `shoal join` as children, all at once so that their
+imports overlap, passes the host's invite to the others, and reads their reports.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ from shoal.protocol.spec import DataSpec, RunSpec
 _SAMPLER = "sampler"
 _RSS_S = 2.0
 _END_S = 30.0
-"""How long the children have to write their last snapshot and leave, once the first has done so."""
+"""The time for the children to write their last snapshot and leave, after the first has done so."""
 _FINDS_ITS_WAY_S = 15.0
-"""How long after a suspension a peer surely knows what the others know."""
+"""The time after a suspension in which a peer surely catches up."""
 _SAMPLE_S = 90.0
 _EVERYWHERE = DataSpec()
-"""The text that every machine has."""
+"""The default text, which every machine has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +46,16 @@ class DemoOptions:
     spec: RunSpec
     peers: int
     parts: tuple[float, ...] | None = None
-    """How the machine's cores are divided among the peers; None: nobody is held back."""
+    """Relative shares of the machine's cores for the peers; None: no limits."""
     folder: Path
-    """Logs, peers' state and the snapshot go here."""
     seconds_max: float | None = None
     json_path: Path | None = None
     keep: bool = False
-    """Whether to keep the peers' own folders too."""
+    """True: keep the peers' own folders too."""
     chaos: ChaosOptions | None = None
     kills_holder: bool = False
-    """Whether to kill, without chaos, a peer that holds the busiest expert when half is over."""
+    """True: without chaos, kill a holder of the busiest expert when half is over."""
     dashboard: Address | None = None
-    """The address at which to show the demo as a page."""
 
 
 class Demo:
@@ -77,7 +75,7 @@ class Demo:
             self._children,
             folder=options.folder,
             spec_path=options.folder / "run.toml",
-            # What a volunteer must name because a stranger has chosen it is the user's own here.
+            # A volunteer must confirm a stranger's choice of files; here both are the same user's.
             data=data.source if data.source != _EVERYWHERE.source else "",
             tokenizer=data.tokenizer if data.tokenizer != _EVERYWHERE.tokenizer else "",
             parts=options.parts,
@@ -87,7 +85,7 @@ class Demo:
         self._sample_line = b""
 
     async def run(self) -> Summary:
-        """Raises: LocalError: the swarm did not come up; the sentence is the peer's own."""
+        """Run the demo. Raises: LocalError: the swarm did not start; the sentence is the failed peer's."""
         main = asyncio.current_task()
         assert main is not None
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -142,7 +140,7 @@ class Demo:
             await self._crew.let_in(member)
 
     async def _until_over(self) -> None:
-        """Wait until a peer says that the run is done, the time is over, we are interrupted, or nobody is left."""
+        """Wait until the run is done, the time is over, the user interrupts, or no peer is left."""
         seconds_max = self._options.seconds_max
         left_s = None if seconds_max is None else max(0.0, self._started_s + seconds_max - time.monotonic())
         chaos = asyncio.create_task(self._upset(), name="chaos")
@@ -159,7 +157,7 @@ class Demo:
             self._watched_until_s = time.monotonic()
 
     async def _upset(self) -> None:
-        """Cause faults once there is training to upset, and until there would be no time left to recover."""
+        """Cause faults from the first step until too little time is left to recover."""
         options = self._options
         if options.chaos is None and not options.kills_holder:
             return
@@ -190,7 +188,7 @@ class Demo:
     async def _end(self) -> None:
         """Let the children leave by themselves if the run is done, else ask them to."""
         self._chronicle.doing("leaving")
-        # Who has not found its way in, or back after a sleep, would look for a run that is no more.
+        # A peer that has not joined, or not caught up after a suspension, would look for a run that has ended.
         record = self._chronicle.record
         since_s = max([self._watched_until_s - _FINDS_ITS_WAY_S, *record.step_times_s[:1]])
         lost = [m for m in self._crew.alive if not record.finished or not m.obeys or m.awake_since_s > since_s]
@@ -203,7 +201,7 @@ class Demo:
         self._chronicle.tell_steps(flush=True)
 
     async def _sample(self) -> tuple[str, str]:
-        """(the whole model's snapshot, a text by it), empty where there is none."""
+        """Return (the whole model's snapshot, a generated text); empty if there is none."""
         folders = sorted(str(path) for path in self._crew.peers_folder.glob("*/*/snapshots/*"))
         if not folders or self.interrupted:
             return "", ""
@@ -246,7 +244,7 @@ class Demo:
         while True:
             for member in self._crew.alive:
                 peak[member.name] = max(peak.get(member.name, 0.0), round(member.child.rss_bytes() / 1e6, 1))
-            self._chronicle.tell_steps()  # those for which one waits no longer, though nobody says anything
+            self._chronicle.tell_steps()  # reports overdue steps even without new reports
             await asyncio.sleep(_RSS_S)
 
     # --- what they say ---
@@ -265,7 +263,7 @@ class Demo:
     def _on_exit(self, child: Child, status: int) -> None:
         if child.name != _SAMPLER:
             member = self._crew.member_of(child)
-            # One that is told to stop before it has joined says so with its status.
+            # A peer that is stopped before it has joined exits with an error status.
             if status != 0 and not self.interrupted and not member.killed and (member.peer or not member.dismissed):
                 self._chronicle.take_failure(child.name, f"ended with status {status}: {last_line(child.log)}")
         self._changed.set()

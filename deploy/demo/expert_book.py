@@ -1,4 +1,4 @@
-"""Counts how experts were placed in a demo, from the coordinators' statuses. Pure."""
+"""Counts placements of experts in a demo, from the coordinators' statuses. Pure."""
 
 from collections.abc import Mapping
 
@@ -9,22 +9,21 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 
 _Places = Mapping[tuple[int, int], frozenset[PeerID]]
-"""(stage, expert) -> the peers that the plan names."""
+"""(stage, expert) -> peers named by the plan."""
 
 
 class ExpertFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of how experts were placed."""
+    """Figures about the placement of experts."""
 
     placements: int
-    """How many plans, after the first, gave some expert to other peers."""
+    """The number of plans, after the first, that moved some expert."""
     copies: int
-    """How many copies peers had to fetch for those plans."""
+    """The number of copies that peers had to fetch for those plans."""
     holders_min: int
-    """The fewest peers that any plan named for an expert."""
+    """The fewest holders of an expert in any plan."""
     holders_max: int
-    """The most peers that any plan named for an expert."""
     load_max: float | None
-    """The load of the busiest expert at the end, over an even share."""
+    """The load of the busiest expert at the end, relative to an even share."""
 
 
 class ExpertBook:
@@ -36,7 +35,7 @@ class ExpertBook:
         self._load_max: float | None = None
 
     def see(self, status: SwarmStatus) -> bool:
-        """Args: status: one that names all peers of its plan. Returns: whether experts are placed otherwise now."""
+        """Take a status that names all peers of its plan. Returns: True if the placement has changed."""
         experts = expert_views(status)
         places = {
             (expert.stage, expert.expert): frozenset(status.peers[at].peer for at in (*expert.holders, *expert.coming))
@@ -57,7 +56,7 @@ class ExpertBook:
 
     @property
     def figures(self) -> ExpertFigures | None:
-        """The figures; None: there were no experts that are placed."""
+        """The figures; None: no experts are placed."""
         if self._holders_min is None:
             return None
         return ExpertFigures(

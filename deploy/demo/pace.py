@@ -1,15 +1,15 @@
-"""Says what faults cost in time, from the times of a run's steps and of the faults. Pure."""
+"""Measures the time cost of faults, from the times of a run's steps and of the faults. Pure."""
 
 import itertools
 import statistics
 from collections.abc import Sequence
 
 WINDOW_STEPS = 6
-"""The steps over which a pace is measured: validation makes every tenth step or so half as long again."""
+"""The window of a pace, in steps: about every tenth step takes half as long again because of validation."""
 PACE_SHARE = 0.9
-"""The part of the pace before that counts as recovered."""
+"""The share of the earlier pace that counts as recovered."""
 BEFORE_STEPS = 30
-"""The steps before a fault whose pace a recovery is measured against."""
+"""The number of steps before a fault that define the earlier pace."""
 
 
 def gaps_s(times_s: Sequence[float]) -> list[float]:
@@ -17,25 +17,21 @@ def gaps_s(times_s: Sequence[float]) -> list[float]:
 
 
 def longest_stall_s(times_s: Sequence[float], *, end_s: float | None = None) -> float:
-    """The longest time between two steps; with `end_s` also from the last step to there, for a run that should not
-    have ended.
-    """
+    """Return the longest time between two steps; with `end_s`, of an unfinished run, also from the last step to it."""
     times = [*times_s, end_s] if end_s is not None and times_s else times_s
     return max(gaps_s(times), default=0.0)
 
 
 def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
-    """Seconds from a fault until the steps have their pace again.
+    """Return seconds from a fault until the steps have their former pace.
 
-    The pace before is the median, over the windows of `WINDOW_STEPS` consecutive steps among the last `BEFORE_STEPS`
-    before the fault, of the seconds that a window took. The pace is back with the first step after the fault from
-    which on a window takes at most 1 / `PACE_SHARE` of that: what is measured is how long the pace was gone, not how
-    long one has to look to see that it is back. A later fault that comes in between lengthens it.
+    The former pace is the median duration of windows of `WINDOW_STEPS` consecutive steps among the last `BEFORE_STEPS`
+    before the fault. The pace is back at the first step after the fault that starts a window of at most 1 /
+    `PACE_SHARE` of that: this measures how long the pace was lost, not how long it takes to notice its return. A second
+    fault in between lengthens it.
 
-    Args:
-        times_s: when each step was committed, ascending, [N].
-    Returns: seconds; None where it cannot be told: too few steps before or after. An infinite value: the steps after
-        the fault were enough to tell, and the pace has not come back.
+    Args: times_s: when each step was committed, ascending, [N].
+    Returns: seconds; None: unknown, with too few steps before or after; infinite: the pace has not come back.
     """
     before = [at_s for at_s in times_s if at_s <= fault_s][-BEFORE_STEPS:]
     after = [at_s for at_s in times_s if at_s > fault_s]
@@ -49,11 +45,11 @@ def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
 
 
 def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
-    """Seconds of work that a fault has cost: from it until the pace is back, less what the steps in between take at the
-    pace before.
+    """Return the work lost to a fault in seconds: the time until the pace is back, minus the normal time of the steps
+    in between.
 
-    Args: times_s: as `recovery_s` has them.
-    Returns: seconds, >= 0; None where it cannot be told; infinite if the pace has not come back.
+    Args: times_s: as in `recovery_s`.
+    Returns: seconds, >= 0; None: unknown; infinite: the pace has not come back.
     """
     gone_s = recovery_s(times_s, fault_s)
     if gone_s is None or gone_s == float("inf"):
@@ -65,5 +61,5 @@ def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
 
 
 def _windows_s(times_s: Sequence[float]) -> list[float]:
-    """The seconds that each window of steps took, by its first step."""
+    """Return the duration of each window of steps, by its first step."""
     return [end_s - begin_s for begin_s, end_s in zip(times_s, times_s[WINDOW_STEPS:], strict=False)]

@@ -1,12 +1,12 @@
-"""Puts the steps of a run together from what children say to their parent of their own stages. Pure.
+"""Assembles the steps of a run from the children's reports about their own stages. Pure.
 
-Each member of each stage group tells what its group has committed (`report.Committed`), through a pipe that outlives
-it: a step is lost only with every child of one stage at once, and then so is that stage's state. No coordinator is
-asked. Lost: taking the steps from whoever coordinates, which takes those it has not told along when it is killed, and
-has none for us when it is not our child.
+Each member of each stage's group reports its group's commits (`report.Committed`) through a pipe that outlives it: a
+step is lost only with every child of one stage at once, and then so is that stage's state. No coordinator is asked.
+Lost: taking the steps from the coordinator: its unreported steps are lost when it is killed, and it may not be our
+child.
 
-Where our children have no part in a stage, its coordinator's word (`report.StepDone`) stands for that stage's, if the
-coordinator is our child.
+If none of our children holds a stage, the coordinator's report (`report.StepDone`) replaces that stage's, provided that
+the coordinator is our child.
 """
 
 from dataclasses import dataclass, field
@@ -21,41 +21,41 @@ _Key = tuple[int, int]  # (era, step)
 class _Open:
     at_s: float
     passed_s: float | None = None
-    """When it became known that every stage must have committed it."""
+    """When it became certain that every stage had committed it."""
     reports: dict[int, CommitReport] = field(default_factory=dict)
     told: StepDone | None = None
 
 
 class StepBook:
-    """A step waits for every stage, however long the run stands still: when it goes on, they tell.
+    """Collects reports and releases complete steps. A step waits for every stage, however long the run stands still.
 
     Args:
-        lead_steps: no stage commits step `t + lead_steps` before every other has committed `t`.
-        patience_s: how long a step waits for the word of a stage that must have committed it.
+        lead_steps: no stage commits step `t + lead_steps` before all others have committed `t`.
+        patience_s: how long a step waits for the report of a stage that must have committed it.
     """
 
     def __init__(self, *, lead_steps: int, patience_s: float) -> None:
         self._eras: dict[int, tuple[int, int]] = {}
-        """Era -> (the version with which it began, how many stages it has), as plans say."""
+        """Era -> (start version, number of stages), from plans."""
         self._lead_steps = lead_steps
         self._patience_s = patience_s
         self._reached: dict[int, _Key] = {}
-        """The newest step that each stage has reported."""
+        """Stage -> its newest reported step."""
         self._open: dict[_Key, _Open] = {}
         self._newest: _Key = (0, -1)
         self._heard: set[tuple[_Key, int]] = set()
         self.microbatches = 0
-        """Contributed to commits, summed over the groups; `duplicates` of them were not needed."""
+        """Microbatches contributed to commits, summed over the groups; `duplicates` of them were not needed."""
         self.duplicates = 0
         self.given_up = 0
         self.dissenting = 0
 
     def obey(self, era: int, *, begins: int, num_stages: int) -> None:
-        """Take what a plan says of its era. A child tells its plan before it commits under it."""
+        """Note a plan's era. A child reports its plan before it commits under it."""
         self._eras[era] = begins, num_stages
 
     def commit(self, report: CommitReport, now_s: float) -> None:
-        """Take a commit. All members of a group report it, and the first report counts."""
+        """Take a commit. All members of a group report it; the first report counts."""
         key = report.era, report.step
         if (key, report.stage) in self._heard:
             return
@@ -65,7 +65,7 @@ class StepBook:
         self.given_up += report.given_up
         self.dissenting += report.dissenting
         if report.stage >= self._stages_of(key):
-            return  # of experts: a step waits for its stages
+            return  # an expert group: steps wait only for stages
         self._reached[report.stage] = max(key, self._reached.get(report.stage, key))
         entry = self._entry(key, now_s)
         if entry is not None:
@@ -76,7 +76,7 @@ class StepBook:
                 waiting.passed_s = now_s
 
     def tell(self, told: StepDone, now_s: float) -> None:
-        """Take a step as a coordinator tells it."""
+        """Take a coordinator's report of a step."""
         entry = self._entry((told.era, told.step), now_s)
         if entry is not None and entry.told is None:
             entry.told = told
@@ -84,10 +84,10 @@ class StepBook:
                 entry.passed_s = now_s
 
     def due(self, now_s: float, *, flush: bool = False) -> list[tuple[float, StepDone]]:
-        """(when the last commit of it was heard, the step) of the steps that are complete or have been waited for long
-        enough, in their order. What a step has beside its reports is its teller's.
+        """Return (time of its last commit, step) of the steps, in order, that are complete or overdue. Figures that no
+        commit reports come from the coordinator.
 
-        Args: flush: all that have a loss, for no further word will come.
+        Args: flush: also all others with a loss, since no further reports will come.
         """
         steps = []
         for key in sorted(self._open):
@@ -108,20 +108,20 @@ class StepBook:
         return self._eras.get(key[0], (0, 0))[1]
 
     def _follows(self, key: _Key) -> bool:
-        """Whether the step is the one after the newest that was told, in its era or as the first of a later one."""
+        """True if the step follows the newest released one, in its era or as the first of a later one."""
         era, step = self._newest
         begins, _ = self._eras.get(key[0], (0, 0))
         return key[1] == step + 1 and (key[0] == era or (key[0] > era and key[1] == begins))
 
     def _is_passed(self, key: _Key, entry: _Open) -> bool:
-        """Whether the stages that have not reported it must have committed it."""
+        """True if the stages without a report must have committed the step."""
         missing = (stage for stage in range(self._stages_of(key)) if stage not in entry.reports)
         led = (key[0], key[1] + self._lead_steps) <= max(self._reached.values())
         return led or all(key < self._reached.get(stage, key) for stage in missing)
 
     def _entry(self, key: _Key, now_s: float) -> _Open | None:
         if key <= self._newest:
-            return None  # it has been told without
+            return None  # released without this report
         return self._open.setdefault(key, _Open(at_s=now_s))
 
     def _step(self, key: _Key, entry: _Open) -> StepDone:

@@ -1,4 +1,4 @@
-"""What a demo leaves behind: JSON with a line for each step and a summary, and the summary in lines for people."""
+"""Defines a demo's results: JSON lines for steps and a summary, and the summary as text."""
 
 import math
 import statistics
@@ -18,67 +18,61 @@ KILLS: Sequence[FaultKind] = ("kill", "kill_coordinator")
 
 
 class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The faults of `--chaos`, or the one kill of `--moe`, and what they cost."""
+    """The faults of `--chaos`, or the one kill of `--moe`, and their cost."""
 
     kills: int
-    """How many peers were killed, coordinators included."""
+    """Killed peers, coordinators included."""
     coordinator_kills: int
     suspensions: int
     recovery_s: Sequence[float]
-    """The recovery after each kill that has enough steps before and after it (`pace.recovery_s`), ascending."""
+    """The recovery time of each kill with enough steps before and after it (`pace.recovery_s`), ascending."""
     recovery_s_median: float | None
-    """The median of those and the unrecovered; None: there is none, or more than half are unrecovered."""
+    """The median, unrecovered kills counted as infinite; None: infinite, or no kills."""
     lost_s_max: float | None
-    """Seconds of work that the most expensive kill cost (`pace.lost_s`); None: not known, or the pace is not back."""
+    """Seconds of work lost by the costliest kill (`pace.lost_s`); None: unknown, or not recovered."""
     unrecovered: int
-    """How many kills the pace has not come back after, though there were steps enough to tell."""
+    """Kills after which the pace did not come back despite enough steps."""
     left_behind: int
-    """How many processes of killed peers did not end by themselves."""
+    """Processes of killed peers that did not end by themselves."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The last line of `--json`."""
 
     steps: int
-    """How many steps were committed."""
     finished: bool
-    """Whether all steps of the run were committed."""
     loss_first: float | None
     loss_last: float | None
     val_loss: float | None
     tokens_per_s: float
-    """The rate from the first step's report to the last one's."""
+    """The rate between the first and the last step."""
     staleness_mean: float
     coordinator_terms: int
     peers: int
-    """How many peers there are at a time."""
     rollbacks: int
-    """How often the run has gone back to a snapshot."""
     duplicates: int
-    """How many microbatches a stage has added twice, over all stages."""
+    """Microbatches that a stage added twice, over all stages."""
     duplicates_share: float
-    """The share of those among all that the stages have added."""
+    """Their share of all added microbatches."""
     given_up: int
-    """How many microbatches were left out of a commit because time was up, over all stages."""
+    """Microbatches left out of a commit at its deadline, over all stages."""
     dissenting: int
-    """How many members had another state than their group at a commit."""
+    """Members with another state than their group at a commit."""
     stall_s_max: float
-    """The longest time between two committed steps, and to the end of a run that did not finish."""
+    """The longest time between two committed steps, or to the end of a run that did not finish."""
     step_s_median: float | None
-    """The usual time between two steps."""
     validations: Mapping[int, float]
-    """Loss by version."""
+    """Version -> loss."""
     failed: int
-    """How many peers ended by themselves with an error, or did not leave when all was over."""
+    """Peers that failed by themselves, or did not leave at the end."""
     chaos: ChaosFigures | None
     experts: ExpertFigures | None
-    """Figures of the experts; None: they are not placed."""
+    """None: the run's experts are not placed."""
     seconds: float
-    """How long the whole demo took."""
     first_step_s: float | None
-    """How long after the start the first step came."""
+    """The time from the start to the first step."""
     rss_mb_max: Mapping[str, float]
-    """Resident memory by peer, without its network daemon, sampled every two seconds."""
+    """Peer -> peak resident memory without its network daemon, sampled every two seconds."""
     run: str
     snapshot: str
     sample: str
@@ -86,9 +80,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The other lines of `--json`, one a committed step, in order. After a return to a snapshot steps come again, in a
-    later era.
-    """
+    """A line of `--json` for one step, in order. After a return to a snapshot steps repeat, in a later era."""
 
     step: int
     era: int
@@ -112,17 +104,16 @@ class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     event: Literal["fault"] = "fault"
     kind: FaultKind
     peer: str
-    """The name of the peer."""
     stage: int | None = None
-    """The stage that the peer held; None: it held none, or it is new."""
+    """The peer's stage; None: it held none, or is new."""
     expert: int | None = None
-    """The expert of that stage for which the peer was chosen."""
+    """The expert for which the peer was chosen."""
     seconds: float = 0.0
     """Seconds since the demo began."""
 
 
 class DemoRecord:
-    """The facts of which the summary is made. Times are by the demo's clock."""
+    """Collects the data of the summary. Times are on the demo's clock."""
 
     def __init__(self) -> None:
         self.first: StepDone | None = None
@@ -147,11 +138,11 @@ class DemoRecord:
         if self.first is None:
             self.first = step
         self.loss_last = self.loss_last if step.loss is None else step.loss
-        # Two stages' last words of two steps may be heard in the other order.
+        # The last commits of two steps may be heard out of order.
         self.step_times_s.append(max([at_s, *self.step_times_s[-1:]]))
         self.staleness_sum += step.staleness_mean
         if step.era > self._era:
-            self.rollbacks += step.step < self.steps_seen  # else only the stages became others
+            self.rollbacks += step.step < self.steps_seen  # else only the stages changed
             self._era = step.era
         self.steps_seen = max(self.steps_seen, step.step + 1)
 
@@ -159,7 +150,7 @@ class DemoRecord:
         self.validations[validated.report.step] = validated.report.loss
 
     def see(self, status: SwarmStatus) -> None:
-        """Take a status. It says nothing of single steps, but comes also while no peer of a stage is our child."""
+        """Take a status. It lacks single steps, but also arrives while no child holds some stage."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None:
@@ -179,7 +170,7 @@ class DemoRecord:
         return (len(times) - 1) * tokens_per_step / (times[-1] - times[0]) if times and times[-1] > times[0] else 0.0
 
     def stall_s_max(self, end_s: float) -> float:
-        """`end_s`: when the demo stopped looking, which ends the last wait of a run that has not finished."""
+        """Return the longest wait for a step, of an unfinished run also that until the demo's end at `end_s`."""
         return longest_stall_s(self.step_times_s, end_s=None if self.finished else end_s)
 
     def step_s_median(self) -> float | None:
@@ -213,7 +204,7 @@ Line = tuple[str, str]
 
 
 def summary_lines(summary: Summary, *, unit: str) -> list[Line]:
-    """Args: unit: what a loss is of: a byte, a token. An empty label: the text goes alone."""
+    """Return (label, text) lines; a line without a label is plain text. Args: unit: of a loss: byte or token."""
     tokens = f"{summary.tokens_per_s:,.0f} tokens/s"
     losses = f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a {unit}, val {_loss(summary.val_loss)}"
     lines = [
@@ -233,11 +224,11 @@ def summary_lines(summary: Summary, *, unit: str) -> list[Line]:
     if summary.chaos:
         lines.append(_chaos(summary.chaos))
     if summary.failed:
-        lines.append(("failed", f"{summary.failed} peers came to a bad end by themselves"))
+        lines.append(("failed", f"{summary.failed} peers failed by themselves"))
     if summary.rss_mb_max:
         lines.append(("memory", f"at most {max(summary.rss_mb_max.values()):.0f} MB a peer"))
     if summary.snapshot:
-        # An untrained model writes any byte, the terminal's commands too.
+        # An untrained model may write terminal commands.
         text = [("", printable(line)) for line in summary.sample.splitlines()]
         lines += [("snapshot", summary.snapshot), ("sample", ""), *text]
     return [*lines, ("logs", f"{summary.folder}/logs")]
@@ -247,7 +238,7 @@ def _experts(experts: ExpertFigures) -> Line:
     fewest, most = experts.holders_min, experts.holders_max
     copies = str(fewest) if fewest == most else f"{fewest} to {most}"
     load = "" if experts.load_max is None else f"; the busiest had {experts.load_max:.1f} times the usual load"
-    return "experts", f"each on {copies} peers; placed anew {experts.placements} times, {experts.copies} copies{load}"
+    return "experts", f"each on {copies} peers; moved {experts.placements} times, {experts.copies} copies{load}"
 
 
 def _chaos(chaos: ChaosFigures) -> Line:

@@ -1,8 +1,8 @@
-"""`shoal demo --tune`: a base is trained, then fine-tuned, by a swarm of real peers each, and both are evaluated.
+"""Trains a base and fine-tunes it, each with a swarm of real peers, and evaluates both (`shoal demo --tune`).
 
-Every step between the two swarms is the command that a person would type: `shoal export`, `import`, `eval`, as children
-of this process, which is as light as the demo's. The base learns the sources of Python's library, the adapters its
-documentation in English; both are evaluated on parts of both texts that no peer has seen.
+All steps between the two swarms are ordinary commands, run as children of this small process: `shoal export`, `import`,
+`eval`. The base learns the sources of Python's library, the adapters its documentation in English; both are evaluated
+on held-out parts of both texts.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from shoal.protocol.toml.spec_file import load_spec
 
 RANK: Final = 8
 _STEPS_SHARE: Final = 2
-"""The base trains so many times as many steps as its adapters."""
+"""The ratio of the base's steps to the adapters'."""
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,12 +41,12 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TuneSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` gets."""
+    """The `--json` output."""
 
     parameters: int
-    """How many the base has."""
+    """Parameters of the base."""
     trained: int
-    """How many the adapters have."""
+    """Parameters of the adapters."""
     steps: int
     tune_steps: int
     before: Losses
@@ -54,17 +54,15 @@ class TuneSummary(msgspec.Struct, frozen=True, kw_only=True):
     base_seconds: float
     tune_seconds: float
     seconds: float
-    """How long all of it took."""
     model: str
     """The base as a folder for transformers."""
     adapters: str
     """A folder for peft."""
     snapshot: str
-    """The snapshot of the adapters."""
 
 
 class Tuning:
-    """Args: options: those of the base's demo; its text is replaced."""
+    """Runs the whole demonstration. Args: options: of the base's demo; its text is replaced."""
 
     def __init__(self, options: DemoOptions, console: Console) -> None:
         self._options = options
@@ -77,8 +75,8 @@ class Tuning:
     async def run(self) -> TuneSummary | None:
         """Train the base, tune it, and evaluate both.
 
-        Returns: the losses and where the models lie; None: the user has interrupted.
-        Raises: LocalError: a command failed, with that command's own line, or a swarm ended before its last step.
+        Returns: losses and the models' folders; None: the user interrupted.
+        Raises: LocalError: a command failed, with its own line, or a swarm ended before its last step.
         """
         try:
             return await self._run()
@@ -106,7 +104,7 @@ class Tuning:
         self._say(f"2  beside it {trained:,} parameters of adapters learn Python's documentation, in {steps} steps")
         tune = await self._train(adapted, tuned)
 
-        self._say("3  what both have learnt, by `shoal eval`")
+        self._say("3  both are evaluated, by `shoal eval`")
         adapters = self._folder / "adapters"
         await self._shoal("export", tune.snapshot, adapters)
         before, after = [await self._losses(where, corpora) for where in (str(model), tune.snapshot)]
@@ -131,7 +129,7 @@ class Tuning:
         if demo.interrupted:
             raise _Stopped
         if not summary.finished or not summary.snapshot:
-            raise LocalError(f"the swarm did not come to its end: look into {folder}/logs")
+            raise LocalError(f"the swarm ended before its last step: look into {folder}/logs")
         return summary
 
     async def _losses(self, where: str, corpora: TwoCorpora) -> Losses:
@@ -141,8 +139,8 @@ class Tuning:
         return Losses(code=code, prose=prose)
 
     async def _shoal(self, command: str, *arguments: object) -> dict[str, Any]:
-        """What `shoal COMMAND … --json` says. Raises: LocalError: it failed, and this is its own line."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # a demo that has run in between has taken them away
+        """Return the output of `shoal COMMAND … --json`. Raises: LocalError: it failed, with its own line."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # a demo in between has removed the handlers
             asyncio.get_running_loop().add_signal_handler(number, self._stop)
         self._lines.clear()
         log = self._folder / "logs" / f"{command}.log"
@@ -166,7 +164,7 @@ class Tuning:
 
 
 class _Stopped(Exception):
-    """The user has interrupted."""
+    pass
 
 
 def _reading(spec: RunSpec, text: Path) -> RunSpec:
@@ -175,7 +173,7 @@ def _reading(spec: RunSpec, text: Path) -> RunSpec:
 
 
 def _wanted(spec: RunSpec) -> str:
-    """What the model's folder does not say of the second run: as the first, but shorter. Its rate follows from it."""
+    """Return the settings of the second run: like the first, but shorter. The learning rate follows from the length."""
     training, swarm = spec.training, spec.swarm
     stages = f'"{swarm.stages}"' if isinstance(swarm.stages, str) else swarm.stages
     lines = [
@@ -204,7 +202,7 @@ def _wanted(spec: RunSpec) -> str:
 
 
 def tune_lines(summary: TuneSummary) -> Sequence[str]:
-    """Show people the losses before and after, and where what was made lies."""
+    """Return lines about losses before and after, and the models' folders."""
     before, after = summary.before, summary.after
     rows = [("nats a byte", "base", "fine-tuned")]
     for text, first, second in (

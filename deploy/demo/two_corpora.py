@@ -1,6 +1,6 @@
-"""Two texts that every Python brings along, for `shoal demo --tune`: the sources of its library, and the documentation
-of its language in English (`pydoc_data`, what `help("topics")` shows). A part of both is held out for `shoal eval`.
-"""
+"""Writes two texts that every Python includes, for `shoal demo --tune`: the sources of its library, and the
+documentation of its language in English (`pydoc_data`, as in `help("topics")`). A part of both is held out for `shoal
+eval`."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,12 +12,11 @@ from shoal.peer.data.documents import PYTHON_LIBRARY, find_files
 from shoal.protocol.errors import LocalError
 
 _PROSE_FOLDER: Final = "pydoc_data"
-"""Left out of the sources: the documentation lies in it, as a Python file."""
+"""Excluded from the sources: the documentation is a Python file in it."""
 _HELD_OUT_BYTES: Final = 64 * 1024
-"""How much of each text is held out at most: seconds of `shoal eval` with a model of a million parameters."""
+"""The most held-out bytes of each text: seconds of `shoal eval` with a model of a million parameters."""
 _EVERY: Final = {"code": 40, "prose": 8}
-"""One document in so many is held out of each text. The prose is cut finer, since it has some 80 topics where the
-library has hundreds of files."""
+"""One in this many documents is held out. The prose has only some 80 topics, the library hundreds of files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +24,9 @@ class TwoCorpora:
     code: Path
     """A folder of Python files."""
     prose: Path
-    """A folder of text files, one a topic."""
+    """A folder of text files, one per topic."""
     held_out: tuple[Path, Path]
-    """Files with what neither folder has of the code and of the prose, for `shoal eval`."""
+    """Files with the held-out code and prose, for `shoal eval`."""
 
 
 def write_two_corpora(folder: Path) -> TwoCorpora:
@@ -49,7 +48,7 @@ def write_two_corpora(folder: Path) -> TwoCorpora:
 
 
 def _within(texts: Iterable[str]) -> bytes:
-    """Those that fit, at least one's beginning."""
+    """Return the texts that fit, at least the first one's beginning."""
     found = b""
     for text in texts:
         data = text.encode()
@@ -67,7 +66,7 @@ def _code() -> Iterator[tuple[str, str]]:
             try:
                 yield _plain(files.name(path)), path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
-                continue  # one of some few in another encoding
+                continue  # a few files have another encoding
 
 
 def _prose() -> Iterator[tuple[str, str]]:

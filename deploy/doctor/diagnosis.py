@@ -1,7 +1,7 @@
-"""Turns findings into sentences: which side is at fault, and what to do. Pure, so that every diagnosis has a test.
+"""Turns findings into sentences: the side at fault, and the remedy. Pure, so that every diagnosis has a test.
 
-`diagnose` asks the machine, then the network from our own plug outwards, then the run. Where a cause explains the
-symptoms behind it, only the cause is said: without a network nobody is told that the host is down.
+`diagnose` checks the machine, then the network from the local side outwards, then the run. If a cause explains later
+symptoms, only the cause is reported: without a network nobody is told that the host is down.
 """
 
 import ipaddress
@@ -20,26 +20,26 @@ from shoal.deploy.words import printable
 from shoal.protocol.limits import PROTOCOL_VERSION
 
 CLOCK_S_MAX = 3.0
-"""hivemind refuses records of a node whose clock differs by more."""
+"""hivemind refuses records of nodes with a clock that is off by more than this."""
 _CLOCK_UNEASY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """`problems` in the order in which to solve them, those that keep us out first; `fine` says what was found well."""
+    """`problems` in the order in which to solve them, fatal ones first; `fine` lists what is in order."""
 
     problems: tuple[Problem, ...]
     fine: tuple[str, ...]
 
     @property
     def main(self) -> Problem | None:
-        """The problem that keeps us out, if any does."""
+        """The first fatal problem; None: there is none."""
         return next((problem for problem in self.problems if problem.fatal), None)
 
 
 def diagnose(findings: Findings) -> Diagnosis:
     problems = [*machine_problems(findings.machine, wants_cuda=findings.wants_cuda), *_network_problems(findings)]
-    ordered = sorted(problems, key=lambda problem: not problem.fatal)  # stable: else as they were found
+    ordered = sorted(problems, key=lambda problem: not problem.fatal)  # stable: keeps the order of discovery
     return Diagnosis(problems=tuple(ordered), fine=tuple(_fine(findings, {problem.code for problem in problems})))
 
 
@@ -83,7 +83,7 @@ def _network_problems(findings: Findings) -> Iterator[Problem]:
 
 
 def _nobody_answers(network: NetworkFound) -> Problem:
-    """Why none of the invite's addresses leads to a peer: of several reasons the one that is nearest to success."""
+    """Return why no address of the invite leads to a peer: of several reasons the one nearest to success."""
     by_dial = {dial: [address for address in network.addresses if address.dial is dial] for dial in Dial}
     if answering := by_dial[Dial.ANSWERS]:
         return Problem(
@@ -159,7 +159,7 @@ def _is_private(address: AddressFound) -> bool:
 
 
 def _run_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterator[Problem]:
-    """Version, run, spec and whether it is one swarm."""
+    """Check version, run and spec, and whether there is a single swarm."""
     invite = findings.invite
     if invite is None or not reached:
         return
@@ -215,7 +215,7 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
     middle_s = statistics.median(ahead_s)
     far_off = abs(middle_s) > CLOCK_S_MAX
     if far_off or abs(middle_s) > _CLOCK_UNEASY_S:
-        # One other clock may itself be wrong, and is, if a time service keeps ours.
+        # A single other clock may be the wrong one; it is, if a time service keeps ours.
         theirs = findings.machine.clock_synchronised is True and len(ahead_s) == 1
         how = f"{abs(middle_s):.1f} s {'ahead of' if middle_s > 0 else 'behind'}"
         whose = f"the host's clock is {abs(middle_s):.1f} s {'behind' if middle_s > 0 else 'ahead of'} ours"
@@ -235,13 +235,13 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
             side="host",
             sentence=f"the clock of peer {peer.peer[-8:]} is {abs(peer.ahead_s or 0.0):.1f} s off: the others refuse "
             "its records",
-            remedy="whoever runs it must switch the time service on: `sudo timedatectl set-ntp true`",
+            remedy="its owner must switch the time service on: `sudo timedatectl set-ntp true`",
             fatal=False,
         )
 
 
 def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) -> Iterator[Problem]:
-    """Problems that are not fatal, since we still reach those who can be reached."""
+    """Yield problems that are not fatal, since we can still reach public peers."""
     called_back = [peer.called_back for peer in reached if peer.called_back is not None]
     if not called_back or any(called_back) or network.relayed:
         return
@@ -301,7 +301,7 @@ _SIDES = {"you": "on this machine", "host": "at the host's", "nobody": "in betwe
 
 
 def lines(diagnosis: Diagnosis) -> list[str]:
-    """The diagnosis for a person: first what is wrong, then what is well."""
+    """Return the diagnosis for a person: problems, then what is in order."""
     told = [line for problem in diagnosis.problems for line in problem_lines(problem)]
     told += [f"ok       {line}" for line in diagnosis.fine]
     if not diagnosis.problems:
@@ -315,7 +315,7 @@ def problem_lines(problem: Problem) -> list[str]:
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """`main` is the code of what keeps us out, or null."""
+    """Return the diagnosis for scripts. `main` is the code of the first fatal problem, or null."""
     return {
         "main": diagnosis.main.code if diagnosis.main else None,
         "problems": [msgspec.to_builtins(problem) for problem in diagnosis.problems],

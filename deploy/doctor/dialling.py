@@ -1,4 +1,4 @@
-"""Tries a TCP connection to an address, without libp2p: what stands in the way shows at this level."""
+"""Tries a TCP connection to an address, without libp2p: obstacles show at this level."""
 
 import asyncio
 import errno
@@ -12,12 +12,12 @@ from shoal.deploy.doctor.findings import Dial
 Dialler = Callable[[str, int], Awaitable[Dial]]
 
 _TIMEOUT_S = 5.0
-"""The time that the transport gives a dial."""
+"""The transport's timeout of a dial."""
 _PLACE = re.compile(r"^/(?:ip4|ip6|dns|dns4|dns6|dnsaddr)/([^/]+)/tcp/(\d{1,5})")
 
 
 async def dial(host: str, port: int) -> Dial:
-    """Connect and hang up. A name is resolved first: a DNS that keeps silent is not a peer that does."""
+    """Connect and hang up. The name is resolved first, to tell a silent DNS from a silent peer."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -42,12 +42,12 @@ def of_error(error: OSError) -> Dial:
     if isinstance(error, ConnectionError):
         return Dial.REFUSED
     if error.errno in (errno.EHOSTUNREACH, errno.EHOSTDOWN):
-        return Dial.SILENT  # our router, or its, says that nobody is there
+        return Dial.SILENT  # a router reports that nobody is there
     return Dial.NO_ROUTE
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The host and port of a multiaddr that begins with them and leads over no relay; ("", 0) of others."""
+    """Return the host and port at the start of a multiaddr; ("", 0) if it has none or leads over a relay."""
     match = _PLACE.match(address)
     if match is None or "/p2p-circuit" in address or not 0 < int(match[2]) <= 65535:
         return "", 0

@@ -1,6 +1,6 @@
-"""What the doctor has found out: plain values, so that a diagnosis can be made of any of them.
+"""The doctor's findings: plain values, so that tests can diagnose any combination.
 
-None means throughout that it was not looked at, or could not be told: nothing is diagnosed from it.
+None always means not examined or unknown; nothing is diagnosed from it.
 """
 
 from dataclasses import dataclass, field
@@ -11,19 +11,18 @@ from shoal.protocol.invite import Invite
 
 
 class Dial(Enum):
-    """How a TCP connection to an address went."""
+    """The result of a TCP connection attempt."""
 
     ANSWERS = "answers"
     REFUSED = "refused"
-    """The machine is there, and nothing listens on the port."""
+    """The machine exists, and nothing listens on the port."""
     SILENT = "silent"
-    """Nothing came back, because of a firewall or a router, or because there is no machine."""
+    """No answer: a firewall, a router, or no machine."""
     NO_ROUTE = "no route"
-    """Our own network knows no way there."""
+    """Our own network has no route."""
     NO_NAME = "no name"
-    """The name cannot be resolved."""
     UNTRIED = "untried"
-    """The address is no TCP address; it leads over a relay, say."""
+    """Not a TCP address, for example one over a relay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,33 +31,33 @@ class AddressFound:
 
     peer: PeerID
     host: str
-    """The IP address or the name."""
+    """An IP address or a name."""
     port: int
     dial: Dial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """What a peer whose port answers said."""
+    """The answers of a peer with an open port."""
 
     peer: PeerID
     protocol_version: int | None = None
     shoal: str = ""
-    """The version of the peer's program."""
+    """shoal's version on the peer."""
     is_in_run: bool | None = None
     ahead_s: float | None = None
-    """How far our clock is ahead of the peer's."""
+    """Our clock minus the peer's."""
     called_back: bool | None = None
-    """Whether it could connect to the port on which we listen."""
+    """True if the peer could connect to our port."""
     speaks: bool = False
-    """It is not somebody else: libp2p's handshake has shown a key, and it is the peer's; or it shows none."""
+    """False if libp2p's handshake showed another peer's key; true if it showed this peer's key or none."""
     mute: str = ""
-    """Why it said nothing all the same, in the network's words."""
+    """The network's reason why the peer gave no answer; empty: it answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmView:
-    """A swarm as one of its peers sees it."""
+    """One peer's view of its swarm."""
 
     asked: PeerID
     coordinator: PeerID
@@ -69,50 +68,49 @@ class SwarmView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFound:
     online: bool | None = None
-    """Whether an interface has an address that leads out of this machine."""
+    """True if an interface has an address that leads out of this machine."""
     own_addresses: tuple[str, ...] = ()
-    """IP addresses of this machine's interfaces, loopback left out."""
+    """IP addresses of this machine's interfaces, without loopback."""
     daemon_error: str = ""
     """Why our network daemon did not start; empty: it did, or was not tried."""
     port: int | None = None
-    """The port on which we listened for the test."""
+    """The port on which this machine listened for the test."""
     relayed: bool = False
-    """A relay offers a way to us."""
+    """True if a relay leads to this machine."""
     addresses: tuple[AddressFound, ...] = ()
     peers: tuple[PeerFound, ...] = ()
     views: tuple[SwarmView, ...] = ()
     refused: str = ""
-    """Why the run's peers do not let a holder of the invite in; empty: they do, or were not asked."""
+    """Why the run's peers refuse a holder of the invite; empty: they do not, or were not asked."""
     record_found: bool | None = None
-    """Whether the directory has the run's spec."""
+    """True if the directory has the run's spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFound:
-    """NVIDIA's GPUs, and what stands between them and torch."""
+    """NVIDIA GPUs, and what keeps torch from using them."""
 
     present: bool | None = None
-    """Whether a device of NVIDIA's is on the bus."""
+    """True if an NVIDIA device is on the bus."""
     driver: str | None = None
-    """The kernel driver's version; empty: it is not loaded."""
+    """The kernel driver's version; empty: not loaded."""
     torch_version: str | None = None
     torch_cuda: str | None = None
-    """The CUDA that torch was built for; empty: none."""
+    """The CUDA version that torch was built for; empty: none."""
     torch_error: str = ""
-    """Why torch cannot be imported, or cannot use CUDA, in its own words."""
+    """torch's error on import or on starting CUDA."""
     usable: int | None = None
-    """Devices that torch can compute on."""
+    """The number of devices that torch can use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFound:
     gpu: GpuFound = field(default_factory=GpuFound)
     clock_synchronised: bool | None = None
-    """Whether a time service keeps the clock, by the kernel's word."""
+    """True if a time service keeps the clock, according to the kernel."""
     folder: str = ""
-    """The folder in which state is kept."""
     folder_error: str = ""
-    """The reason why nothing can be written there."""
+    """Why the folder cannot be written; empty: it can."""
     disk_free_bytes: int | None = None
     memory_free_bytes: int | None = None
 
@@ -123,4 +121,4 @@ class Findings:
     network: NetworkFound = field(default_factory=NetworkFound)
     invite: Invite | None = None
     wants_cuda: bool = False
-    """The user asked for a GPU by name."""
+    """True if the user asked for a GPU by name."""

@@ -1,4 +1,4 @@
-"""Asks a machine about itself: GPU, clock, disk, memory, network. This blocks, and knows Linux best."""
+"""Examines this machine: GPU, clock, disk, memory, network. Blocks; most checks are for Linux."""
 
 import ctypes
 import ipaddress
@@ -15,7 +15,7 @@ from shoal.peer.cgroup import free_memory_bytes
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
-"""PCI class of display and 3D controllers."""
+"""The PCI class of display and 3D controllers."""
 _CLOCK_UNSYNCHRONISED = 0x40
 """STA_UNSYNC of adjtimex(2)."""
 _TIMEX_BYTES = 208
@@ -24,9 +24,7 @@ _TIMEX_STATUS_OFFSET = 40
 
 
 def machine(folder: Path, *, root: Path = Path("/")) -> MachineFound:
-    """Args:
-    root: where /sys and /proc are.
-    """
+    """Examine the machine. Args: root: the folder that contains /sys and /proc."""
     free_bytes, error = disk(folder)
     return MachineFound(
         gpu=gpu(root),
@@ -42,7 +40,7 @@ def gpu(root: Path = Path("/")) -> GpuFound:
     present, driver = nvidia(root)
     try:
         import torch
-    except Exception as error:  # a broken installation raises what it likes
+    except Exception as error:  # a broken installation may raise anything
         return GpuFound(present=present, driver=driver, torch_version="", torch_error=_one_line(error))
     usable, why = 0, ""
     if torch.version.cuda:
@@ -63,7 +61,7 @@ def gpu(root: Path = Path("/")) -> GpuFound:
 
 
 def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
-    """Whether a GPU of NVIDIA's is on the bus, and the driver's version (empty: not loaded); None: nobody can tell."""
+    """Return (True if an NVIDIA GPU is on the bus, the driver's version; empty: not loaded); None: unknown."""
     driver = root / "proc/driver/nvidia/version"
     try:
         text = driver.read_text()
@@ -86,7 +84,7 @@ def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
 
 
 def disk(folder: Path) -> tuple[int | None, str]:
-    """Bytes free where `folder` is or would be, and why nothing can be written there (empty: it can)."""
+    """Return (free bytes where `folder` is or would be, why it cannot be written; empty: it can)."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -107,7 +105,7 @@ def disk(folder: Path) -> tuple[int | None, str]:
 
 
 def clock_synchronised() -> bool | None:
-    """Whether a time service keeps this machine's clock, by the kernel's word."""
+    """Return True if a time service keeps this machine's clock, according to the kernel; None: unknown."""
     try:
         buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
         if ctypes.CDLL(None).adjtimex(buffer) < 0:
@@ -119,7 +117,7 @@ def clock_synchronised() -> bool | None:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """IP addresses of the interfaces that are up, loopback and link-local left out; IPv4 first."""
+    """Return IP addresses of interfaces that are up, without loopback and link-local ones; IPv4 first."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found = []
     for name, addresses in psutil.net_if_addrs().items():

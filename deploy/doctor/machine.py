@@ -1,4 +1,4 @@
-"""Finds what is wrong with a machine itself: its GPU, disk and memory."""
+"""Diagnoses a machine's own problems: GPU, disk and memory."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ DISK_BYTES_MIN = 64 * 2**20
 """Less than a peer writes in its first minutes: plans, a log, the first snapshot of a small stage."""
 DISK_BYTES_UNEASY = 2 * 2**30
 MEMORY_BYTES_MIN = 512 * 2**20
-"""A process with torch and hivemind loaded has 280 MB before it holds any weight, its network daemon 60 more."""
+"""A process with torch and hivemind has 280 MB before it holds any weight, and its network daemon 60 MB."""
 MEMORY_BYTES_UNEASY = 2**30
 
 
@@ -28,7 +28,7 @@ def machine_problems(machine: MachineFound, *, wants_cuda: bool) -> Iterator[Pro
 
 
 def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
-    """Look from the bus upwards: device, driver, torch's build, torch's own word. Only the lowest fault is said."""
+    """Check from the bus upwards: device, driver, torch's build, torch's error. Only the lowest fault is reported."""
     if gpu.torch_version == "":
         yield Problem(
             code="torch-broken",
@@ -68,7 +68,7 @@ def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
             code="cuda-unusable",
             side="you",
             sentence=f"torch cannot use the GPU with driver {gpu.driver or 'unknown'}: "
-            f"{gpu.torch_error or 'it names no reason'}",
+            f"{gpu.torch_error or 'without a reason'}",
             remedy=f"upgrade the driver to one that supports CUDA {gpu.torch_cuda}, or restart after an upgrade of it",
             fatal=wants_cuda,
         )

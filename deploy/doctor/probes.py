@@ -1,6 +1,6 @@
-"""Finds out about this machine and the way to a run. `examine` puts together what the probes say.
+"""Examines this machine and the way to a run; `examine` combines the probes' findings.
 
-Nothing here decides what is wrong (`diagnosis.py`), and nothing waits longer than a newcomer would.
+Diagnosis is separate (`diagnosis.py`). No probe takes longer than joining would.
 """
 
 import asyncio
@@ -40,28 +40,28 @@ _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 
 class Probes(Protocol):
     def machine(self, folder: Path) -> MachineFound:
-        """Look at the machine; this blocks."""
+        """Examine the machine; blocks."""
         ...
 
     async def network(self, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
-        """`more`: addresses of peers of the run beside the invite's, for a look at who knows whom."""
+        """Examine the network. Args: more: addresses of further peers of the run, to look for a second swarm."""
         ...
 
 
 async def examine(
     probes: Probes, *, invite: Invite | None, folder: Path, wants_cuda: bool, more: Sequence[str] = ()
 ) -> Findings:
-    """Look at machine and network at once, since torch's import takes as long as a dead address."""
+    """Examine machine and network in parallel, since torch's import takes as long as a dead address."""
     machine, network = await asyncio.gather(asyncio.to_thread(probes.machine, folder), probes.network(invite, more))
     return Findings(machine=machine, network=network, invite=invite, wants_cuda=wants_cuda)
 
 
 class LiveProbes:
-    """The real ones.
+    """Implements `Probes` on the real machine and network.
 
     Args:
-        listen: what the peer listens on, or will: its port is tried.
-        dial: how a TCP connection to (host, port) goes.
+        listen: multiaddrs on which the peer listens or will listen; the port is tested.
+        dial: tries a TCP connection to (host, port).
     """
 
     def __init__(self, listen: Sequence[str], *, dial: dialling.Dialler = dialling.dial) -> None:
@@ -92,7 +92,7 @@ class LiveProbes:
         return tuple(await asyncio.gather(*map(one, addresses)))
 
     async def _ask_around(self, found: NetworkFound, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
-        """Start a network daemon of our own, and ask those whom it reaches."""
+        """Start a network daemon, and ask the peers that it reaches."""
         run, invited = (invite.run, invite.addresses) if invite else (_NO_RUN, ())
         async with contextlib.AsyncExitStack() as stack:
             folder = await stack.enter_async_context(visiting())
@@ -123,7 +123,7 @@ class LiveProbes:
                 return _with(found, refused=reason)
             directory = await LiveDirectory.start(transport, accept=record_rules(gate))
             stack.push_async_callback(directory.close)
-            # The knock has used up the sequences below.
+            # `why_refused` has used lower sequence numbers.
             since = int(1e6 * time.time())
             endpoint = Endpoint(identity, transport, run=run, gate=gate, first_sequence=since)
             asked = dict.fromkeys((*of_the_run, *sorted(await transport.connected())))
@@ -140,7 +140,7 @@ def _with(found: NetworkFound, **changes: object) -> NetworkFound:
 
 
 async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str], port: int) -> PeerFound:
-    """Ask a peer first for its time, whose answer must not wait for anything, then whether it can call us back."""
+    """Ask a peer for its time first, since that answer must be immediate, then whether it can connect to us."""
     asking = partial(ask_about, transport.daemon, peer, me=transport.peer_id, run=transport.run)
     try:
         await reach(transport.daemon, peer, addresses, timeout_s=_ASK_S)

@@ -1,20 +1,19 @@
-"""A problem is one thing that is wrong, said to a person who did not ask for a lesson."""
+"""Defines a problem: one fault, in words for a person without background."""
 
 from typing import Literal
 
 import msgspec
 
 Side = Literal["you", "host", "nobody"]
-"""Who can mend it: whoever asked the doctor; whoever hosts the run or sent the invite; nobody in particular."""
+"""The side that can fix it: the doctor's user; the run's host or the invite's sender; nobody in particular."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     code: str
-    """A name for scripts, such as `clock`; the README lists all."""
+    """A name for scripts, such as `clock`; the README lists them."""
     side: Side
     sentence: str
-    """What is wrong. One line, no full stop."""
+    """The fault, in one line without a full stop."""
     remedy: str
-    """What the person can do about it."""
     fatal: bool = True
-    """Whether nobody can join while the problem lasts; otherwise things are slower, or may go wrong later."""
+    """True if it keeps this machine out; false if things are only slower or may fail later."""

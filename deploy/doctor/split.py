@@ -1,7 +1,7 @@
-"""Finds two swarms that should be one: the same run is trained twice, by peers who do not know of each other. Pure.
+"""Detects two swarms that train the same run and do not know each other. Pure.
 
-It comes about when members are invited by peers that were never introduced, or when a cut network is whole again and
-nobody looks. `split_watch.py` looks.
+This happens when members are invited by peers that were never introduced, or when a healed network partition goes
+unnoticed; `split_watch.py` looks for it.
 """
 
 import itertools
@@ -23,7 +23,7 @@ def view_of(asked: PeerID, status: SwarmStatus) -> SwarmView:
 
 
 def split_of(views: Sequence[SwarmView]) -> Problem | None:
-    """Whether two of these views of one run have nobody in common."""
+    """Return a problem if two of these views of one run have no member in common."""
     told = [view for view in views if view.members]
     for one, other in itertools.combinations(told, 2):
         if one.coordinator != other.coordinator and not one.members & other.members:

@@ -1,6 +1,6 @@
 """Looks for another swarm of the run that this peer is in.
 
-Each peer that takes part asks, now and then, some of those whom it has heard of and whom its swarm does not name.
+From time to time each peer asks some known peers that are not in its swarm.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 60.0
 _ASKED_MAX = 4
-"""How many peers are asked at one look: those known who are not in our swarm are mostly dead."""
+"""Peers asked per look: known peers outside our swarm are mostly dead."""
 
 
 class Around(Protocol):
-    """The part of the network that a look needs."""
+    """The part of the network that `look` needs."""
 
     def known(self) -> Mapping[PeerID, tuple[str, ...]]: ...
 
@@ -34,11 +34,11 @@ class Around(Protocol):
 
 
 class SplitWatch:
-    """Looks for another swarm of the run that this peer is in.
+    """Looks for another swarm of the run.
 
     Args:
-        ask: a peer -> its swarm's status. Raises: ShoalError.
-        say: told of each split once, and again only after it has gone.
+        ask: peer -> its swarm's status. Raises: ShoalError.
+        say: called once for each split, and again only after it has ended.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SplitWatch:
         own_status: Callable[[], Awaitable[SwarmStatus]],
         say: Callable[[str], None],
     ) -> "SplitWatch":
-        """The watch of a peer that takes part. `say` is told a sentence, which goes to the log too."""
+        """Return the watch of a member. `say` takes a sentence, which is logged too."""
 
         def tell(problem: Problem) -> None:
             logger.warning("%s; %s", problem.sentence, problem.remedy)
@@ -87,11 +87,11 @@ class SplitWatch:
             self._said = problem is not None
 
     async def look(self) -> Problem | None:
-        """Ask some of those whom our swarm does not name, and introduce ourselves to them on the way."""
+        """Ask some peers outside our swarm, and introduce ourselves to them."""
         try:
             ours = view_of(self._me, await self._own_status())
         except ShoalError:
-            return None  # between two coordinators there is none
+            return None  # between two coordinators nobody answers
         views = [ours]
         for peer in await self._strangers(ours):
             try:
@@ -102,7 +102,7 @@ class SplitWatch:
         return split_of(views)
 
     async def _strangers(self, ours: SwarmView) -> list[PeerID]:
-        """Peers outside our swarm: the connected ones first, then the others in turns, a few at each look."""
+        """Return peers outside our swarm: connected ones first, then others in turn, a few per look."""
         connected = set(await self._around.connected())
         strange = sorted(set(self._around.known()) | connected)
         strange = [peer for peer in strange if peer not in ours.members and peer != self._me]

@@ -1,4 +1,4 @@
-"""Asks at the first `shoal join` on a machine what of it a run may use, once, and keeps the answers as settings."""
+"""Asks the owner, at the first `shoal join` on a machine, what a run may use; keeps the answers as settings."""
 
 import sys
 from collections.abc import Callable
@@ -15,22 +15,21 @@ from shoal.protocol.errors import LocalError
 
 _BEGIN = """\
 This is the first `shoal join` on this machine. What may the run use of it? Enter takes what is in brackets.
-The computing stands back behind your other programs in any case."""
+The computing yields to your other programs in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     name: str
-    """The name of the limit."""
     text: str
     default: str
-    """The answer that Enter stands for, as a person would type it."""
+    """The answer that Enter selects, as typed text."""
     hint: str
-    """The reply to an answer that cannot be."""
+    """The reply to an invalid answer."""
 
 
 def questions(memory_bytes: float) -> tuple[Question, ...]:
-    """Args: memory_bytes: that the machine has."""
+    """Return the questions. Args: memory_bytes: the machine's memory."""
     half_gb = max(1, round(memory_bytes / GB / 2))
     return (
         Question(
@@ -67,9 +66,9 @@ def questions(memory_bytes: float) -> tuple[Question, ...]:
 
 
 def may_ask(*, answered: bool) -> bool:
-    """Whether there is somebody to ask, and anything to ask about.
+    """True if a person is at the terminal and there are no settings yet.
 
-    Args: answered: the command line has said it: a limit, that nothing is to be asked, or that a program reads this.
+    Args: answered: the command line has set a limit, forbidden questions, or asked for JSON.
     """
     return not answered and sys.stdin.isatty() and sys.stdout.isatty() and not config_path().exists()
 
@@ -80,12 +79,12 @@ def ask(
     say: Callable[[str], None] = say,
     memory_bytes: float | None = None,
 ) -> Limits:
-    """Ask everything, keep the answers as settings, and say how they are changed.
+    """Ask all questions, write the answers as settings, and say how to change them.
 
     Args:
-        prompt: (question, what Enter takes) -> what was typed.
-        memory_bytes: that the machine has; None: looked up.
-    Returns: the limits that hold from now on.
+        prompt: (question, default) -> typed answer.
+        memory_bytes: the machine's memory; None: look it up.
+    Returns: the limits from now on.
     Raises: LocalError: the settings cannot be written.
     """
     say(_BEGIN)

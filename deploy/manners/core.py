@@ -1,7 +1,7 @@
-"""Decides whether a peer may compute now, and says why not. Pure.
+"""Decides whether a peer may compute now, and why not. Pure.
 
-A peer pauses while there is any reason to, each with its own way out: its owner's word, the hours, somebody at the
-machine. What cannot be known is no reason; the owner is told once that it cannot.
+A peer pauses while there is any reason: the owner's request, the hours, somebody at the machine. Each reason ends
+separately. An unknown value is no reason; the owner is told once that it is unknown.
 """
 
 from dataclasses import dataclass, field
@@ -9,30 +9,30 @@ from dataclasses import dataclass, field
 from shoal.deploy.manners.limits import Limits, is_within, next_begin, parse_hours
 
 BUSY_SHARE = 0.1
-"""The share of device or processors from which on others use them: a desktop by itself takes less."""
+"""Above this share of device or processors other programs count as using it: an idle desktop takes less."""
 QUIET_S = 60.0
-"""How long the device must be quiet after others have used it: they come back between two of their jobs."""
+"""The time that the device must be quiet after use by others, since programs pause between two jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One look at the machine; None: it cannot be known."""
+    """One observation of the machine; None: unknown."""
 
     minute: int
     """Minutes since midnight, local time."""
     input_idle_s: float | None = None
-    """Seconds since the last key or movement of the mouse."""
+    """Seconds since the last use of keyboard or mouse."""
     others_share: float | None = None
-    """The share of the computing device that other programs use, in [0, 1]."""
+    """The share of the device that other programs use, in [0, 1]."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Manners:
-    """Args: limits: hours and idleness of these count here."""
+    """Combines the reasons to pause. Only the hours and idleness of `limits` count here."""
 
     limits: Limits
     asked: dict[str, str] = field(default_factory=dict)
-    """The words in which each pause is told, by who has asked for it."""
+    """Requester of a pause -> the sentence about it."""
     _busy_until_s: float = 0.0
     _seen: Seen | None = None
 
@@ -49,7 +49,7 @@ class Manners:
             self._busy_until_s = now_s + QUIET_S
 
     def reasons(self, *, now_s: float) -> tuple[str, ...]:
-        """The reasons not to compute now; empty: nothing speaks against it."""
+        """Return the reasons not to compute now; empty: it may compute."""
         found = list(self.asked.values())
         limits, seen = self.limits, self._seen
         if seen is None:
@@ -66,7 +66,7 @@ class Manners:
 
     @property
     def unknowable(self) -> tuple[str, ...]:
-        """Limits that cannot be kept, since this machine does not say what they need, in words for a person."""
+        """Sentences about limits that cannot be kept because this machine does not report the necessary values."""
         if not self.limits.only_when_idle or self._seen is None:
             return ()
         found = []

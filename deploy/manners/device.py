@@ -1,4 +1,4 @@
-"""Picks the device, and the limits that it keeps for us: memory, and how far its thread stands back."""
+"""Picks the device, and enforces limits on it: its memory, and the priority of its thread."""
 
 import math
 import os
@@ -15,13 +15,13 @@ from shoal.protocol.errors import LocalError
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`auto`, `cpu`, `mps`, or `cuda`, `rocm` or `xpu`, each also with `:N`. Raises: LocalError: torch sees no such
-    device here."""
+    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch sees no such
+    device."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("rocm") and torch.version.hip is None:
         raise LocalError(f"--device {wanted}: this torch is not PyTorch's ROCm build, which sees AMD's GPUs")
-    device = torch.device(wanted.replace("rocm", "cuda"))  # what torch calls an AMD GPU
+    device = torch.device(wanted.replace("rocm", "cuda"))  # torch calls an AMD GPU cuda
     if device.type != "cpu":
         found = torch.get_device_module(device).device_count()
         if (device.index or 0) >= found:
@@ -30,8 +30,8 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def devices_of(wanted: str) -> list[str]:
-    """Find what `--device` means: the devices that it names, separated by commas, or every GPU that torch sees if it
-    is "all". Raises: LocalError: torch does not see one of them, or with "all" no GPU."""
+    """Return the devices that `--device` names, separated by commas, or every GPU that torch sees if it is "all".
+    Raises: LocalError: torch does not see one of them, or with "all" no GPU."""
     if wanted == "all":
         found = torch.cuda.device_count()
         if not found:
@@ -44,7 +44,7 @@ def devices_of(wanted: str) -> list[str]:
 
 
 def untested(device: torch.device) -> str:
-    """What to tell the owner of a device of a kind on which nobody has run shoal yet; empty: it is none."""
+    """Return a warning if nobody has run shoal on this kind of device yet; empty if it is tested."""
     kind = "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
     if kind in ("cpu", "cuda"):
         return ""
@@ -52,7 +52,7 @@ def untested(device: torch.device) -> str:
 
 
 def check_machine(limits: Limits, device: torch.device, threads: int) -> None:
-    """Args: threads: as `--threads` says. Raises: LocalError: the machine has not so much memory, or processors."""
+    """Check limits and `--threads`. Raises: LocalError: the machine has less memory or fewer processors."""
     if limits.memory_gb * GB > (total := total_bytes(device)):
         raise LocalError(
             f"memory_gb is {limits.memory_gb:g}, and {device} has {math.floor(total / GB * 10) / 10:g} GB: set less; "
@@ -63,9 +63,9 @@ def check_machine(limits: Limits, device: torch.device, threads: int) -> None:
 
 
 def memory_claim(limits: Limits, device: torch.device) -> int | None:
-    """How many bytes the swarm may plan with; None: whatever is free. On a GPU torch takes no more from now on.
+    """Return the bytes that plans may use; None: whatever is free. On a GPU, also cap torch's memory.
 
-    A CPU's memory is only claimed, not enforced: what a stage needs is known before it is given one.
+    A CPU's memory is only claimed, not enforced: a stage's needs are known before it is assigned.
     """
     if limits.memory_gb == 0.0:
         return None
@@ -78,26 +78,26 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def own_threads() -> int:
-    """Torch's own number of threads, but at most one for each whole processor that we may use, and at least one. A
-    fraction of a processor is left to the network."""
+    """Return torch's default number of threads, at most one per whole processor available, at least one. A fraction of
+    a processor is left to the network."""
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 
 def take_own_threads() -> None:
-    """Give torch `own_threads`, in a command that computes in this process."""
+    """Set torch to `own_threads`, in a command that computes in this process."""
     torch.set_num_threads(own_threads())
 
 
 def spare_threads() -> int:
-    """How many threads torch has at a volunteer: of more than two processors one is left to the machine's user."""
+    """Return torch's threads on a volunteer's machine: of more than two processors one is left to the user."""
     cores = int(processors())
     return min(own_threads(), cores - 1) if cores > 2 else own_threads()
 
 
 def stand_back(limits: Limits) -> None:
-    """Lower the priority of the thread that calls and of those it starts; the network's stays as it is. Elsewhere than
-    on Linux a process has one priority, and the network would stand back too, so it is left alone there."""
+    """Lower the priority of the calling thread and of threads that it starts, not of the network. Only on Linux:
+    elsewhere priority belongs to the process, and the network would slow down too."""
     if limits.nice and sys.platform == "linux":
         thread = threading.get_native_id()
-        # A process that was started with `nice` may stand back further already, and only root may go forward again.
+        # A process started with `nice` may already have a lower priority, and only root may raise it.
         os.setpriority(os.PRIO_PROCESS, thread, max(limits.nice, os.getpriority(os.PRIO_PROCESS, thread)))

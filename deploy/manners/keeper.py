@@ -1,4 +1,4 @@
-"""Keeps a running peer to its owner's manners: looks at the machine now and then, pauses the peer, and resumes it."""
+"""Applies the owner's limits to a running peer: observes the machine, pauses the peer, and resumes it."""
 
 import asyncio
 import datetime
@@ -24,7 +24,7 @@ _OWNER = "owner"
 _TERMINAL = "terminal"
 _OWNERS_WORD = "you asked for it (`shoal resume` ends it)"
 PAUSED: Final = "paused"
-"""The file in a peer's folder whose presence means that its owner has paused it."""
+"""A file in a peer's folder; it exists while the owner's pause lasts."""
 
 
 class Pausable(Protocol):
@@ -39,15 +39,15 @@ class Pausable(Protocol):
 
 
 class Keeper:
-    """Keeps one peer to its owner's manners, from `start` to `close`.
+    """Applies the limits to one peer, from `start` to `close`.
 
     Args:
-        say: tells a person a sentence.
-        look: at the machine; blocks.
-        kept: the file that says that the owner has paused this peer, so that a restart does not take the device back.
+        say: prints a sentence for a person.
+        look: observes the machine; blocks.
+        kept: the file that keeps the owner's pause across a restart.
         run_blocking: runs `look`.
-        reread: the limits as they are set now. Raises: LocalError: the settings cannot be read.
-        apply_upload: bounds what is sent from now on, in bytes/s.
+        reread: returns the limits as they are set now. Raises: LocalError: the settings cannot be read.
+        apply_upload: limits sending from now on, in bytes/s.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Keeper:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the peer does not compute now."""
+        """Why the peer does not compute now; empty: it may."""
         return self._manners.reasons(now_s=asyncio.get_running_loop().time())
 
     def report(self) -> report.LimitsNow:
-        """The limits of now, for whatever shows what this peer gives."""
+        """Return the present limits for displays."""
         return report.LimitsNow(
             paused=self._pausing.is_paused, why="; ".join(self.reasons), caps=self._manners.limits.in_words
         )
@@ -95,7 +95,7 @@ class Keeper:
         loop.add_signal_handler(signal.SIGCONT, self._on_continue)
 
     def start(self) -> None:
-        """Begin to look. A pause of an earlier process holds on."""
+        """Start observing. A pause of an earlier process still holds."""
         if self._kept is not None and self._kept.exists():
             self._manners.ask(_OWNER, _OWNERS_WORD)
             self._apply()
@@ -114,10 +114,7 @@ class Keeper:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def change(self) -> Mapping[str, Any]:
-        """Take the limits that have changed in the settings, as far as that is possible at once.
-
-        Returns: all limits that hold now.
-        """
+        """Apply changed settings, as far as possible without a restart. Returns: all limits in force."""
         before, wanted = self._manners.limits, self._reread()
         limits = msgspec.structs.replace(before, **{name: getattr(wanted, name) for name in AT_ONCE})
         if limits != before:
@@ -132,7 +129,7 @@ class Keeper:
         while True:
             try:
                 seen = await self._run_blocking(self._look)
-            except Exception:  # whatever a stranger's machine has in place of what we ask
+            except Exception:  # an unusual machine may fail in any way
                 logger.exception("cannot look at this machine")
             else:
                 self._manners.look(seen, now_s=asyncio.get_running_loop().time())
@@ -154,7 +151,7 @@ class Keeper:
             self._say(f"paused: {'; '.join(reasons)}" if reasons else "computing again")
 
     async def pause(self) -> Mapping[str, Any]:
-        """Pause because the owner says so. Returns: a sentence about how it is now."""
+        """Pause at the owner's request. Returns: the new state."""
         self._manners.ask(_OWNER, _OWNERS_WORD)
         self._apply()
         if self._kept is not None:
@@ -165,7 +162,7 @@ class Keeper:
         return self._answer()
 
     async def resume(self) -> Mapping[str, Any]:
-        """End the owner's own pause. Other reasons against computing still hold."""
+        """End the owner's pause. Other reasons still hold."""
         self._manners.take_back(_OWNER, _TERMINAL)
         self._apply()
         if self._kept is not None:
@@ -179,7 +176,7 @@ class Keeper:
         return {"paused": self._pausing.is_paused, "reasons": list(self.reasons)}
 
     def _on_stop_key(self) -> None:
-        """Ctrl-Z again goes on: a process that does not stop cannot be brought to the foreground."""
+        """Pause, or resume at the second Ctrl-Z: `fg` cannot do it, since the process does not stop."""
         if _TERMINAL in self._manners.asked:
             self._on_continue()
         else:
@@ -192,7 +189,7 @@ class Keeper:
 
 
 def looking_at(device: torch.device) -> Callable[[], Seen]:
-    """A function that looks at this machine, for a peer that computes on `device`."""
+    """Return a function that observes this machine, for a peer that computes on `device`."""
     processors = ProcessorUse()
 
     def look() -> Seen:

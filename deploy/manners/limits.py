@@ -1,4 +1,4 @@
-"""Says what a volunteer gives, and when: the `[limits]` of the settings, and `--limit NAME=VALUE` over them."""
+"""Defines and parses a volunteer's limits: `[limits]` of the settings, overridden by `--limit NAME=VALUE`."""
 
 import math
 from dataclasses import dataclass
@@ -11,16 +11,13 @@ from shoal.protocol.token_bucket import RateLimits
 from shoal.protocol.toml.complaint import complaint
 
 MBIT = 1e6 / 8
-"""Bytes."""
+"""Bytes per megabit."""
 GB = 1e9
 _DAY_MINUTES = 24 * 60
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One docstring per field: `shoal config show` prints them.
-
-    Raises: ValueError.
-    """
+    """The limits. `shoal config show` prints the fields' docstrings. Raises: ValueError."""
 
     compute_share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     """Share of the device's time, above 0 and at most 1. Of a CPU: of its threads' time, all that this peer does."""
@@ -31,22 +28,21 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     download_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """Mbit/s received, of all traffic. 0: no limit."""
     relay_mbit_s: Annotated[float, msgspec.Meta(ge=0.0)] = 20.0
-    """Mbit/s of the upload lent to members who cannot reach each other, both being behind routers; they count towards
-    upload_mbit_s and stand back behind this peer's own work. It passes on what it cannot read. 0: nothing is passed
-    on."""
+    """Mbit/s of the upload lent to relay traffic between members that are both behind routers. It counts towards
+    upload_mbit_s and yields to this peer's own traffic. The relayed data is encrypted. 0: relay nothing."""
     hours: str = ""
-    """When to compute, in local time, such as "22:00-07:00" or "09:00-12:00, 13:00-17:00". Empty: always."""
+    """Hours to compute, in local time, such as "22:00-07:00" or "09:00-12:00, 13:00-17:00". Empty: always."""
     only_when_idle: bool = False
     """Compute only while nobody uses this machine: no keyboard, no mouse, no other work on the device."""
     idle_minutes: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0
-    """How long nobody must have used this machine, with only_when_idle."""
+    """How many minutes nobody must have used this machine before it computes, with only_when_idle."""
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] | None = None
-    """How far the computing (not the network) stands back behind other programs: 0 not at all, 19 altogether. Left out:
-    19 for a peer that joins, 0 for the host of a run."""
+    """How far the computing (not the network) yields to other programs: 0 not at all, 19 completely. Left out: 19 for a
+    peer that joins, 0 for the host of a run."""
 
     @property
     def of_a_volunteer(self) -> "Limits":
-        """The limits of a peer that joins: it stands back unless its owner has said how far."""
+        """The limits of a peer that joins: lowest priority unless its owner has set one."""
         return self if self.nice is not None else msgspec.structs.replace(self, nice=NICE_MAX)
 
     def __post_init__(self) -> None:
@@ -56,7 +52,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise ValueError(f"{name} must be a number")
         for name in ("upload_mbit_s", "download_mbit_s", "relay_mbit_s"):
             if 0.0 < getattr(self, name) < MBIT_S_MIN:
-                raise ValueError(f"{name} must be 0 or at least {MBIT_S_MIN:g}: a peer's own word needs as much")
+                raise ValueError(f"{name} must be 0 or at least {MBIT_S_MIN:g}: a peer's control messages need as much")
 
     @property
     def rates(self) -> RateLimits:
@@ -68,12 +64,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def memory_bytes(self) -> float:
-        """The memory that the swarm may use. Infinite: there is no limit."""
+        """The memory that the swarm may use; infinite without a limit."""
         return self.memory_gb * GB or math.inf
 
     @property
     def in_words(self) -> tuple[str, ...]:
-        """The limits that bound how much is given, for a person."""
+        """The limits in force, in words."""
         words = (
             (self.compute_share < 1.0, f"{self.compute_share:.0%} of the device's time"),
             (self.memory_gb > 0.0, f"{self.memory_gb:g} GB of its memory"),
@@ -86,7 +82,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 AT_ONCE = ("upload_mbit_s", "hours", "only_when_idle", "idle_minutes")
-"""The limits that a running peer takes at once when its owner changes them; the others count from its next start on."""
+"""Limits that a running peer applies at once; the others apply at its next start."""
 NICE_MAX = 19
 _UNITS = {
     "compute_share": "%",
@@ -96,15 +92,15 @@ _UNITS = {
     "relay_mbit_s": "mbit/s",
     "idle_minutes": "minutes",
 }
-"""The unit that a person may write behind each limit's number, in small letters."""
+"""Limit -> the unit that may follow its number, in lower case."""
 MBIT_S_MIN = 0.1
-"""A heartbeat and a few votes a second."""
+"""Enough for a heartbeat and a few votes a second."""
 
 
 def with_overrides(limits: Limits, overrides: list[str]) -> Limits:
-    """`limits` with each `NAME=VALUE` in place of its own.
+    """Return `limits` with each `NAME=VALUE` applied.
 
-    Raises: LocalError: there is no such limit, or it cannot have that value.
+    Raises: LocalError: there is no such limit, or the value is invalid.
     """
     for text in overrides:
         name, equals, value = text.partition("=")
@@ -117,7 +113,7 @@ def with_overrides(limits: Limits, overrides: list[str]) -> Limits:
 
 
 def with_value(limits: Limits, name: str, value: Any) -> Limits:
-    """Raises: LocalError: it cannot have that value."""
+    """Return `limits` with one value changed. Raises: LocalError: the value is invalid."""
     try:
         return msgspec.convert(msgspec.to_builtins(limits) | {name: value}, Limits)
     except (msgspec.ValidationError, ValueError) as error:
@@ -125,7 +121,7 @@ def with_value(limits: Limits, name: str, value: Any) -> Limits:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Read a limit as a person writes it: `5`, `5 Mbit/s`, `50%`, `yes`, `always`. Raises: LocalError."""
+    """Parse a limit as typed by a person: `5`, `5 Mbit/s`, `50%`, `yes`, `always`. Raises: LocalError."""
     kind = int if name == "nice" else type(getattr(Limits(), name))
     typed = text.strip().lower()
     if kind is str:
@@ -143,7 +139,7 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def parse_truth(name: str, text: str) -> bool:
-    """Read `true` or `false`, `yes` or `no`, `y` or `n`. Raises: LocalError."""
+    """Parse `true` or `false`, `yes` or `no`, `y` or `n`. Raises: LocalError."""
     typed = text.strip().lower()
     try:
         return msgspec.convert(
@@ -158,7 +154,7 @@ def parse_truth(name: str, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Minutes since midnight, local time; over midnight where `end` is not after `begin`."""
+    """Minutes since midnight, local time; it crosses midnight if `end` is not after `begin`."""
 
     begin: int
     end: int
@@ -170,7 +166,7 @@ class Span:
 
 
 def parse_hours(text: str) -> tuple[Span, ...]:
-    """`22:00-07:00, 12:00-13:00`; empty: none, which means always.
+    """Parse `22:00-07:00, 12:00-13:00`. Returns: the spans; none for an empty text, which means always.
 
     Raises: ValueError.
     """
@@ -182,7 +178,7 @@ def is_within(spans: tuple[Span, ...], minute: int) -> bool:
 
 
 def next_begin(spans: tuple[Span, ...], minute: int) -> int:
-    """The minute of the day at which the next of the spans, of which there is one at least, begins."""
+    """Return the minute of the day at which the next span begins; `spans` must not be empty."""
     return min((span.begin for span in spans), key=lambda begin: (begin - minute) % _DAY_MINUTES) % _DAY_MINUTES
 
 

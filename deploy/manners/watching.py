@@ -1,12 +1,12 @@
-"""Asks a machine how it is used: keyboard and mouse, the GPU, the processors. This blocks for up to a few seconds.
+"""Observes the use of a machine: keyboard and mouse, the GPU, the processors. Blocks for up to a few seconds.
 
-| what               | is asked of                                                                           |
+| what               | source                                                                                |
 |--------------------|---------------------------------------------------------------------------------------|
 | keyboard and mouse | `ioreg` (macOS); Mutter by `gdbus` (GNOME); `xprintidle` (X11); input on terminals    |
 | GPU                | `nvidia-smi pmon`: processes that are not ours. Not in most containers                |
-| processors         | all that is busy, less ours and our children's, where a CPU computes                  |
+| processors         | all busy time, minus ours and our children's, where a CPU computes                    |
 
-What does not answer is unknown; the shortest idle time that any of them says counts.
+A source without an answer is unknown; the shortest idle time of all sources counts.
 """
 
 import os
@@ -23,7 +23,7 @@ _TIMEOUT_S = 3.0
 
 
 def input_idle_s() -> float | None:
-    """Seconds since somebody last used keyboard or mouse; None: nothing here says."""
+    """Return seconds since the last use of keyboard or mouse; None: unknown."""
     readers: list[Callable[[], float | None]] = [_terminal_idle_s]
     if platform.system() == "Darwin":
         readers.append(_mac_idle_s)
@@ -34,7 +34,7 @@ def input_idle_s() -> float | None:
 
 
 def parse_pmon(text: str, ours: Iterable[int]) -> float:
-    """Output of `nvidia-smi pmon -c 1 -s u`: share of the GPU, in [0, 1], used by processes that are not `ours`."""
+    """Parse `nvidia-smi pmon -c 1 -s u`: return the share of the GPU, in [0, 1], of processes other than `ours`."""
     own, percent = set(ours), 0.0
     for line in text.splitlines():
         columns = line.split()
@@ -44,19 +44,19 @@ def parse_pmon(text: str, ours: Iterable[int]) -> float:
 
 
 def gpu_others_share(index: int) -> float | None:
-    """Share of GPU `index`, in [0, 1], used by others; None: the driver does not say."""
+    """Return the share of GPU `index`, in [0, 1], used by others; None: the driver does not say."""
     text = _run("nvidia-smi", "pmon", "-c", "1", "-s", "u", "-i", str(index))
     return None if text is None else parse_pmon(text, _our_pids())
 
 
 class ProcessorUse:
-    """The use of all processors together, between two calls of `others_share`."""
+    """Measures the use of all processors between two calls of `others_share`."""
 
     def __init__(self) -> None:
         self._before = self._now()
 
     def others_share(self) -> float | None:
-        """The share, in [0, 1], that other programs used since the last call; None: no time has passed."""
+        """Return the share, in [0, 1], that other programs used since the last call; None: no time has passed."""
         before, now = self._before, self._now()
         self._before = now
         whole_s, busy_s, own_s = (b - a for a, b in zip(before, now, strict=True))
@@ -88,7 +88,7 @@ def _our_pids() -> list[int]:
 
 
 def _terminal_idle_s() -> float | None:
-    """Seconds since one of our terminals was typed at, as `w` has it. Those of root say nothing of the user."""
+    """Return seconds since the last input on one of our terminals, as `w` does; root's say nothing of the user."""
     now_s, newest_s = time.time(), None
     for folder in ("/dev/pts", "/dev"):
         for path in Path(folder).glob("[0-9]*" if folder == "/dev/pts" else "tty[0-9]*"):

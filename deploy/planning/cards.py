@@ -1,8 +1,8 @@
-"""`shoal plan --cards`: which cards can hold how much of a model, how fast so many of them are, and how long it takes
-until a newcomer has its part.
+"""Tabulates for each card (GPU) how much of a model it holds, how fast a pipeline of such cards is, and how long a
+newcomer downloads its part (`shoal plan --cards`).
 
-All of it is arithmetic: memory as the coordinator foresees it for real peers, the makers' figures for dense products in
-bfloat16 and what of them training reaches, lines that carry nothing else.
+All of it is arithmetic: memory as the coordinator predicts it for real peers, the makers' figures for dense bfloat16
+products and the share of them that training reaches, network lines without other traffic.
 """
 
 import math
@@ -25,23 +25,22 @@ from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec, TrainingSpec
 from shoal.protocol.toml.spec_file import load_spec
 
 REACHED: Final = 0.4
-"""The share of a card's dense rate that a stage's jobs are taken to reach. `tests/bench/gpu.py` measures it."""
+"""The share of a card's dense rate that a stage's jobs are assumed to reach. `tests/bench/gpu.py` measures it."""
 KEPT_BYTES: Final = 1.0e9
-"""Memory of a card that the model cannot have: the driver, torch's kernels, the desktop."""
+"""Memory of a card unavailable to the model: the driver, torch's kernels, the desktop."""
 IN_FLIGHT: Final = 4
-"""How many microbatches a stage is taken to hold whose forward it has done and whose backward it has not. They are on
-their way through the stages behind it and back."""
+"""Microbatches that a stage is assumed to hold between forward and backward, while they pass the later stages."""
 LINES_MBPS: Final = (20.0, 100.0, 1_000.0)
 CONTEXTS: Final = (2_048, 8_192)
 
 
 class Card(msgspec.Struct, frozen=True):
-    """One that people own, by its maker's figures."""
+    """A consumer or data-centre card, by its maker's figures."""
 
     name: str
     memory_gb: float
     tflops: float
-    """The rate of dense products in bfloat16 with sums in float32; in float32 where it has no bfloat16."""
+    """The rate of dense bfloat16 products with float32 sums; of float32 products if it has no bfloat16."""
 
 
 CARDS: Final = (
@@ -62,33 +61,33 @@ CARDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A model of the table."""
+    """A named model."""
 
     name: str
     spec: RunSpec
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one kind of card is to one model. Where such cards alone cannot hold the model, since a layer or one of its
-    ends is too large for them, all figures but `layers` are null."""
+    """The figures of one card for one model. If such cards alone cannot hold the model, because a layer or one of its
+    ends is too large, all figures but `layers` are null."""
 
     card: str
     layers: int
-    """Decoder layers of the middle of the model that it holds."""
+    """How many decoder layers of the model's middle it holds."""
     cards: int | None = None
-    """How many of them hold the whole model, once."""
+    """The number of cards that hold the whole model once."""
     tokens_per_s: float | None = None
-    """The rate of so many in a row, if nothing but their speed bounds them."""
+    """The rate of a pipeline of these cards, if only their speed bounds it."""
     up_mbit_s: float | None = None
-    """What each then sends to its two neighbours; null where one card holds the whole model."""
+    """Rate that each card sends to its two neighbours; null if one card holds the whole model."""
     fetch_gb: float | None = None
-    """What a newcomer fetches before its first microbatch: its layers' weights and moments, or adapters and base."""
+    """Download of a newcomer before its first microbatch: its layers' weights and moments, or adapters and base."""
     fetch_minutes: tuple[float, ...] | None = None
-    """How many minutes fetching `fetch_gb` takes at each download rate of `LINES_MBPS`, in that order."""
+    """Minutes to download `fetch_gb` at each rate of `LINES_MBPS`."""
 
 
 class CardsTable(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints, for each model."""
+    """The `--json` output for one model."""
 
     model: str
     parameters: float
@@ -98,8 +97,8 @@ class CardsTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usual_models() -> list[Named]:
-    """Llama's shapes at 1, 8 and 30 billion parameters, trained whole, and 8 billion with adapters; as frugal with
-    memory as a run can be."""
+    """Return Llama's shapes at 1, 8 and 30 billion parameters, fully trained, and 8 billion with adapters; with the
+    most memory-saving settings."""
     shapes = (
         ("1 B", 2048, 16, 16, 16, 5_632, 32_000),
         ("8 B", 4096, 32, 32, 8, 14_336, 128_256),
@@ -142,7 +141,7 @@ def cards_table(named: Named, cards: Sequence[Card] = CARDS) -> CardsTable:
 
 
 def figures_of(card: Card, workload: Workload) -> CardFigures:
-    """Embedding and head count with the layers beside them."""
+    """Return the card's figures. Embedding and head count with their neighbouring layers."""
     free_bytes = card.memory_gb * 1e9 - KEPT_BYTES
     stages = stages_of(workload, free_bytes)
     first = min(1, workload.num_layers - 1)
@@ -165,7 +164,7 @@ def figures_of(card: Card, workload: Workload) -> CardFigures:
 
 
 def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
-    """The fewest stages, as even as they can be. None: some layer does not fit."""
+    """Return the fewest stages, as even as possible; None if some layer does not fit."""
     begin, fewest = 0, 0
     while begin < workload.num_layers:
         held = held_from(workload, begin, free_bytes)
@@ -177,7 +176,7 @@ def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | 
     if all(_fits(workload, *cut, free_bytes) for cut in cuts):
         return cuts
     cuts, begin = [], 0
-    while begin < workload.num_layers:  # the ends of the model are larger than its middle
+    while begin < workload.num_layers:  # even stages do not fit: the ends are larger than the middle
         end = begin + held_from(workload, begin, free_bytes)
         cuts.append((begin, end))
         begin = end
@@ -185,7 +184,7 @@ def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | 
 
 
 def held_from(workload: Workload, begin: int, free_bytes: float) -> int:
-    """How many layers fit from `begin` on."""
+    """Return how many layers fit from `begin` on."""
     ends = range(begin + 1, workload.num_layers + 1)
     return sum(_fits(workload, begin, end, free_bytes) for end in ends)
 
@@ -200,7 +199,7 @@ def _fits(workload: Workload, begin: int, end: int, free_bytes: float) -> bool:
 
 
 def show_cards(path: Path | None, *, as_json: bool) -> None:
-    """Args: path: a run file; None: models of usual sizes. Raises: SpecError: it is none."""
+    """Print the tables. Args: path: a run file; None: the usual models. Raises: SpecError: the run file is invalid."""
     models = usual_models() if path is None else [Named(path.name, load_spec(path))]
     tables = [cards_table(named) for named in models]
     if as_json:
@@ -217,8 +216,8 @@ LEGEND: Final = (
     f"Arithmetic, nothing was run: {REACHED:.0%} of the card's dense bfloat16 rate, {KEPT_BYTES / 1e9:g} GB of its "
     f"memory for driver and desktop, {IN_FLIGHT} microbatches in flight. layers: of the middle that the card holds. "
     "cards: that hold the model once (more are replicas); none: an end of the model is too large for such a card, "
-    "which can hold layers beside larger cards. tokens/s and Mbit/s up: of so many in a row, if nothing else bounds "
-    "them. GB: what a newcomer fetches. min@N: minutes for that with N Mbit/s down."
+    "which can hold layers beside larger cards. tokens/s and Mbit/s up: of a pipeline of them, if nothing else bounds "
+    "it. GB: what a newcomer downloads. min@N: minutes for that with N Mbit/s down."
 )
 
 
@@ -256,7 +255,7 @@ def lines_of(table: CardsTable, console: Console) -> None:
 
 
 def said(number: float) -> str:
-    """Two digits, three from 100 on: `0.34`, `4.8`, `26`, `1,230`."""
+    """Format with two significant digits, or all digits of the integer part: `0.34`, `4.8`, `26`, `1,230`."""
     if number == 0.0:
         return "0"
     digits = max(0, 1 - math.floor(math.log10(number)))

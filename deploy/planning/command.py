@@ -1,4 +1,4 @@
-"""`shoal plan` says who should hold what, what that costs, and how other layouts compare."""
+"""Prints a layout, its predicted speed and costs, and a comparison with other layouts (`shoal plan`)."""
 
 import math
 import time
@@ -46,66 +46,64 @@ ObjectiveName = Literal["throughput", "dtfm"]
 WORLD = "Every figure is the planner's arithmetic: nothing was run. `shoal simulate` plays a plan in virtual time."
 _SEARCHING = "searching (the first search on a machine compiles for half a minute)"
 _LEGEND = (
-    "step and tokens/s: as foreseen; x first: the step divided by that of the first row; took: seconds of one core, "
+    "step and tokens/s: predicted; x first: the step divided by that of the first row; took: seconds of one core, "
     "compiling included"
 )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Proposal:
-    """One layout, scored."""
+    """One layout with its cost."""
 
     name: LayoutName
     placement: Placement | None
-    """The layout; None: it cannot be, and `cost.why` says why."""
+    """The layout; None: impossible, see `cost.why`."""
     cost: Cost
     seconds: float
-    """The seconds of one core that it took, loading the compiled kernels included."""
+    """Seconds of one core spent, loading the compiled kernels included."""
 
 
 class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     first_layer: int
     last_layer: int
-    """The layer after the last one."""
+    """The first layer after the stage."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
-    """The GB that a peer takes of its card if all of it lies there, for the member that has least room; null: not
-    computed, as in a comparison."""
+    """GB that a peer needs with all state on its card, for the member with the least room; null: not computed."""
     least_gb: float | None = None
-    """The GB that it takes once its card is full, and moments lie in the machine's memory."""
+    """GB that it needs when the card is full and the moments are in the machine's memory."""
     has_gb: float | None = None
-    """The GB that this member's card has."""
+    """GB of this member's card."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints, for each layout."""
+    """The `--json` output for one layout."""
 
     layout: str
     notes: tuple[str, ...] = ()
-    """What is not read of the network file, and what is assumed beside it."""
+    """Notes on what was ignored in the network file, and what was assumed."""
     objective: str
     seed: int
     stages: tuple[StageLine, ...]
-    """The stages in pipeline order."""
     spares: tuple[int, ...]
     cost_s: float | None
-    """Seconds a step by the objective; None: impossible."""
+    """Seconds per step according to the objective; None: impossible."""
     parts: dict[str, float]
     why: str
     took_s: float
     same_as: str = ""
-    """The layout before this one, in a comparison, that is the same; empty: none is."""
+    """The earlier layout in a comparison that is equal; empty: none."""
     figures: Figures | None = None
-    """What it comes to for those who take part; null in a comparison."""
+    """Costs for the participants; null in a comparison."""
     left_out: tuple[LeftOut, ...] = ()
-    """Why each kind of device has no place; empty in a comparison."""
+    """Each kind of device without a place, with the reason; empty in a comparison."""
     formats: str = ""
-    """How tensors travel, and how fast it is then; empty in a comparison, and where the run leaves plans no choice."""
+    """The wire formats, and the speed with them; empty in a comparison, and if the run leaves no choice."""
 
 
 def propose(name: LayoutName, request: Request, objective: Objective) -> Proposal:
-    """A layout that cannot be is a proposal too, with the reason as its cost."""
+    """Make and score a layout. An impossible one is a proposal too, with the reason as its cost."""
     begun_s = time.process_time()
     try:
         placement = layout(name, request)
@@ -118,12 +116,12 @@ def propose(name: LayoutName, request: Request, objective: Objective) -> Proposa
 
 
 def own_layout(objective: ObjectiveName) -> LayoutName:
-    """The layout whose search makes `objective` small."""
+    """Return the layout with the search that minimises `objective`."""
     return "ours" if objective == "throughput" else "dtfm"
 
 
 def compared_layouts(objective: ObjectiveName) -> tuple[LayoutName, ...]:
-    """The layout by rule, our own search, then the layouts to compare with, without the other objective's search."""
+    """Return the layouts to compare: the one by rule, the search for `objective`, then simple ones."""
     return ("at-once", own_layout(objective), *(n for n in LAYOUT_NAMES if n not in ("ours", "at-once", "dtfm")))
 
 
@@ -154,8 +152,7 @@ def _stage_lines(placement: Placement) -> tuple[StageLine, ...]:
 
 
 def _stage_lines_with_memory(placement: Placement, request: Request, spec: RunSpec) -> tuple[StageLine, ...]:
-    """The stages with the memory that a peer takes on its card, by arithmetic (`coordinator/cost/memory.py`): with all
-    of it there, and on a card that is full."""
+    """Return the stages with the memory needed on a member's card (`coordinator/cost/memory.py`)."""
     stages = _stage_lines(placement)
     objective = ThroughputObjective(request.topology, request.workload)
     needed, least = (
@@ -176,7 +173,7 @@ def _stage_lines_with_memory(placement: Placement, request: Request, spec: RunSp
 
 
 def _short_of_memory(stages: Sequence[StageLine]) -> str:
-    """Say what real peers do where a card has less than they take; empty: all have enough."""
+    """Return what real peers do where a card is too small; empty if all are large enough."""
     short = [line for line in stages if line.needs_gb and line.has_gb and line.needs_gb > line.has_gb]
     full = [line for line in short if line.least_gb and line.has_gb and line.least_gb <= line.has_gb]
     told = []
@@ -186,19 +183,19 @@ def _short_of_memory(stages: Sequence[StageLine]) -> str:
             "the machine's memory there, and layers run one at a time again. Steps are slower for that."
         )
     if less := [line for line in short if line not in full]:
-        told.append(f"A member of {_stages_said(less)} has too little even so, and will be given less.")
+        told.append(f"A member of {_stages_said(less)} has too little even so, and will get fewer layers.")
     return "\n".join(told)
 
 
 def _stages_said(lines: Sequence[StageLine]) -> str:
-    """`stages 0, 1 and 4`."""
+    """Format stage numbers: `stages 0, 1 and 4`."""
     names = [str(line.stage) for line in lines]
     return f"stage {names[0]}" if len(names) == 1 else f"stages {', '.join(names[:-1])} and {names[-1]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the command line says beside the network."""
+    """The command line's options besides the network."""
 
     objective: str
     seconds: float
@@ -208,13 +205,13 @@ class Asked:
     compare: bool
     as_json: bool
     run: RunSpec | None = None
-    """The run that is planned for; None: the scenario's."""
+    """The run to plan for; None: the scenario's."""
     simulated: Path | None = None
-    """A file of `shoal simulate --json`, which says what a live swarm reaches."""
+    """A file of `shoal simulate --json` with the speed of a live swarm."""
 
 
 def show_plan(what: str, asked: Asked) -> None:
-    """Print it. Raises: LocalError: no such network or objective, or no plan is possible."""
+    """Make and print a plan. Raises: LocalError: no such network or objective, or no plan is possible."""
     if asked.objective not in get_args(ObjectiveName):
         raise LocalError(f"{asked.objective!r} is no objective: take {' or '.join(get_args(ObjectiveName))}")
     aim: ObjectiveName = "dtfm" if asked.objective == "dtfm" else "throughput"
@@ -282,7 +279,7 @@ def _show_one(
     spec: RunSpec,
     asked: Asked,
 ) -> PlanReport:
-    """Print first the layout by rule, then the searched plan and what it means for everybody."""
+    """Print the layout by rule, then the searched plan and its costs."""
     first = propose("at-once", request, judge)
     if math.isfinite(first.cost.seconds):
         tell(console, f"at once, without a search: {_in_a_line(first)}\n")
@@ -308,8 +305,8 @@ def _show_one(
 
 
 def _said_of_formats(placement: Placement, request: Request, spec: RunSpec) -> str:
-    """Where the run leaves it to its plans how tensors travel, what a plan with this layout says; all other figures
-    are of the thinnest formats, with which layouts are searched."""
+    """Return a sentence about the wire formats that a plan with this layout would choose; empty if the run leaves no
+    choice. All other figures assume the thinnest formats, which the search uses."""
     takes = FormatBytes.of(spec)
     if not takes.are_choices:
         return ""
@@ -325,7 +322,7 @@ def _show_left_out(console: Console, request: Request, placement: Placement) -> 
     rows = Rows(console, (Column("left out", 22, right=False), Column("each has", 32, right=False)), last="why")
     asking = left_out(request.topology, request.workload, placement)
     while True:
-        with sign_of_life("asking what would help those that are left out"):
+        with sign_of_life("finding what would help the devices left out"):
             group = next(asking, None)
         if group is None:
             break
@@ -345,7 +342,7 @@ def _show_left_out(console: Console, request: Request, placement: Placement) -> 
 
 
 def _show_comparison(console: Console, aim: ObjectiveName, request: Request, judge: Objective) -> list[PlanReport]:
-    """Print the layouts row by row as they are found. One that came before under another name is said at the end."""
+    """Print the layouts row by row as they are found; equal ones are listed at the end."""
     rows = Rows(console, _COLUMNS)
     seen: dict[Placement, LayoutName] = {}
     same: dict[LayoutName, list[LayoutName]] = {}
@@ -376,7 +373,7 @@ def _show_comparison(console: Console, aim: ObjectiveName, request: Request, jud
 
 
 def _figures(placement: Placement, request: Request, scenario: Scenario, asked: Asked) -> Figures:
-    """Figures by the throughput objective, whatever the search was for. Raises: LocalError: by that it cannot be."""
+    """Return the costs by the throughput objective, whichever the search used. Raises: LocalError: impossible."""
     objective = ThroughputObjective(request.topology, request.workload)
     cost = objective.cost(placement)
     if not math.isfinite(cost.seconds):
@@ -400,7 +397,7 @@ def _figures(placement: Placement, request: Request, scenario: Scenario, asked: 
 
 def _goal(request: Request, scenario: Scenario, asked: Asked) -> Goal:
     run, parameters = asked.run, request.workload.num_parameters
-    steps = None if run is None else run.training.steps  # a scenario's are how far a simulation goes
+    steps = None if run is None else run.training.steps  # a scenario's steps are only a simulation's length
     return goal_of(asked.wishes, run or scenario.spec, parameters=parameters, steps=steps)
 
 
@@ -431,7 +428,7 @@ def stages_view(stages: Sequence[StageLine], topology: Topology) -> RenderableTy
 
 
 def figures_view(figures: Figures) -> RenderableType:
-    """What the plan comes to: for the run, then for each class of members."""
+    """Return the costs of the plan: for the run, then for each class of members."""
     run = Table(box=None, pad_edge=False, show_header=False)
     run.add_column(no_wrap=True)
     run.add_column(overflow="fold")
@@ -453,18 +450,18 @@ def figures_view(figures: Figures) -> RenderableType:
 
 
 def cost_view(proposal: Proposal) -> RenderableType:
-    """A step in its parts, and the time that finding it took."""
+    """Return a step's parts, and the time of the search."""
     took = f"found in {_seconds(proposal.seconds)} of one core"
     return Group(_cost_table(proposal.cost), Text(), Text(took, style="dim"))
 
 
 def shown_s(cost: Cost) -> float:
-    """The seconds of a step that a table shows: as foreseen, which is not quite what plans are compared by."""
+    """Return the predicted seconds of a step for a table; the search compares a slightly different figure."""
     return cost.parts.get("foreseen_s", cost.seconds)
 
 
 def compared_cells(proposal: Proposal, first_s: float) -> tuple[tuple[str, ...], str]:
-    """(the cells of `_COLUMNS`, why there are none). Args: first_s: the step of the first row, as shown."""
+    """Return (cells of `_COLUMNS`, why it is impossible). Args: first_s: the first row's step, as shown."""
     cost, placement = proposal.cost, proposal.placement
     stages = "none" if placement is None else str(len(placement.stages))
     took = _seconds(proposal.seconds)
@@ -498,7 +495,7 @@ def _stages_table(stages: Sequence[StageLine], topology: Topology) -> Table:
 
 
 def _needs(line: StageLine) -> str:
-    """`18.4 of 24`."""
+    """Format memory: `18.4 of 24`."""
     if line.needs_gb is None or line.has_gb is None:
         return ""
     return f"{digits(line.needs_gb)} of {digits(line.has_gb)}"
@@ -508,7 +505,7 @@ def _cost_table(cost: Cost) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
-    table.add_row("what the search made small: seconds a step", _seconds(cost.seconds), style="bold")
+    table.add_row("minimised by the search: seconds a step", _seconds(cost.seconds), style="bold")
     for name, value in cost.parts.items():
         table.add_row(f"  {_said(name)}", _figure(name, value))
     return table
@@ -521,12 +518,12 @@ _PARTS = {
     "stage_s": "the slowest stage with its network cards",
     "pair_s": "the slowest paths between two stages",
     "reduce_s": "adding up gradients, in the slowest stage",
-    "chain_s": "what has to happen one after the other",
+    "chain_s": "work that cannot overlap",
     "round_trip_s": "one microbatch there and back",
     "commit_s": "from the last gradient to the next weights",
     "stale": "steps that gradients are late, on average",
-    "foreseen_s": "a step, as foreseen",
-    "tokens_per_s": "tokens/s, as foreseen",
+    "foreseen_s": "a step, predicted",
+    "tokens_per_s": "tokens/s, predicted",
     "slowest_stage": "the slowest stage is stage",
     "memory": "the fullest memory",
 }
@@ -550,12 +547,12 @@ def _figure(name: str, value: float) -> str:
 
 def _seconds(value: float) -> str:
     if not math.isfinite(value):
-        return "no end"
+        return "infinite"
     return f"{value:,.3f} s" if value >= 1.0 else f"{digits(value * 1e3)} ms"
 
 
 def _who(devices: Sequence[int], topology: Topology) -> str:
-    """`4 Tokyo, 2 Seoul`."""
+    """Format the devices' regions: `4 Tokyo, 2 Seoul`."""
     regions = [topology.regions[device] or "elsewhere" for device in devices]
     return printable(", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(regions)))
 
@@ -570,7 +567,7 @@ def _in_a_line(proposal: Proposal) -> str:
 
 
 def _has_said(group: LeftOut) -> str:
-    """`35 TFLOP/s, 24 GB, 50/500 Mbit/s`; the line's two directions, up first."""
+    """Format a device: `35 TFLOP/s, 24 GB, 50/500 Mbit/s`, the line's upload first."""
     line = ""
     if group.up_mbps is not None or group.down_mbps is not None:
         up, down = ("?" if rate is None else f"{rate:,.0f}" for rate in (group.up_mbps, group.down_mbps))
@@ -579,7 +576,7 @@ def _has_said(group: LeftOut) -> str:
 
 
 def _indexes(devices: Sequence[int]) -> str:
-    """`0-7 12 14-15`; every device is in exactly one of the ranges."""
+    """Format device indexes as ranges: `0-7 12 14-15`."""
     ranges: list[list[int]] = []
     for device in devices:
         if ranges and device == ranges[-1][1] + 1:

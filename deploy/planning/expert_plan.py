@@ -1,4 +1,4 @@
-"""`shoal plan --experts FILE.json` says how many replicas of which expert go to which node, and what they survive."""
+"""Plans replicas of experts on nodes, and what failures they survive (`shoal plan --experts FILE.json`)."""
 
 from pathlib import Path
 
@@ -21,42 +21,42 @@ from shoal.protocol.toml.complaint import complaint
 NODES_MAX = 10_000
 EXPERTS_MAX = 10_000
 SLOTS_MAX = 100_000
-"""The most slots together: more is a slip of the pen, and would be searched for minutes."""
+"""The most slots in total: more is a typing error, and would take minutes."""
 
 
 class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: tuple[int, ...]
-    """The slots of each node."""
+    """Node -> number of slots."""
     loads: tuple[float, ...]
-    """The load of each expert, in any unit."""
+    """Expert -> load, in any unit."""
     failure_probability: tuple[float, ...] | None = None
-    """The probability that each node fails; null: all are alike."""
+    """Node -> probability of failure; null: equal for all."""
     min_replicas: int = 2
-    """Different nodes for each expert: fewer failures than that lose nothing."""
+    """Distinct nodes for each expert: with fewer failures nothing is lost."""
 
 
 class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints."""
+    """The `--json` output."""
 
     replicas: tuple[int, ...]
     placement: tuple[tuple[int, ...], ...]
-    """Experts in the slots of each node; twice: two parts of its tokens, and one copy."""
+    """Node -> experts in its slots. An expert listed twice gets two parts of its tokens but is stored once."""
     recovery_probability: float
-    """That no expert loses all of its holders; a lower bound if not exact. Without failure probabilities in the file,
+    """The probability that no expert loses all holders; a lower bound if not exact. Without probabilities in the file
     each node fails with `FAILURE_PROBABILITY_ASSUMED`."""
     recovery_probability_is_exact: bool
     loss_probability: float
-    """The probability that an expert is lost, in full precision."""
+    """The probability that some expert is lost, in full precision."""
     recovery_by_failures: tuple[float, ...] | None
-    """[k] if k nodes fail, any of them alike; null: too many nodes to count."""
+    """k -> probability that no expert is lost if k nodes fail, all alike; null: too many nodes to count."""
     busiest_replica_load_ratio: float
-    """1: every replica has the same load."""
+    """1 means that every replica has the same load."""
     busiest_node_load_ratio: float
-    """The ratio with the best shares of tokens; 1: every node has the same load for each of its slots."""
+    """The ratio with the best distribution of tokens; 1 means equal load per slot on every node."""
 
 
 def show_experts(path: Path, *, seed: int, as_json: bool) -> None:
-    """Raises: LocalError: the file cannot be read, or asks for what cannot be."""
+    """Plan and print. Raises: LocalError: the file cannot be read, or asks for something impossible."""
     asked = read_experts(path)
     report = plan_experts(asked, seed=seed)
     if as_json:
@@ -81,7 +81,7 @@ def read_experts(path: Path) -> ExpertsFile:
 
 
 def _wrong(asked: ExpertsFile) -> str:
-    """The complaint about a file that cannot be; empty: none. The loads are checked where replicas are counted."""
+    """Return what is wrong with a file; empty if nothing. Loads are checked where replicas are counted."""
     chances = asked.failure_probability
     if not 0 < len(asked.slots) <= NODES_MAX:
         return f"slots: between 1 and {NODES_MAX} nodes, each with its number of slots"
@@ -135,7 +135,7 @@ def _placement_table(asked: ExpertsFile, report: ExpertsReport) -> Table:
 
 
 def _experts(experts: tuple[int, ...]) -> str:
-    """`0 3x2 7`."""
+    """Format experts with their counts: `0 3x2 7`."""
     times = {expert: experts.count(expert) for expert in experts}
     return " ".join(str(expert) if count == 1 else f"{expert}x{count}" for expert, count in times.items())
 

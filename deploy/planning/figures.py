@@ -1,7 +1,7 @@
-"""Works out what a plan means for its members: tokens a day, days to a goal, gigabytes a month, energy and price.
+"""Computes what a plan means for its members: tokens a day, days to a goal, gigabytes a month, energy and price.
 
-All of it is arithmetic on the planner's foresight of a step: everybody stays day and night, nobody fails. Watts are
-the scenario's or assumed, and whoever holds a stage draws them all the time. Pure.
+It is arithmetic on the planner's prediction of a step: everybody stays day and night, nobody fails. Watts are the
+scenario's or assumed; a peer with a stage draws them all the time. Pure.
 """
 
 import math
@@ -16,45 +16,44 @@ from shoal.protocol.spec import RunSpec, TrainingSpec
 from shoal.protocol.topology import Topology
 
 WATTS_ASSUMED: Final = 350.0
-"""The watts of a device that are not said: a card of 250 to 300 W at work, and its part of the machine."""
+"""The default watts of a device: a card of 250 to 300 W at work, and its share of the machine."""
 PRICE_KWH_ASSUMED: Final = 0.30
-"""Household electricity in Europe, about, in euros."""
+"""Roughly household electricity in Europe, in euros."""
 TOKENS_PER_PARAMETER: Final = 20.0
-"""The goal of a run that trains from nothing, where none is named: compute-optimal training (Hoffmann et al. 2022,
-arXiv 2203.15556)."""
+"""The default goal of training from scratch: compute-optimal (Hoffmann et al. 2022, arXiv 2203.15556)."""
 DAYS_A_MONTH: Final = 30.0
 _SECONDS_A_DAY: Final = 86_400.0
 _SUFFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says."""
+    """The command line's options."""
 
     tokens: float | None = None
-    """The goal; None: that of the run."""
+    """The goal; None: the run's."""
     price_kwh: float | None = None
     """The price of a kilowatt-hour; None: `PRICE_KWH_ASSUMED`."""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens that are to be trained on."""
+    """The number of tokens to train on."""
 
     tokens: float
     why: str = ""
-    """Where the number is from, for people; empty: it was named."""
+    """The source of the number, for people; empty: the command line."""
     is_assumed: bool = False
-    """Neither the command line nor the run says it."""
+    """True if neither the command line nor the run states it."""
 
 
 def goal_of(wishes: Wishes, spec: RunSpec, *, parameters: float, steps: int | None) -> Goal:
-    """What the command line names; else what suits the run.
+    """Return the command line's goal; else one that suits the run.
 
-    Whoever says a run's steps means them. What begins with a model's weights has all that such a model can learn from
-    20 tokens a parameter behind it: its goal is its own data, which its steps are chosen for.
+    Explicit steps of a run are its goal. Without them, 20 tokens a parameter suit training from scratch; a run with
+    initial weights is past that, so its goal is its own data, for which its steps are chosen.
 
     Args:
         parameters: of the model.
-        steps: of the run, where somebody has said them.
+        steps: of the run, if set explicitly.
     """
     if wishes.tokens is not None:
         return Goal(tokens=wishes.tokens)
@@ -72,13 +71,13 @@ def goal_of(wishes: Wishes, spec: RunSpec, *, parameters: float, steps: int | No
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of each member of one class (a region, or a device where there are no regions)."""
+    """Figures per member of one class (a region, or a device where there are no regions)."""
 
     name: str
     members: int
-    """How many members of the class hold a stage."""
+    """The number of members that hold a stage."""
     up_gb_month: tuple[float, float]
-    """Least and most of a member, 10^9 bytes in `DAYS_A_MONTH` days."""
+    """The least and the most of a member, 10^9 bytes in `DAYS_A_MONTH` days."""
     down_gb_month: tuple[float, float]
     watts: float
     watts_are_assumed: bool
@@ -92,12 +91,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     days_to_goal: float
     members: tuple[MemberFigures, ...]
     kwh_per_day: float
-    """The watts of all devices that hold a stage."""
+    """The energy of all devices that hold a stage."""
     kwh_per_billion_tokens: float
     price_kwh: float
     price_is_assumed: bool
     cost_per_billion_tokens: float
-    """The price, in the currency of `price_kwh`."""
     cost_to_goal: float
 
 
@@ -112,10 +110,12 @@ def figures_of(
     goal: Goal,
     price_kwh: float | None,
 ) -> Figures:
-    """Args:
-    watts: [N], None where nobody says.
-    sent_bytes, received_bytes: of each device that holds a stage, in a step.
-    price_kwh: None: `PRICE_KWH_ASSUMED`.
+    """Compute the figures.
+
+    Args:
+        watts: [N], None where unknown.
+        sent_bytes, received_bytes: device with a stage -> bytes per step.
+        price_kwh: None: `PRICE_KWH_ASSUMED`.
     """
     per_day = tokens_per_s * _SECONDS_A_DAY
     price = PRICE_KWH_ASSUMED if price_kwh is None else price_kwh
@@ -158,7 +158,7 @@ def figures_of(
 
 
 def parse_tokens(text: str) -> float:
-    """`20B`, `1.5T`, `300M`, `2e10`. Raises: LocalError."""
+    """Parse `20B`, `1.5T`, `300M`, `2e10`. Raises: LocalError."""
     body, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     try:
         number = float(body.replace("_", "").replace(",", "")) * _SUFFIXES[suffix]
@@ -170,15 +170,15 @@ def parse_tokens(text: str) -> float:
 
 
 def said_tokens(number: float) -> str:
-    """`20 B`, `1.5 T`: tokens, or parameters."""
+    """Format tokens or parameters: `20 B`, `1.5 T`."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= 0.9995 * scale:  # it is rounded to three digits
+        if number >= 0.9995 * scale:  # three digits are shown
             return f"{digits(number / scale)} {suffix}"
     return f"{number:.0f}"
 
 
 def said_days(days: float) -> str:
-    """`34 days`, `5.2 hours`, `12 minutes`, `12 years`."""
+    """Format a duration: `34 days`, `5.2 hours`, `12 minutes`, `12 years`."""
     if days < 1.0 / 24.0:
         return f"{days * 1_440.0:.2g} minutes"
     if days < 2.0:
@@ -187,13 +187,13 @@ def said_days(days: float) -> str:
 
 
 def said_gigabytes(span: tuple[float, float]) -> str:
-    """`1,200` or `1,200 to 3,400`."""
+    """Format a range: `1,200` or `1,200 to 3,400`."""
     least, most = (f"{value:,.0f}" if value >= 10.0 else f"{value:.2g}" for value in span)
     return least if least == most else f"{least} to {most}"
 
 
 def lines_of(figures: Figures) -> list[tuple[str, str]]:
-    """(what, how much), for people; all but the members' lines and gigabytes."""
+    """Return (label, value) lines for people, without the members' figures."""
     goal = f" ({figures.goal_why})" if figures.goal_why else ""
     price = f"{figures.price_kwh:g} a kWh" + (" (assumed; --price-kwh)" if figures.price_is_assumed else "")
     return [

@@ -1,4 +1,4 @@
-"""Makes layouts by name: the planner's own, and simple ones to compare with."""
+"""Makes layouts by name: the planner's own, and simple ones for comparison."""
 
 import math
 import random
@@ -17,30 +17,30 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Topology, WorkloadEntry
 
 LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greedy"]
-"""`ours` is the throughput planner, `at-once` its rule without a search, `dtfm` our search on the DT-FM objective."""
+"""`ours` is the throughput planner, `at-once` its rule without a search, `dtfm` our search with the DT-FM objective."""
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 _GIGABYTE = 1e9
 DEVICES_PER_STAGE = 8
-"""How many devices a stage has in layouts that cannot choose the number of stages, as in the DT-FM paper."""
+"""Devices per stage in layouts that do not choose the number of stages, as in the DT-FM paper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """The input of a layout. An equal request gives an equal layout."""
+    """The input of a layout. Equal requests give equal layouts."""
 
     topology: Topology
     workload: Workload
     paper: WorkloadEntry | None = None
-    """The constants of the DT-FM objective; None: they are derived from `workload`."""
+    """The constants of the DT-FM objective; None: derived from `workload`."""
     stages: int | None = None
-    """How many stages there are; None: as many as the layout finds best."""
+    """The number of stages; None: the layout chooses."""
     seed: int = 0
     seconds: float = 1.0
-    """How many seconds of one core a search takes, about: they become a fixed amount of work and are never timed."""
+    """Approximate seconds of one core for a search; converted to a fixed amount of work, not timed."""
 
     @property
     def num_stages(self) -> int:
-        """Raises: LocalError: more stages than devices or layers."""
+        """The number of stages if the layout does not choose it. Raises: LocalError: more than devices or layers."""
         most = min(self.topology.num_devices, self.workload.num_layers)
         if self.stages is not None and not 0 < self.stages <= most:
             raise LocalError(
@@ -51,14 +51,14 @@ class Request:
 
     @property
     def work(self) -> int:
-        """`seconds` as units of work, which never took longer than that on the machines we measured."""
+        """`seconds` in units of work, which never took longer on the measured machines."""
         from shoal.coordinator.allocate.evolution import WORK_PER_SECOND
 
         return max(1, round(self.seconds * WORK_PER_SECOND))
 
     @property
     def constants(self) -> WorkloadEntry:
-        """Constants of the DT-FM objective: the network file's, else what the run would send. Raises: LocalError."""
+        """The constants of the DT-FM objective: the network file's, else from the run. Raises: LocalError."""
         if self.paper is not None:
             return self.paper
         w, K = self.workload, self.num_stages
@@ -71,7 +71,7 @@ class Request:
 
 
 def layout(name: LayoutName, request: Request) -> Placement:
-    """Raises: LocalError, NoLayout: it cannot be."""
+    """Make a layout. Raises: LocalError, NoLayout: it is impossible."""
     return _LAYOUTS[name](request)
 
 
@@ -90,7 +90,7 @@ def _ours(request: Request) -> Placement:
 
 
 def _foreseen_s(cost: Cost) -> float:
-    """The seconds that decide between numbers of stages (`planner._Search._foreseen_s`)."""
+    """Return the predicted seconds by which numbers of stages are compared (`planner._Search._foreseen_s`)."""
     return cost.seconds * cost.parts["foreseen_s"] / cost.parts["step_s"]
 
 
@@ -109,7 +109,7 @@ def _dtfm(request: Request) -> Placement:
 
 
 def _greedy(request: Request) -> Placement:
-    """The layout by speed alone, with which the live coordinator answers a change before it has searched."""
+    """Return the layout by speed alone, which the live coordinator uses after a change until its search is done."""
     t = request.topology
     peers = tuple(
         MeasuredPeer(
@@ -145,7 +145,7 @@ def _mod(request: Request) -> Placement:
 
 
 def _dealt(request: Request, devices: Sequence[int]) -> Placement:
-    """Neighbours in `devices` share a stage, and the stages are as equal in size as can be."""
+    """Divide `devices` in order into stages of nearly equal size."""
     K, n = request.num_stages, len(devices)
     return _placement(request, [devices[n * k // K : n * (k + 1) // K] for k in range(K)])
 

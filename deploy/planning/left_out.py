@@ -1,8 +1,8 @@
-"""Finds why a plan leaves devices out, and from what line, memory or speed on one of them would help.
+"""Finds why a plan leaves devices out, and from which line, memory or speed on one of them would help.
 
-Nothing is read off the plan: the device is put into every place of the plan (`allocate/at_once.py`, `joins`), as it is
-and improved, and the objective of the search says what a step then takes. How much it must improve is found by
-halving. Equal devices are asked about once. Pure.
+It puts the device into every place of the plan (`allocate/at_once.py`, `joins`), unchanged and improved, and evaluates
+the step time with the search's objective. The necessary improvement is found by bisection. Equal devices are examined
+once. Pure.
 """
 
 import math
@@ -23,14 +23,14 @@ from shoal.protocol.topology import Floats, Topology
 Resource = Literal["line", "memory", "speed"]
 
 GAIN_MIN: Final = 0.005
-"""One device helps if a step gets shorter by this part."""
+"""A device helps if it shortens a step by this share."""
 _MEGABIT = 1e6 / 8.0
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
-"""The largest values that are tried: a fast data centre's line, the largest cards of 2026."""
+"""The largest values to try: a fast data centre's line, the largest cards of 2026."""
 _HALVINGS = 7
-"""How often the way to the largest value is halved: from 20 Mbit/s to 10 Gbit/s that gives steps of 5 %."""
+"""Bisection steps towards the largest value: from 20 Mbit/s to 10 Gbit/s they give a resolution of 5 %."""
 _GROUPS_MAX = 12
 _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
     ("line",),
@@ -44,34 +44,34 @@ _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """Values from which on, all of them together, one of the devices helps; None: the value stays as it is."""
+    """The least values that together make one of the devices helpful; None: the value is unchanged."""
 
     line_mbps: float | None = None
-    """The line's rate in both directions."""
+    """The line's rate in each direction."""
     memory_gb: float | None = None
     tflops: float | None = None
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of equal devices that hold nothing."""
+    """A group of equal devices without a place."""
 
     name: str
-    """The name of the region, or of a device where there are no regions."""
+    """The region, or a device's name where there are no regions."""
     devices: tuple[int, ...]
     tflops: float
     memory_gb: float
     up_mbps: float | None
     down_mbps: float | None
-    """The rate of the network card; None: only paths limit it."""
+    """The network card's rate; None: only paths limit it."""
     step_with_one_s: float | None
-    """The best step that one of them would make possible, as it is; None: it has no place that fits."""
+    """The best step with one of them, unchanged; None: no place fits."""
     why: str
     needs: tuple[Need, ...]
-    """Each alone would do; the single resources first. Empty: nothing up to the largest values that are tried."""
+    """Alternatives, single resources first; empty: even the largest values do not help."""
 
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
-    """Explain every kind of device without a place, the largest group first, as each is known (seconds each)."""
+    """Yield an explanation for every kind of device without a place, the largest group first (seconds each)."""
     objective = ThroughputObjective(topology, workload)
     goal_s = objective.cost(placement).seconds * (1.0 - GAIN_MIN)
     for devices in _groups(topology, placement.spares(topology.num_devices))[:_GROUPS_MAX]:
@@ -118,7 +118,7 @@ def _why(topology: Topology, device: int, best: Cost, goal_s: float, needs: Sequ
 
 
 def _lacking(needs: Sequence[Need]) -> str:
-    """The resources that every need has in common."""
+    """Return the resources that every need has in common, in words."""
     lacks = [
         what
         for what, values in (
@@ -139,8 +139,7 @@ def _need(
     goal_s: float,
     resources: tuple[Resource, ...],
 ) -> Need | None:
-    """The least of `resources`, each the same part of the way from what it has to the most; None: the most is too
-    little."""
+    """Return the least values of `resources` that help, each at the same fraction of its range; None: none do."""
 
     def helps(part: float) -> bool:
         better = _improved(topology, device, _values(topology, device, resources, part))
@@ -157,7 +156,7 @@ def _need(
 
 
 def _best(topology: Topology, workload: Workload, placement: Placement, device: int, goal_s: float) -> Cost:
-    """The cost with `device` in the best place. The first place that meets the goal is good enough."""
+    """Return the cost with `device` in its best place, or in the first place that meets the goal."""
     objective = ThroughputObjective(topology, workload)
     best = Cost.impossible("it has no place")
     for tried in joins(topology, workload, placement, device):
@@ -173,7 +172,7 @@ def _best(topology: Topology, workload: Workload, placement: Placement, device: 
 
 
 def _has(topology: Topology, device: int) -> dict[Resource, float]:
-    """What the device has: Mbit/s of the slower direction, GB, TFLOP/s."""
+    """Return the device's present values: Mbit/s of the slower direction, GB, TFLOP/s."""
     card = min(float(topology.up_bytes_per_s[device]), float(topology.down_bytes_per_s[device]))
     if not math.isfinite(card):
         others = np.arange(topology.num_devices) != device
@@ -198,14 +197,13 @@ def _ranges(
 
 
 def _values(topology: Topology, device: int, resources: Sequence[Resource], part: float) -> dict[Resource, float]:
-    """The values of a need, rounded up to two digits, as they are said."""
+    """Return the values of a need, rounded up to two digits as printed."""
     values = (_rounded_up(value) for value, _ in _ranges(topology, device, resources, part=part))
     return dict(zip(resources, values, strict=True))
 
 
 def _improved(topology: Topology, device: int, values: dict[Resource, float]) -> Topology:
-    """The network with those values of `device`. A line is that of its card, which others of its machine share, or of
-    its paths where no card limits it."""
+    """Return the network with improved values of `device`; the line is its card's, or its paths' without a card."""
 
     def at(array: Floats, where: Any, value: float) -> Floats:
         changed = array.copy()
@@ -241,7 +239,7 @@ def _rounded_up(value: float) -> float:
 
 
 def _groups(topology: Topology, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Groups of equal devices, as far as can be seen without comparing paths."""
+    """Return groups of equal devices, without comparing paths."""
     found: dict[object, list[int]] = {}
     key: Callable[[int], object] = lambda d: (  # noqa: E731
         topology.regions[d] or topology.names[d],
@@ -260,7 +258,7 @@ def _groups(topology: Topology, devices: Sequence[int]) -> list[tuple[int, ...]]
 
 
 def said_of_needs(group: LeftOut) -> str:
-    """`One would help from a line of 410 Mbit/s, or 48 GB.`"""
+    """Return the needs in words: `one would help from 410 Mbit/s both ways, or from 48 GB of memory`."""
     if group.why.startswith("the search has missed it"):
         return "it helps as it is: search longer with --seconds"
     if not group.needs:

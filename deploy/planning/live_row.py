@@ -1,4 +1,4 @@
-"""Says which row of a comparison a live swarm reaches, where somebody has simulated one: `shoal plan` runs nothing."""
+"""Places a simulated live swarm among the rows of a comparison; `shoal plan` itself runs nothing."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from shoal.protocol.toml.toml_file import read_at_most
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of a file that `shoal simulate --json` wrote."""
+    """The used fields of a file that `shoal simulate --json` wrote."""
 
     scenario: str
     devices: tuple[str, ...]
@@ -22,7 +22,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_step: int) -> Reached:
-    """Raises: LocalError, in one line: no such file, another swarm, or no live swarm in it."""
+    """Read the file. Raises: LocalError, in one line: no such file, another swarm, or no live swarm in it."""
     try:
         found = msgspec.json.decode(read_at_most(path, TRACE_BYTES_MAX), type=Simulated)
     except OSError as error:
@@ -40,10 +40,7 @@ def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_st
 
 
 def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
-    """A sentence for people.
-
-    Args: tokens_per_s: of each row by its name, by arithmetic.
-    """
+    """Return a sentence for people. Args: tokens_per_s: row -> its predicted rate."""
     slower = {name: rate for name, rate in tokens_per_s.items() if rate <= reached.tokens_per_s}
     faster = {name: rate for name, rate in tokens_per_s.items() if rate > reached.tokens_per_s}
     places = []
@@ -61,9 +58,9 @@ def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
 
 
 def said_of_none(scenario: str) -> str:
-    """What to do for such a sentence."""
+    """Return a sentence that tells how to simulate a live swarm."""
     return (
-        "Which of these rows a live swarm reaches is no arithmetic: its coordinators measure, search and move. "
+        "Arithmetic does not say which of these rows a live swarm reaches: its coordinators measure, search and move. "
         f"`shoal simulate {printable(scenario)} --strategies ours,live --json live.json` plays one, and `--simulated "
         "live.json` here says it."
     )

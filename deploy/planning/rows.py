@@ -1,4 +1,4 @@
-"""Prints a table row by row as rows come, so widths are fixed before the first row is known."""
+"""Prints a table row by row as rows arrive, so widths are fixed in advance."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from rich.text import Text
 from shoal.deploy.terminal.plain import wrapped
 
 _NARROWEST = 24
-"""The least width of the last column, which folds; on a narrower terminal its text goes below the row."""
+"""The least width of the last, folding column; on a narrower terminal its text goes below the row."""
 
 
 class Column(NamedTuple):
@@ -19,7 +19,7 @@ class Column(NamedTuple):
 
 
 class Rows:
-    """Args: last: the heading of the column that takes what is left of the line, and folds."""
+    """Prints the heading, then rows. Args: last: the heading of the last column, which folds."""
 
     def __init__(self, console: Console, columns: Sequence[Column], *, last: str = "") -> None:
         self._console = console
@@ -30,7 +30,7 @@ class Rows:
         self._print([column.heading for column in columns], last, style="dim")
 
     def row(self, *cells: str, last: str = "", style: str = "") -> None:
-        """A cell that is wider than its column pushes the others of its row."""
+        """Print a row. A cell wider than its column shifts the others."""
         self._print(cells, last, style=style)
 
     def _print(self, cells: Sequence[str], last: str, *, style: str) -> None:

@@ -1,7 +1,7 @@
-"""Puts the steps of a run together from what members of its groups report. Pure.
+"""Assembles the steps of a run from reports of their groups' members. Pure.
 
-Each step comes out once, in order, when every group has reported it. A report that does not come is waited for, until
-its group must have committed the step and nobody who was asked has the report (`PATIENCE_S`).
+Each step comes out once, in order, when every group has reported it. For a missing report the book waits `PATIENCE_S`
+from the moment when the group must have committed the step.
 """
 
 import math
@@ -15,33 +15,35 @@ from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX
 from shoal.protocol.messages import CommitReport
 
 PATIENCE_S: Final = 20.0
-"""The time in which every member of a group is asked at least once, as long as there are no more than ten."""
+"""The time in which every member of a group of at most ten is asked at least once."""
 RATE_S: Final = 30.0
-"""The time over which tokens/s are measured; one step at least."""
+"""The window of tokens/s; one step at least."""
 FIRST_S: Final = 5.0
-"""How long a new record waits for somebody who knows an older step."""
+"""The time for which a new record waits for a peer that knows an older step."""
 AGO_S_MAX: Final = 10 * 365 * 86400.0
 
 Key = tuple[int, int]
-"""(era, step from 0)"""
+"""(era, step counted from 0)"""
 
 
 @dataclass(slots=True)
 class _Open:
     heard_s: float
     passed_s: float | None = None
-    """When it became known that every group must have committed it."""
+    """When it became certain that every group had committed it."""
     reports: dict[int, tuple[float, CommitReport]] = field(default_factory=dict)
 
 
 class Book:
-    """Args:
-    num_experts: groups of experts' holders beside each stage.
-    lead_steps: no group commits step `t + lead_steps` before every other has committed `t`.
-    tokens_per_step: what a step may say that it was trained on, at most.
-    learning_rate: step from 0 -> its learning rate.
-    reached: (era, steps done) with which the record ends; nothing up to there comes out again. None: the record is
-        new, and begins with the oldest step that anybody knows.
+    """Collects reports and releases complete steps.
+
+    Args:
+        num_experts: groups of expert holders beside each stage.
+        lead_steps: no group commits step `t + lead_steps` before all others have committed `t`.
+        tokens_per_step: the most tokens that a report may claim.
+        learning_rate: step from 0 -> its learning rate.
+        reached: (era, steps done) at the record's end; earlier steps do not come out again. None: a new record, which
+            begins with the oldest step that any peer knows.
     """
 
     def __init__(
@@ -57,34 +59,34 @@ class Book:
         self._tokens_per_step, self._learning_rate = tokens_per_step, learning_rate
         self._is_new = reached is None
         self._next: Key = reached or (0, 0)
-        """The step that follows the newest one that came out, if its era goes on."""
+        """The step after the newest released one, if its era goes on."""
         self._begins: dict[int, int] = {}
-        """Era -> version with which it began, as plans say."""
+        """Era -> the version from which it started, according to plans."""
         self._stages: dict[int, int] = {}
-        """Era -> how many stages it has, as plans say; of an era without a plan, as its last stage's reports show."""
+        """Era -> its number of stages according to plans; without a plan, according to its last stage's reports."""
         self._open: dict[Key, _Open] = {}
         self._newest: dict[int, Key] = {}
-        """Group -> its newest report."""
+        """Group -> key of its newest report."""
         self._paces: deque[tuple[float, int]] = deque()
         self.lost = 0
-        """How many steps nobody knew."""
+        """The number of steps that no peer knew."""
 
     @property
     def reached(self) -> Key:
-        """(era, steps done) of the newest step that came out."""
+        """(era, steps done) of the newest released step."""
         return self._next
 
     @property
     def is_complete(self) -> bool:
-        """Whether every step that was heard of has come out."""
+        """True if every known step has been released."""
         return not self._open
 
     def wanted(self, groups: Iterable[int]) -> Key:
-        """The step from which on to ask a member of `groups`."""
+        """Return the first step to request from a member of `groups`."""
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
-        """(the oldest step that others have passed and that does not come out, the groups that have not told it)."""
+        """Return (the oldest step that blocks later ones, its missing groups); None if nothing blocks."""
         for key in sorted(self._open):
             entry = self._open[key]
             if key != self._next and key[0] == self._next[0]:
@@ -95,15 +97,15 @@ class Book:
         return None
 
     def begins(self, era: int, version: int, num_stages: int) -> None:
-        """Note with which version an era began and how many stages it has, as a plan says."""
+        """Note the start version and number of stages of an era, from a plan."""
         self._begins[era], self._stages[era] = version, num_stages
 
     def note(self, report: CommitReport, at_s: float, now_s: float) -> None:
-        """Args: at_s: when the group had committed, in this clock."""
+        """Add a report. Args: at_s: when the group had committed, on this clock."""
         key = report.era, report.step
         if key < self._next or not self._is_sound(report) or not now_s - AGO_S_MAX < at_s <= now_s:
             return
-        if report.loss is not None:  # which the last stage alone knows
+        if report.loss is not None:  # only the last stage knows the loss
             self._stages.setdefault(report.era, report.stage + 1)
         entry = self._open.setdefault(key, _Open(heard_s=now_s))
         if report.stage not in entry.reports or entry.reports[report.stage][1].gradient_norm is None:
@@ -111,9 +113,10 @@ class Book:
         self._newest[report.stage] = max(key, self._newest.get(report.stage, key))
 
     def due(self, now_s: float, *, flush: bool = False) -> list[StepLine]:
-        """Steps that are complete, or have been waited for long enough, in their order. Their time is by this clock.
+        """Return the steps, in order, that are complete or have been waited for long enough. Their time is on this
+        clock.
 
-        Args: flush: all that have a loss, for no further word will come.
+        Args: flush: also all others with a loss, since no further reports will come.
         """
         self._note_passed(now_s)
         begun = self._firsts()
@@ -122,7 +125,7 @@ class Book:
             entry, first = self._open[key], self._first(key[0])
             whole = len(entry.reports) == self._groups_of(key[0])
             if not whole and any(era > key[0] and step <= key[1] for era, step in begun.items()):
-                del self._open[key]  # the run went back behind it before it was whole
+                del self._open[key]  # the run went back before it was complete
                 continue
             since_s = entry.passed_s if key == first else entry.heard_s
             patience_s = FIRST_S if self._is_new and key != first else PATIENCE_S
@@ -147,14 +150,14 @@ class Book:
                     entry.passed_s = now_s
 
     def _firsts(self) -> dict[int, int]:
-        """Era -> the first step that was heard of it and has not come out."""
+        """Return era -> its first step that has been heard of and not released."""
         firsts: dict[int, int] = {}
         for era, step in self._open:
             firsts[era] = min(step, firsts.get(era, step))
         return firsts
 
     def _first(self, era: int) -> Key:
-        """The step that comes next if it is one of `era`."""
+        """Return the next step to release if it belongs to `era`."""
         if era == self._next[0]:
             return self._next
         return era, self._begins.get(era, self._next[1])
@@ -163,7 +166,7 @@ class Book:
         return self._next if key is None else max(self._next, (key[0], key[1] + 1))
 
     def _groups_of(self, era: int) -> int:
-        """How many groups commit a step of the era, experts' holders included; 0: it is not known."""
+        """Return how many groups commit a step of the era, expert holders included; 0: unknown."""
         return self._stages.get(era, 0) * (1 + self._num_experts)
 
     def _is_sound(self, report: CommitReport) -> bool:
@@ -205,7 +208,7 @@ class Book:
         )
 
     def _pace(self, at_s: float, tokens: int) -> float | None:
-        """Tokens/s since the newest step that is `RATE_S` old, or the oldest that is known."""
+        """Return tokens/s since the newest step that is `RATE_S` old, or since the oldest known."""
         paces = self._paces
         paces.append((at_s, tokens))
         while len(paces) > 2 and paces[1][0] <= at_s - RATE_S:

@@ -1,8 +1,8 @@
-"""Writes the record as TensorBoard reads it: one event file beside the record, made of it.
+"""Writes the record for TensorBoard: one event file beside it.
 
-The file is made anew whenever a peer starts and whenever the run goes back, and grows with the steps in between: it
-never has a step twice, nor one that does not hold. tensorboardX writes it: it needs nothing that shoal does not need
-anyway, where `torch.utils.tensorboard` wants TensorBoard whole, with its web server.
+The file is rewritten when a peer starts and when the run goes back, and only grows in between, so it never contains a
+step twice or a void one. It uses tensorboardX, which adds no dependencies; `torch.utils.tensorboard` needs all of
+TensorBoard with its web server.
 """
 
 import math
@@ -18,13 +18,10 @@ _VERSION: Final = "brain.Event:2"
 
 
 class EventsFile:
-    """The event file of `folder`, in place of the ones that earlier starts have left there.
-
-    Raises: OSError.
-    """
+    """The event file of `folder`; replaces those of earlier starts. Raises: OSError."""
 
     def __init__(self, folder: Path) -> None:
-        from tensorboardX.event_file_writer import EventsWriter  # 7 ms, 1 MB: for who keeps a record
+        from tensorboardX.event_file_writer import EventsWriter  # 7 ms, 1 MB: only with a record
 
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
@@ -33,20 +30,20 @@ class EventsFile:
         self._write_start()
 
     def add(self, lines: Iterable[StepLine | ValidationLine]) -> None:
-        """Raises: OSError."""
+        """Append the values of these lines. Raises: OSError."""
         for line in lines:
             self._write(line.time, line.step, scalars(line))
 
     def flush(self) -> None:
-        """Raises: OSError."""
+        """Flush the file. Raises: OSError."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Raises: OSError."""
+        """Close the file. Raises: OSError."""
         self._writer.close()
 
     def _write_start(self) -> None:
-        """Write the mark by which a TensorBoard that is looking forgets what it had of earlier files."""
+        """Write the marker that makes a running TensorBoard discard the earlier files."""
         from tensorboardX.proto import event_pb2
 
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -62,7 +59,7 @@ class EventsFile:
 
 
 def scalars(line: StepLine | ValidationLine) -> dict[str, float]:
-    """The values of a line that TensorBoard and Weights & Biases get, by tag. Unknown values are left out."""
+    """Return tag -> value of a line for TensorBoard and Weights & Biases, without unknown values."""
     if isinstance(line, ValidationLine):
         values: dict[str, float | None] = {
             "loss/validation": line.loss,

@@ -1,4 +1,4 @@
-"""Finds the record that a person means: by the run, as every command finds one, or by a path."""
+"""Finds the record of a run: by the run's name or id, as every command does, or by a path."""
 
 import logging
 from pathlib import Path
@@ -11,14 +11,14 @@ logger = logging.getLogger(__name__)
 
 
 def find_record(wanted: str) -> Path:
-    """Args: wanted: a run, as `look_for` documents it; or a record, or a folder with some below it.
+    """Find a record. Args: wanted: a run, as in `look_for`; or a record; or a folder that contains some.
 
-    Raises: LocalError: there is none, or several runs are meant.
+    Raises: LocalError: there is none, or `wanted` is ambiguous.
     """
     found = [record for path in look_for("record", wanted, has=_has_one) for record in _below(path)]
     if not found:
         raise LocalError(f"there is no {RECORD} in {wanted}: `shoal host` keeps one, and `shoal join --record`")
-    newest = max(found, key=lambda file: file.stat().st_mtime)  # of several peers of one run the one that wrote last
+    newest = max(found, key=lambda file: file.stat().st_mtime)  # several peers of one run: take the last written
     if others := sorted({file.parent.name for file in found} - {newest.parent.name}):
         logger.warning(
             "this is run %s, which was written to last; there is also %s", newest.parent.name, ", ".join(others)
@@ -27,7 +27,7 @@ def find_record(wanted: str) -> Path:
 
 
 def records_of(run: str) -> list[Path]:
-    """The records of a run on this machine, one of each peer that keeps one."""
+    """Return the records of a run on this machine, one per peer that keeps one."""
     return [record for found in all_runs() if found.run == run for record in _below(found.path)]
 
 
@@ -36,7 +36,7 @@ def _has_one(path: Path) -> bool:
 
 
 def _below(path: Path) -> list[Path]:
-    """The record itself; or those at most as deep in a folder as a peer's is in a demo's (`peers/ana/RUN/`)."""
+    """Return the record itself, or the records in a folder, at most as deep as a demo's (`peers/ana/RUN/`)."""
     if path.is_file():
         return [path]
     return [record for depth in range(4) for record in sorted(path.glob("*/" * depth + RECORD))]

@@ -1,6 +1,6 @@
-"""Puts a run on one page in one file, from its record alone. Nothing is fetched, and names of peers are only text.
+"""Renders a run's record as one self-contained HTML page. It loads nothing, and names of peers are only text.
 
-The plots are the dashboard's own (`../dashboard/static/`), put into the file with uPlot and their style.
+The plots are the dashboard's (`../dashboard/static/`), embedded with uPlot and their style.
 """
 
 import html
@@ -22,23 +22,21 @@ from shoal.deploy.words import ENDING
 PAGE = Path(__file__).parent / "page"
 STATIC = Path(__file__).parents[1] / "dashboard" / "static"
 POINTS_MAX = 4000
-"""The most points of a plot. Neighbours of a longer run are merged; `shoal report --csv` has every step."""
+"""The most points of a plot; neighbours are merged. `shoal report --csv` has every step."""
 CHANGES_MAX = 200
 _MODULE = re.compile(r"^(import .*;\n|export )", re.M)
 
 
 class _Data(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page's script draws."""
-
     name: str
     points: Sequence[tuple[float, int, float | None, float | None, float, float | None, float | None]]
-    """Points as `dashboard.view.Point` has them."""
+    """Points in the fields of `dashboard.view.Point`."""
     validations: Sequence[tuple[float, int, float]]
     plans: Sequence[tuple[float, str]]
 
 
 def render_page(record: Record) -> str:
-    """The whole page."""
+    """Return the whole page."""
     found = Totals(record)
     title = found.name or "a run of shoal"
     return Template(_text(PAGE / "page.html")).substitute(
@@ -60,7 +58,7 @@ def render_page(record: Record) -> str:
 
 
 def csv_of(record: Record) -> str:
-    """A line for every step that holds and for every validation, in order of steps."""
+    """Return CSV: a line for every valid step and validation, ordered by step."""
     heads = (
         "step",
         "time",
@@ -94,14 +92,13 @@ def _text(path: Path) -> str:
 
 
 def _curves() -> str:
-    """The dashboard's own plots with their controls."""
     page = _text(STATIC / "index.html")
     begin = page.index('<section id="curves"')
     return page[begin : page.index("</section>", begin) + len("</section>")]
 
 
 def _embedded(data: _Data) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end its script element."""
     text = msgspec.json.encode(data).decode()
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -176,7 +173,7 @@ def _changes(record: Record) -> str:
 
 
 def _real_changes(plans: Iterable[PlanLine]) -> list[PlanLine]:
-    """The changes by which peers came, went or moved; that the coordinator's role moves every minute is no news."""
+    """Return plans in which peers came, went or moved, without mere transfers of the coordinator's role."""
     told = sorted(plans, key=lambda line: (line.term, line.sequence))
     return [line for line in told if "hand-over from" not in line.reason and "is under way" not in line.reason]
 

@@ -1,8 +1,8 @@
-"""Remembers the commits of a peer's groups, for whoever keeps a record of the run and was not there.
+"""Remembers the commits of a peer's groups, for peers that keep a record and were absent.
 
-A coordinator hears of all commits of its term, and takes that along when it is killed. Of a commit every member of the
-group knows. So who wants to know what has happened asks one member of each group: a step is forgotten only with all
-members of a group.
+A coordinator hears of all commits of its term, but that knowledge is lost when it is killed. Every member of a group
+knows the group's commits. So a recording peer asks one member of each group: a step is forgotten only if all members of
+a group are gone.
 """
 
 from bisect import bisect_left, insort
@@ -24,18 +24,18 @@ _VALIDATIONS_MAX = 256
 
 
 class Past:
-    """The newest commits of the groups in which this peer was, and the validations that it led."""
+    """The newest commits of this peer's groups, and the validations that it led."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._commit_keys: list[tuple[int, int, int]] = []
-        """(era, step, group), in order."""
+        """Sorted (era, step, group)."""
         self._commits: dict[tuple[int, int, int], tuple[float, CommitReport]] = {}
         self._validation_keys: list[tuple[int, int]] = []
         self._validations: dict[tuple[int, int], tuple[float, ValidationReport]] = {}
 
     def committed(self, report: CommitReport) -> None:
-        """Remember a commit of a group of this peer. A report that comes again, from another member, counts once."""
+        """Remember a commit of a group of this peer. A repeated report, from another member, counts once."""
         key = report.era, report.step, report.stage
         if key in self._commits:
             return
@@ -54,7 +54,7 @@ class Past:
             del self._validations[self._validation_keys.pop(0)]
 
     def since(self, request: HistoryRequest) -> History:
-        """The oldest of the commits and validations that somebody asked for."""
+        """Return the oldest of the requested commits and validations."""
         now_s = self._clock.now_s()
         first = bisect_left(self._commit_keys, (*request.commits_from, -1))
         commits = (self._commits[key] for key in self._commit_keys[first : first + HISTORY_PER_REPLY_MAX])
@@ -66,7 +66,7 @@ class Past:
         )
 
     def serve(self, endpoint: Endpoint) -> None:
-        """Answer a peer that asks."""
+        """Answer requests of other peers."""
 
         async def answer(source: PeerID, message: HistoryRequest) -> History:
             return self.since(message)

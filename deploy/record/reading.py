@@ -1,4 +1,4 @@
-"""Reads a record back: the lines that hold, in order, whatever crashes and steps back have left in the file."""
+"""Reads a record: its valid lines, in order, despite crashes and repeated steps."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,21 +21,21 @@ from shoal.protocol.errors import LocalError
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """A run as its record has it."""
+    """The content of a record."""
 
     starts: list[StartLine] = field(default_factory=list)
     steps: list[StepLine] = field(default_factory=list)
-    """The steps that hold, in order of `step`."""
+    """Valid steps, ordered by `step`."""
     redone: list[StepLine] = field(default_factory=list)
-    """Steps that the run has done again, since it went back behind them."""
+    """Void steps, which the run has repeated after going back."""
     validations: list[ValidationLine] = field(default_factory=list)
-    """The validations that hold, in order of `step`."""
+    """Validations that are not void, ordered by `step`."""
     plans: list[PlanLine] = field(default_factory=list)
     peers: list[PeerLine] = field(default_factory=list)
     notes: list[NoteLine] = field(default_factory=list)
     ends: list[EndLine] = field(default_factory=list)
     torn: int = 0
-    """How many lines do not decode."""
+    """The number of lines that do not decode."""
 
     @property
     def reached(self) -> tuple[int, int]:
@@ -54,10 +54,7 @@ def _order(line: StepLine | ValidationLine) -> tuple[int, int]:
 
 
 def read_record(path: Path) -> Record:
-    """Args: path: the file, or the folder in which it is.
-
-    Raises: LocalError: there is none, or it cannot be read.
-    """
+    """Read a record. Args: path: the file or its folder. Raises: LocalError: there is none, or it cannot be read."""
     path = path / RECORD if path.is_dir() else path
     try:
         with path.open("rb") as file:
@@ -69,7 +66,7 @@ def read_record(path: Path) -> Record:
 
 
 def record_of(data: Iterable[bytes]) -> Record:
-    """Args: data: the file's lines."""
+    """Build a record from the file's lines."""
     record = Record()
     steps: dict[tuple[int, int], StepLine] = {}
     validations: dict[tuple[int, int], ValidationLine] = {}
@@ -95,7 +92,7 @@ def record_of(data: Iterable[bytes]) -> Record:
     voids = _voids(steps.values(), record.plans)
     for key in sorted(steps):
         (record.redone if key[1] >= voids(key[0]) else record.steps).append(steps[key])
-    # Version v is what step v made: a validation is void when that step is.
+    # Step v makes version v, so a validation of it is void if the step is.
     record.validations = [validations[key] for key in sorted(validations) if key[1] < voids(key[0])]
     record.steps.sort(key=lambda line: line.step)
     record.validations.sort(key=lambda line: line.step)
@@ -103,7 +100,7 @@ def record_of(data: Iterable[bytes]) -> Record:
 
 
 class _Voids:
-    """Knows from which step on the lines of an era are void."""
+    """Maps an era to the first step from which its lines are void."""
 
     def __init__(self, firsts: dict[int, int]) -> None:
         self._firsts = firsts
@@ -113,7 +110,7 @@ class _Voids:
 
 
 def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> _Voids:
-    """An era begins with its first step, even if that has no line and only a plan says where it began."""
+    """Find where each era begins: at its first step or, if that has no line, where a plan says."""
     firsts: dict[int, int] = {}
     for line in steps:
         first = line.step - line.steps + 1

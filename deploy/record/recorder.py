@@ -1,8 +1,8 @@
-"""Keeps the record of a run while a peer takes part in it: asks the members what they have committed, writes it down.
+"""Keeps the record of a run while a peer takes part: asks members for their commits and writes them down.
 
-The path of a step through this file: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_keep`
-(the file, TensorBoard's, Weights & Biases) and `Recorded` to whoever shows the run. Without a folder nothing is
-written: then this only finds out what the dashboard shows.
+The path of a step through this file: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_keep` (the file,
+TensorBoard's, Weights & Biases) and `Recorded` to the displays. Without a folder nothing is written; then it only feeds
+the dashboard.
 """
 
 import asyncio
@@ -56,15 +56,15 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
-"""How many groups are asked a second: in a run of more groups each is asked more rarely."""
+"""Groups asked per second: in a run with more groups each is asked more rarely."""
 ASK_S: Final = 3.0
 MISSING_S: Final = 3.0
-"""How often members are asked for an older step that is missing."""
+"""The interval of requests for a missing older step."""
 VALIDATIONS_S: Final = 20.0
-"""How often members of the first stage are asked for validations, beside what else they are asked."""
+"""The interval of additional requests to members of the first stage, for validations."""
 ASKED_AT_ONCE: Final = 8
 LAST_WORDS_S: Final = 3.0
-"""How long the end waits for the last steps, and for the answer to the last question after that."""
+"""The time that `finish` waits for the last steps; the last request may take longer."""
 FLUSH_S: Final = 5.0
 TEXT_CHARS_MAX: Final = 240
 NOTHING: Final = Record()
@@ -72,27 +72,27 @@ NOTHING: Final = Record()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """Which record is kept of a run, and where."""
+    """The record to keep of a run, and its place."""
 
     run: str
     peer: PeerID
-    """The peer that keeps the record."""
     peer_name: str
     folder: Path | None
-    """The run's folder within the peer's; None: nothing is written."""
+    """The run's folder in the peer's; None: nothing is written."""
     wandb: str = ""
-    """The project at Weights & Biases; empty: none."""
 
 
 class Recorder:
-    """Args:
-    keeping: what, where, and in whose name.
-    spec: of the run.
+    """Keeps one record.
+
+    Args:
+        keeping: the record and its place.
+        spec: of the run.
     """
 
     def __init__(self, keeping: Keeping, spec: RunSpec) -> None:
         self.before = NOTHING
-        """What the record had when this peer started."""
+        """The record's content when this peer started."""
         self._keeping, self._spec = keeping, spec
         self._waiting: list[Line] = []
         self._troubles: list[str] = []
@@ -104,9 +104,8 @@ class Recorder:
         self._events_era = 0
         self._status_era = -1
         self._foreseen: tuple[Key, float | None] = (0, 0), None
-        """The (era, step) since which the live plan was seen to foresee so many tokens/s."""
+        """((era, step) at which the live plan's prediction was first seen, predicted tokens/s)."""
         self._step = 0
-        """The step that the run is known to have reached."""
         self._validated: set[Key] = set()
         self._plans: set[tuple[int, int]] = set()
         self._people = _People()
@@ -116,7 +115,7 @@ class Recorder:
         self._lock = asyncio.Lock()
 
     def open(self) -> None:
-        """Read what is there and begin to write. Raises: LocalError: Weights & Biases does not begin."""
+        """Read the existing record and start writing. Raises: LocalError: Weights & Biases does not start."""
         folder = self._keeping.folder
         if folder is None:
             return
@@ -147,9 +146,9 @@ class Recorder:
         return self._file is not None
 
     def summary(self, unsaved: str = "") -> tuple[str, ...]:
-        """What came of the run, for the terminal. This reads the file, so it is called after `finish`.
+        """Return a summary of the run for the terminal. It reads the file, so call it after `finish`.
 
-        Args: unsaved: the steps that no disk has, in a sentence.
+        Args: unsaved: a sentence about steps that no disk has.
         """
         if self._keeping.folder is None:
             return ()
@@ -160,7 +159,7 @@ class Recorder:
             return (str(error),)
 
     def beside(self, output: Output) -> Output:
-        """An output whose reports are recorded too, from now on."""
+        """Return an output that also records its reports from now on."""
         self._output = output
         return Beside(hear=self.take, output=output)
 
@@ -181,7 +180,7 @@ class Recorder:
     # --- while the run goes on ---
 
     async def run(self, endpoint: Endpoint, past: Past, plan: Callable[[], Plan | None]) -> None:
-        """Keep the record until cancelled. Whatever goes wrong here does not stop training."""
+        """Keep the record until cancelled. No error here stops training."""
         while True:
             live = plan()
             await asyncio.sleep(max(PERIOD_S, _num_groups(live) / GROUPS_A_SECOND))
@@ -189,10 +188,10 @@ class Recorder:
                 await self._gather(endpoint, past, plan())
                 await self._tell(self._book.due(time.monotonic()))
             except Exception:
-                logger.exception("the record goes on without what was to be written now")
+                logger.exception("the record goes on without the lines that were to be written now")
 
     async def finish(self, endpoint: Endpoint, past: Past, plan: Plan | None, *, finished: bool) -> None:
-        """Write the last steps, and the line that says that this was all."""
+        """Write the last steps and the end line."""
         step = self._spec.training.steps if finished else self._step
         until_s = time.monotonic() + LAST_WORDS_S
         while True:
@@ -231,7 +230,7 @@ class Recorder:
             if peers and me not in peers:
                 peer = peers[self._turn % len(peers)]
                 asks[peer] = min(self._book.wanted([group]), asks.get(peer, (1 << 60, 0)))
-        if now_s >= self._validations_at_s:  # of a validation only its leader knows, whether or not we are in its group
+        if now_s >= self._validations_at_s:  # only its leader knows a validation, and may be in another group
             self._validations_at_s = now_s + VALIDATIONS_S
             for peer in [peer for peer in _members(plan, 0) if peer != me][:ASKED_AT_ONCE]:
                 asks.setdefault(peer, self._book.wanted([0]))
@@ -265,7 +264,7 @@ class Recorder:
             last = said.commits[-1].report
             after = last.era, last.step + 1
             if after <= wanted:
-                return  # it answers something else than it was asked
+                return  # not an answer to the request
             wanted = after
 
     def _hear(self, said: History) -> None:
@@ -280,7 +279,7 @@ class Recorder:
 
     @property
     def _validations_from(self) -> Key:
-        """A validation comes some steps after its version: those of the newest interval are asked for again."""
+        """The first validation to request; validations are late, so the newest interval is requested again."""
         era, version = max(self._validated, default=(0, -1))
         return era, max(0, version - 2 * self._spec.training.validation_interval_steps)
 
@@ -333,7 +332,7 @@ class Recorder:
     # --- writing ---
 
     async def _tell(self, steps: Iterable[StepLine]) -> None:
-        """Keep these steps, with their times by the wall clock."""
+        """Keep these steps, with wall-clock times."""
         ahead_s = time.time() - time.monotonic()
         since, foreseen = self._foreseen
         await self._keep(
@@ -348,7 +347,7 @@ class Recorder:
         )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
-        """Write these lines and others that wait, on another thread, since a disk may take its time."""
+        """Write these and all waiting lines in another thread, since a disk may be slow."""
         async with self._lock:
             lines, self._waiting = [*self._waiting, *steps], []
             if not lines:
@@ -376,8 +375,8 @@ class Recorder:
         if self._wandb is not None:
             try:
                 self._wandb.add(told)
-            except Exception as error:  # wandb's own, of several kinds
-                self._troubles.append(f"Weights & Biases takes no more: {error}")
+            except Exception as error:  # wandb raises several kinds
+                self._troubles.append(f"Weights & Biases has failed, and gets no more: {error}")
                 self._wandb = None
 
     def _write_events(self, told: list[StepLine | ValidationLine]) -> None:
@@ -385,7 +384,7 @@ class Recorder:
         newest = max(line.era for line in told)
         if newest > self._events_era and self._keeping.folder is not None:
             self._events.close()
-            self._begin_events(read_record(self._keeping.folder))  # the run went back: what it had is void
+            self._begin_events(read_record(self._keeping.folder))  # the run went back: earlier events are void
             return
         self._events.add(told)
         if time.monotonic() >= self._flushed_s + FLUSH_S:
@@ -431,9 +430,9 @@ class Recorder:
 async def recording(
     keeping: Keeping, spec: RunSpec, showing: Showing, output: Output
 ) -> AsyncIterator[tuple[Recorder | None, Output]]:
-    """Keep the record while this lasts: (what is to be run beside the peer, where it says what happens).
+    """Keep the record inside the context; yield (the recorder to run, the output to report to).
 
-    Without a folder and without a dashboard nobody wants to know, and nobody is asked. Raises: LocalError.
+    Without a folder and a dashboard there is no recorder, and no peer is asked. Raises: LocalError.
     """
     beside = showing.beside(output)
     if keeping.folder is None and not showing.is_on:
@@ -450,7 +449,7 @@ async def recording(
 
 
 def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
-    """The line about the run, and about the peer that keeps the record."""
+    """Return the line about the run and the peer that keeps the record."""
     return StartLine(
         time=_ms(time.time()),
         run=keeping.run,
@@ -476,7 +475,7 @@ def start_line(keeping: Keeping, spec: RunSpec) -> StartLine:
 
 
 class _People:
-    """Notices who came, moved and went, in the coordinator's table as it changes."""
+    """Detects arrivals, moves and departures of peers in the coordinator's table."""
 
     def __init__(self) -> None:
         self.names = Census()
@@ -506,13 +505,13 @@ class _People:
 
 
 def _num_groups(plan: Plan | None) -> int:
-    """How many groups commit a step, experts' holders included."""
+    """Return how many groups commit a step, expert holders included."""
     return len(plan.stages) + len(plan.experts) if plan is not None else 0
 
 
 def _members(plan: Plan, group: int) -> tuple[PeerID, ...]:
     if group >= _num_groups(plan):
-        return ()  # of an earlier plan, which had more
+        return ()  # an earlier plan had more groups
     return tuple(member.peer for member in plan.group_members(group))
 
 

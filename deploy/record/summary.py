@@ -1,4 +1,4 @@
-"""Sums up a run in figures and in words, from its record alone."""
+"""Summarises a run in figures and words, from its record alone."""
 
 import statistics
 from bisect import bisect_right
@@ -12,21 +12,21 @@ from shoal.deploy.record.reading import Record
 from shoal.deploy.words import counted
 
 _AT_THE_END = 10
-"""How many steps the last loss is a mean of, since that of one step is noisy."""
+"""The last loss is a mean of this many steps, since that of one step is noisy."""
 NAMES_MAX = 8
 NOTHING = "nothing"
 
 
 class Totals:
-    """What all lines that hold in a record come to."""
+    """Totals over a record's valid lines."""
 
     def __init__(self, record: Record) -> None:
         self._steps, self._redone, self._peers = record.steps, record.redone, record.peers
         self._start = record.starts[-1] if record.starts else None
         self.loss = _losses(record.steps)
-        """(the loss of the first step, the mean loss of the last ten)."""
+        """(loss of the first step, mean loss of the last ten)."""
         self.validation = _validations(record.validations)
-        """(first, last, best) validation loss."""
+        """(first, last, best) validation."""
 
     @property
     def name(self) -> str:
@@ -38,22 +38,22 @@ class Totals:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """The number of steps done."""
         return self._steps[-1].step if self._steps else 0
 
     @property
     def steps(self) -> int:
-        """How many steps the whole run has; 0: it is not known."""
+        """The number of steps of the whole run; 0: unknown."""
         return self._start.steps if self._start else 0
 
     @property
     def recorded(self) -> int:
-        """How many steps have a line."""
+        """The number of steps with a line."""
         return sum(line.steps for line in self._steps)
 
     @property
     def lost(self) -> int:
-        """How many steps have no line."""
+        """The number of steps without a line."""
         return self.step - (self._steps[0].step - self._steps[0].steps) - self.recorded if self._steps else 0
 
     @property
@@ -62,13 +62,13 @@ class Totals:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The median of tokens/s over the steps."""
+        """The median tokens/s over the steps."""
         paces = [line.tokens_per_s for line in self._steps if line.tokens_per_s is not None]
         return statistics.median(paces) if paces else None
 
     @property
     def times_s(self) -> tuple[float, float] | None:
-        """Seconds since 1970, of the first and the last step; None: there is none."""
+        """The times of the first and the last step, in seconds since 1970; None: there is no step."""
         times = [line.time for line in self._steps]
         return (min(times), max(times)) if times else None
 
@@ -82,17 +82,17 @@ class Totals:
 
     @property
     def shares(self) -> "tuple[Share, ...]":
-        """What each peer did, in the order in which they came."""
+        """Each peer's share, in the order of arrival."""
         return shares(self._steps, self._peers)
 
     @property
     def redone(self) -> int:
-        """How many steps were lost when the run went back, and done again."""
+        """The number of steps that were repeated after the run went back."""
         return sum(line.steps for line in self._redone)
 
     @property
     def rollbacks(self) -> int:
-        """How often the run went back to a snapshot."""
+        """The number of returns to a snapshot."""
         lines = sorted((*self._steps, *self._redone), key=lambda line: (line.era, line.step))
         return sum(
             after.era > before.era and after.step - after.steps < before.step for before, after in pairwise(lines)
@@ -100,25 +100,23 @@ class Totals:
 
     @property
     def given_up(self) -> int:
-        """How many microbatches a step was made without."""
+        """The number of microbatches missing from steps."""
         return sum(line.given_up for line in self._steps)
 
     @property
     def duplicates(self) -> int:
-        """How many microbatches were computed twice."""
+        """The number of microbatches computed twice."""
         return sum(line.duplicates for line in self._steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one peer did, as far as the record tells."""
+    """One peer's share of the work, as far as recorded."""
 
     lines: Sequence[PeerLine]
-    """Its lines, of which there is one at least."""
     work_s: float
-    """Seconds at a stage."""
     tokens: int
-    """Tokens on which the run trained meanwhile: they passed the stage that the peer held, alone or with others."""
+    """Tokens trained by the run meanwhile: they passed the peer's stage, which it may have shared."""
 
     @property
     def name(self) -> str:
@@ -126,7 +124,7 @@ class Share:
 
 
 def shares(steps: Sequence[StepLine], peers: Sequence[PeerLine]) -> tuple[Share, ...]:
-    """Args: steps: those that hold. peers: the lines about peers, in order."""
+    """Compute every peer's share. Args: steps: valid ones; peers: the lines about peers, in order."""
     by_time = sorted(steps, key=lambda line: line.time)
     times = [line.time for line in by_time]
     tokens = [0, *accumulate(line.tokens for line in by_time)]
@@ -142,7 +140,7 @@ def shares(steps: Sequence[StepLine], peers: Sequence[PeerLine]) -> tuple[Share,
             Share(
                 lines=lines,
                 work_s=sum(max(0.0, end - begin) for begin, end in spans),
-                # A step belongs to the peers that were at work when it was done.
+                # A step counts for the peers at work when it was done.
                 tokens=sum(
                     tokens[bisect_right(times, end)] - tokens[bisect_right(times, begin)]
                     for begin, end in spans
@@ -163,9 +161,9 @@ def _validations(lines: Sequence[ValidationLine]) -> tuple[ValidationLine, Valid
 
 
 def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
-    """The run so far, for the terminal.
+    """Return the summary for the terminal.
 
-    Args: path: of the record; unsaved: the steps that no disk has, in a sentence.
+    Args: path: of the record; unsaved: a sentence about steps that no disk has.
     """
     found = Totals(record)
     of = f" of {found.steps:,}" if found.steps else ""
@@ -204,7 +202,7 @@ def _named(each: Sequence[Share]) -> str:
 
 
 def what_was_lost(found: Totals) -> str:
-    """`nothing`, or what."""
+    """Return the lost work in words, or `nothing`."""
     parts = []
     if found.redone:
         times = "once" if found.rollbacks == 1 else f"{found.rollbacks} times"
@@ -214,12 +212,12 @@ def what_was_lost(found: Totals) -> str:
     if found.duplicates:
         parts.append(f"{counted(found.duplicates, 'microbatch', 'microbatches')} computed twice")
     if found.lost:
-        parts.append(f"{counted(found.lost, 'step')} not in the record, since nobody who is left knew of it")
+        parts.append(f"{counted(found.lost, 'step')} not in the record, since no remaining peer knew of it")
     return "; ".join(parts) or NOTHING
 
 
 def span(seconds: float) -> str:
-    """`45 s`, `12 min 5 s`, `3 h 10 min`, `2 d 4 h`."""
+    """Format a duration: `45 s`, `12 min 5 s`, `3 h 10 min`, `2 d 4 h`."""
     for unit, name, smaller, less in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= unit:
             return f"{int(seconds // unit)} {name} {int(seconds % unit // smaller)} {less}"
@@ -227,7 +225,7 @@ def span(seconds: float) -> str:
 
 
 def amount(number: float) -> str:
-    """`9,812`, `35.1 k`, `3.3 M`."""
+    """Format a number: `9,812`, `35.1 k`, `3.3 M`."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= unit and number >= 1e4:
             return f"{number / unit:.1f} {name}"

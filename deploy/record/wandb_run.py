@@ -1,4 +1,4 @@
-"""Sends the record to Weights & Biases, for a user who asks for it. Its package is imported only then."""
+"""Sends the record to Weights & Biases on request; only then is its package imported."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from shoal.protocol.errors import LocalError
 
 
 def need_wandb() -> None:
-    """Check for the package before anything begins. Raises: LocalError: it is not here."""
+    """Check that the package is installed. Raises: LocalError: it is not."""
     try:
         import wandb  # noqa: F401
     except ImportError as error:
@@ -20,10 +20,9 @@ def need_wandb() -> None:
 
 
 class WandbRun:
-    """One run of the project `project`, the same after each restart: wandb knows it by shoal's name of the run and the
-    peer that keeps the record.
+    """One run of `project`, the same after each restart: its id consists of the run's id and the peer.
 
-    Raises: LocalError: wandb does not begin, as without a login.
+    Raises: LocalError: wandb does not start, for example without a login.
     """
 
     def __init__(self, project: str, *, run: str, name: str, folder: str, facts: Mapping[str, Any]) -> None:
@@ -40,7 +39,7 @@ class WandbRun:
                 config=dict(facts),
                 settings=wandb.Settings(console="off", silent=True),
             )
-        except Exception as error:  # wandb's own, of several kinds
+        except Exception as error:  # wandb raises several kinds
             raise LocalError(f"Weights & Biases does not begin: {error}") from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -1,4 +1,4 @@
-"""Appends to a record, so that a crash costs a line at most, and a full disk costs no step of the run."""
+"""Appends to a record: a crash costs at most one line, and a full disk does not stop the run."""
 
 import errno
 import os
@@ -22,22 +22,22 @@ from shoal.deploy.record.lines import (
 from shoal.protocol.identity import PeerID
 
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
-"""A step's line has some 350 bytes: 190,000 steps. Then the older half is thinned."""
+"""Room for 190,000 steps of about 350 bytes; beyond it the older half is thinned."""
 WAITING_MAX: Final = 100_000
-"""How many lines are kept in memory while the disk takes none. Beyond that the oldest are lost."""
+"""Lines kept in memory while the disk fails; beyond that the oldest are lost."""
 AGAIN_S: Final = 10.0
-"""How long after an error the disk is tried again."""
+"""The time until the disk is tried again after an error."""
 SYNC_S: Final = 30.0
-"""How often written lines are forced to the disk. A machine that loses power loses the lines of this time."""
+"""The fsync interval: a power failure loses the lines of this time."""
 
 
 class RecordFile:
-    """The file at `path`, open for appending. One process writes it: the peer whose folder it is in.
+    """A record file for appending, written by one process: the peer that owns the folder.
 
     Args:
-        say: told once when the disk takes no line, and once when it does again.
+        say: called once when the disk fails, and once when it works again.
         now_s: a clock for intervals.
-        bytes_max: size from which on the older half is thinned.
+        bytes_max: above this size the older half is thinned.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class RecordFile:
         self._waiting: deque[bytes] = deque(maxlen=WAITING_MAX)
         self._file: int | None = None
         self._torn = False
-        """Whether the file lacks a newline at its end."""
+        """True if the file does not end with a newline."""
         self._size = 0
         self._again_s = self._synced_s = -float("inf")
         self._failing = False
         self._num_lost = 0
 
     def append(self, lines: Sequence[Line]) -> None:
-        """Write the lines, or keep them until the disk takes them."""
+        """Write the lines, or keep them until the disk works."""
         self._num_lost += max(0, len(self._waiting) + len(lines) - WAITING_MAX)
         self._waiting.extend(encode_line(line) for line in lines)
         if not self._waiting or self._now_s() < self._again_s:
@@ -83,7 +83,7 @@ class RecordFile:
             self._num_lost = 0
 
     def close(self) -> None:
-        """Write the waiting lines, if the disk takes them."""
+        """Write the waiting lines, if the disk works."""
         self._again_s = -float("inf")
         self.append(())
         self._end_file()
@@ -106,13 +106,12 @@ class RecordFile:
         if self._size > self._thin_at:
             self._end_file()
             self._size = thin(self.path)
-            # If little could be thinned, not again at every line.
+            # If thinning saved little, do not repeat it at every line.
             self._thin_at = max(self._bytes_max, self._size + self._bytes_max // 8)
 
     def _keep_whole_lines(self, file: int, written: int) -> None:
-        """Only `written` bytes of what waits have gone out: whole lines are done, the one that is torn is cut off and
-        goes again."""
-        if written >= 0:  # else not even the newline behind an older torn line
+        """Drop the completely written lines from the queue after a partial write, and cut the torn one off the file."""
+        if written >= 0:  # else the newline after an older torn line is missing too
             self._size += int(self._torn)
             self._torn = False
         while self._waiting and written >= len(self._waiting[0]):
@@ -135,10 +134,10 @@ class RecordFile:
 
 
 def thin(path: Path) -> int:
-    """Rewrite the record with half of its older lines: two steps become one line; notes, plans that changed nothing but
-    the coordinator, and all but the first and the last word of each peer go.
+    """Rewrite the record with its older half thinned: two steps become one line; notes are dropped, and so are plans
+    that changed only the coordinator, and all but the first and last line of each peer.
 
-    Returns: its size, bytes. Raises: OSError.
+    Returns: its size in bytes. Raises: OSError.
     """
     lines = [line for line in map(decode_line, path.read_bytes().splitlines()) if line is not None]
     data = b"".join(map(encode_line, [*thinned(lines[: len(lines) // 2]), *lines[len(lines) // 2 :]]))
@@ -152,7 +151,7 @@ def thin(path: Path) -> int:
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
-    """The part of `lines` that `thin` keeps, in their order."""
+    """Return `lines` thinned as `thin` describes, in order."""
     last_words = {line.peer: line for line in lines if isinstance(line, PeerLine)}
     known: set[PeerID] = set()
     layout: tuple[int, int, int] | None = None
@@ -180,8 +179,7 @@ def thinned(lines: Sequence[Line]) -> list[Line]:
 
 
 def merged(steps: Sequence[StepLine]) -> StepLine:
-    """One line for steps of one era that follow each other: sums of what is counted, and of what is measured the means,
-    weighted with the steps of each line."""
+    """Merge consecutive step lines of one era: sums of counts, and means weighted by each line's steps."""
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]

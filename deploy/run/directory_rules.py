@@ -1,8 +1,8 @@
-"""Decides which records may stand in a run's directory: a node asks before it keeps, hands on or reads one.
+"""Decides which records a run's directory accepts: a node asks before it keeps, passes on or reads one.
 
-A run spec proves itself, whoever stored it: the run is named after the hash of the spec and its owner. So all that can
-be found there is the spec, and nobody can crowd it out. The other records are what a peer says of itself, under its own
-name, signed by it and with its certificate.
+A run's name is the hash of its spec and owner, so a spec proves itself, whichever peer stored it; under the spec's key
+nothing else is accepted, and nobody can crowd it out. The other records are a peer's statements about itself, under its
+own name, with its signature and certificate.
 """
 
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ from shoal.protocol.seals import SEALS
 from shoal.protocol.spec import decode_spec, run_id
 
 _COPIES_BYTES_MAX = 256 * 1024
-"""The bytes of some 250 copies of the spec. The peers beyond them find that there is no room, and try again later."""
+"""About 250 copies of the spec. Further peers find no room and try again later."""
 _HEADS_BYTES_MAX = 256 * 1024
-"""Only coordinators post one, for two minutes. All keys together must fit one message: a node that finds itself further
-from them than a new one hands it all that it holds."""
+"""Only coordinators post a head, for two minutes. All keys together must fit one message: a node hands all its records
+to a new node that is closer to the keys."""
 _NOTICE_BYTES_MAX = 4 * 1024
-"""One advert or head: eight addresses of 256 characters, and half as much beside them."""
+"""One advert or head: eight addresses of 256 characters, and half as much for the rest."""
 
 
 def record_rules(gate: Gate) -> Mapping[str, KeyRule]:
-    """The rules of what `LiveDirectory` accepts, which are the same on all peers of the run."""
+    """Return the rules of what `LiveDirectory` accepts; all peers of the run have the same."""
     run = gate.members.run
     return {
         record_key(run): KeyRule(accept=partial(_is_spec, gate), bytes_max=_COPIES_BYTES_MAX),
@@ -59,7 +59,7 @@ def _is_spec(gate: Gate, subkey: str, value: bytes) -> bool:
 
 @lru_cache(maxsize=16)
 def _makes(run: str, owner: PeerID, spec: bytes) -> bool:
-    """Whether `run` is the owner's run of this spec."""
+    """True if `run` is the owner's run of this spec."""
     try:
         check_depth(spec)
         return run_id(decode_spec(spec), owner) == run

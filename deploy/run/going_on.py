@@ -1,6 +1,6 @@
-"""Going on with a run that has stopped or is finished: by which revision of its spec, and what people are told of it.
+"""Decides how a stopped or finished run goes on: under which revision of its spec, and what to tell people.
 
-`going_on` decides; it reads what this machine remembers of the run and starts nothing.
+`going_on` reads this machine's files of the run and starts nothing.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +17,7 @@ from shoal.protocol.layers import held_keys
 from shoal.protocol.spec import RunSpec, continued_spec, unchanging_bytes
 
 _DIGESTS: Final = ("data.digest", "data.tokenizer_digest")
-"""The host fills in these fields from the text itself."""
+"""Fields that the host computes from the text."""
 _NAMED_MAX: Final = 3
 _WHY_WIDTH: Final = 38
 _Goal = tuple[int, str, int | None]
@@ -25,23 +25,21 @@ _Goal = tuple[int, str, int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoingOn:
-    """The spec by which a run goes on, and what people are told of it."""
+    """The spec under which a run goes on, and sentences about it."""
 
     spec: RunSpec
     sentences: tuple[str, ...]
-    """What people are told."""
     finished: bool = False
-    """The run has nothing left to do."""
     is_new: bool = False
-    """This machine has nothing of the run yet."""
+    """True if this machine has no state of the run yet."""
 
 
 def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bool:
-    """Whether who asks for `asked` means the run that `known` is a revision of.
+    """True if `asked` means the run of which `known` is a revision.
 
     Args:
-        chosen: fields of `asked` (`optimizer.warmup_steps`) that nobody has said and a rule has filled in. Another
-            version of shoal, or another number of steps, may have filled in others.
+        chosen: fields of `asked` (`optimizer.warmup_steps`) that a rule filled in, not a person. Another version of
+            shoal, or another number of steps, may have filled in other values, so they are not compared.
     """
     values = {path: _value_at(known, path) for path in chosen}
     try:
@@ -51,12 +49,12 @@ def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bo
 
 
 def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> GoingOn:
-    """Go on with the run in `folder`.
+    """Decide how to resume the run in `folder`.
 
     Args:
-        asked: what the run file says now; or the newest revision itself.
-        steps: how many steps the run shall have, over what `asked` says.
-    Raises: LocalError: it cannot go on so; the sentence says why.
+        asked: the spec from the run file as it is now, or the newest revision itself.
+        steps: the wanted number of steps; overrides that of `asked`.
+    Raises: LocalError: the run cannot go on so; the sentence says why.
     """
     known = folder.spec()
     assert known is not None
@@ -70,21 +68,18 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
     if goal[0] <= reached:
         raise LocalError(
             f"{_called(known, folder)} has reached step {reached}, and {goal[0]} is not more: "
-            "say a higher number of steps, or give a new run another `seed` or `name`"
+            "give a higher number of steps, or another `seed` or `name` to a new run"
         )
     at = max((reached, *(part.at for part in known.continued)))
     try:
         spec = continued_spec(known, _with_goal(asked, goal), at=at)
     except ValueError as error:
-        raise LocalError(f"{_called(known, folder)} cannot go on so: {error}") from error
+        raise LocalError(f"{_called(known, folder)} cannot continue like this: {error}") from error
     return GoingOn(spec=spec, sentences=tuple(_continued(spec, known, folder, at)))
 
 
 def new_run_note(asked: RunSpec, others: Iterable[RunFolder], chosen: Collection[str] = ()) -> str:
-    """What to say to who may have wanted to go on with a run of this name, and changed more than can be changed.
-
-    Returns: empty if there is no such run.
-    """
+    """Return a note if a run of this name exists but `asked` changes fields that cannot change; else empty."""
     begun = [(other.reached(), other, spec) for other in others if (spec := other.spec()) is not None]
     begun = [entry for entry in begun if entry[0] > 0 and entry[2].name == asked.name]
     if not begun:
@@ -104,7 +99,7 @@ def _goal_of(spec: RunSpec) -> _Goal:
 
 
 def _goal(asked: RunSpec, known: RunSpec, steps: int | None) -> _Goal:
-    """What the run is to come to: a run file that says what an earlier revision said has not been touched since."""
+    """Return the wanted goal. A run file with an earlier revision's goal is unedited, so the newest goal holds."""
     earlier = [(part.steps, part.schedule, part.decay_steps) for part in known.continued]
     goal = _goal_of(asked)
     if goal in earlier:
@@ -147,13 +142,13 @@ def _resumed(spec: RunSpec, folder: RunFolder, asked: RunSpec) -> Iterable[str]:
 
 
 def _where_it_begins(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
-    """Say from where it trains on, if that is not where it had come to.
+    """Say where training resumes, if that is not the last known step.
 
-    Raises: LocalError: it was saved, nothing of that can be read here, and nobody else can have it.
+    Raises: LocalError: a snapshot was saved, none can be read here, and no other peer can have one.
     """
     kept, reached = folder.kept(), folder.reached()
     version = kept.newest_whole(held_keys(spec.model, placed=spec.swarm.expert_slots > 0))
-    # A short run ends before the peers that it met are noted, but a sound part says that others have the rest.
+    # A short run can end before its peers are noted; but partial, undamaged snapshots mean that others have the rest.
     others = folder.has_met_others() or (version is None and bool(kept.layers) and not kept.damaged)
     if version is None and not others:
         if kept.saved:
@@ -194,7 +189,7 @@ def _continued(spec: RunSpec, before: RunSpec, folder: RunFolder, at: int) -> It
 
 
 def learning_rate_in_words(spec: RunSpec, at: int) -> str:
-    """What the learning rate does from step `at` on."""
+    """Return a sentence about the learning rate from step `at` on."""
     optimizer, steps = spec.optimizer, spec.training.steps
     leg = legs(optimizer, steps, spec.continued)[-1]
     peak, final = optimizer.learning_rate, optimizer.learning_rate * optimizer.final_learning_rate_fraction
@@ -226,7 +221,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
 
 
 def ended_in_words(folder: RunFolder) -> str:
-    """A sentence for a volunteer who finds nobody. Empty: the run was not finished when this peer saw it last."""
+    """Return a sentence for a volunteer that finds nobody; empty if the run was not finished when last seen."""
     spec = folder.spec()
     if spec is None or not folder.is_finished():
         return ""
@@ -237,7 +232,7 @@ def ended_in_words(folder: RunFolder) -> str:
 
 
 def _differences(asked: RunSpec, known: RunSpec, chosen: Collection[str]) -> str:
-    """The fields in which two specs of different runs differ, as a subject with its verb."""
+    """Return the fields in which two specs of different runs differ, as a subject with its verb."""
     ours, theirs = (_flat(msgspec.to_builtins(spec)) for spec in (asked, known))
     unchanging = {path for path in ours | theirs if path not in chosen}
     fields = sorted(path for path in unchanging if ours.get(path) != theirs.get(path) and path not in _CHANGING)

@@ -1,7 +1,7 @@
-"""Keeps a member's certificate from ending: the run's owner signs a fresh one, which the member keeps on its disk.
+"""Renews a member's certificate: the run's owner signs a new one, and the member keeps it on its disk.
 
-A member that is in a plan stays in whatever its certificate says. It needs the fresh one to come back after it has been
-away, when nobody remembers that it was in.
+A member of the current plan stays in when its certificate expires. It needs a new one to come back after an absence,
+when no peer remembers that it was a member.
 """
 
 import asyncio
@@ -27,16 +27,15 @@ _ASK_AGAIN_S = 600.0
 
 
 def take_kept(members: Members, disk: Disk, me: PeerID) -> None:
-    """Show the certificate that an earlier process of this peer was given, if it goes with the invite of now."""
+    """Load the certificate that an earlier process of this peer received, if it belongs to the current invite."""
     with suppress(OSError, RemoteError):
         members.take_renewed(disk.read(PurePosixPath(members.run, FILE_NAME)), me)
 
 
 class Renewal:
-    """Asks for a fresh certificate, or as the run's owner gives them out.
+    """Asks for new certificates; on the run's owner, issues them.
 
-    Args:
-        disk: None: a fresh certificate is good until this process ends.
+    Args: disk: None: a new certificate lasts until this process ends.
     """
 
     def __init__(self, endpoint: Endpoint, disk: Disk | None) -> None:
@@ -45,18 +44,18 @@ class Renewal:
             endpoint.on(Renew, self._renew)
 
     async def keep(self) -> None:
-        """Ask whenever a fresh certificate is due and this peer is in a plan."""
+        """Ask whenever renewal is due and this peer is in a plan."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if self._members.should_renew and self._endpoint.gate.is_planned(self._endpoint.peer_id):
                 try:
                     await self.ask()
                 except (Unreachable, Refused, RemoteError, OSError) as error:
-                    logger.debug("no fresh certificate: %s", error)  # the owner is away: no hurry
+                    logger.debug("no fresh certificate: %s", error)  # the owner is away; not urgent
                     await asyncio.sleep(_ASK_AGAIN_S)
 
     async def ask(self) -> None:
-        """Raises: Unreachable, Refused, RemoteError: the owner gives none; OSError: it cannot be kept."""
+        """Ask once. Raises: Unreachable, Refused, RemoteError: the owner gives none; OSError: it cannot be written."""
         members, me = self._members, self._endpoint.peer_id
         certificate = (await self._endpoint.ask(members.owner, Renew(), Renewed)).certificate
         members.take_renewed(certificate, me)

@@ -1,4 +1,4 @@
-"""Reads and writes run specs as files: the `RUN.toml` of a host, and the one that `shoal demo` writes."""
+"""Writes run specs as files: the `RUN.toml` of a host, and the one that `shoal demo` writes."""
 
 import os
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ LONG_SPEC = DEMO_SPEC.with_name("long.toml")
 MOE_SPEC = DEMO_SPEC.with_name("moe.toml")
 
 _FIRST: Final = ("data", "training", "swarm", "optimizer", "adapter", "wire")
-"""The tables that people change stand before those that the weights decide."""
+"""The tables that people change come first."""
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
-    """`spec` with `{"training.steps": 10, "seed": 1}` and the like, checked like a file.
+    """Return `spec` with changes like `{"training.steps": 10, "seed": 1}`, checked as a file is.
 
-    Raises: SpecError: a change is impossible.
+    Raises: SpecError: a change is invalid.
     """
     table: dict[str, Any] = msgspec.to_builtins(spec)
     for path, value in changes.items():
         section, _, field = path.rpartition(".")
-        if section and table[section] is None:  # a table that was not there
+        if section and table[section] is None:
             table[section] = {}
         (table[section] if section else table)[field] = value
     try:
@@ -38,18 +38,18 @@ def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """TOML that `load_spec` reads back as an equal spec. Our values are strings, numbers, booleans, lists of them,
-    or small tables; None is not to say anything.
+    """Return TOML that `load_spec` reads back as an equal spec. Values are strings, numbers, booleans, lists of them,
+    or small tables; a None is left out.
 
-    Raises: LocalError: it names a path that is not UTF-8, as TOML is.
+    Raises: LocalError: the spec names a path that is not UTF-8, which TOML cannot hold.
     """
     return _dump(msgspec.to_builtins(spec), {})
 
 
 def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
-    """TOML that `load_spec` reads back as an equal spec, without the lines that say what holds without them.
+    """Return TOML that `load_spec` reads back as an equal spec, without lines that state a default.
 
-    Args: comments: what to say of a field (`training.steps`); such a field has a line in any case.
+    Args: comments: field (`training.steps`) -> comment; such a field always has a line.
     """
     tables: dict[str, Any] = msgspec.to_builtins(spec)
     sections = sorted((name for name in tables if isinstance(tables[name], dict)), key=_place)
@@ -64,7 +64,7 @@ def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
 
 
 def write_brief(spec: RunSpec, path: Path, comments: Mapping[str, str]) -> None:
-    """Raises: as `dump_spec`."""
+    """Write `dump_brief` to a file. Raises: as `dump_spec`."""
     path.write_text(dump_brief(spec, comments))
     assert load_spec(path) == spec
 
@@ -74,7 +74,7 @@ def _place(section: str) -> int:
 
 
 def _without(tables: dict[str, Any], section: str, name: str, spec: RunSpec) -> dict[str, Any]:
-    """The tables without this field, if they mean the same without it."""
+    """Return the tables without this field, if they mean the same without it."""
     inside = tables[section] if section else tables
     less = {field: value for field, value in inside.items() if field != name}
     changed = tables | {section: less} if section else less
@@ -102,14 +102,14 @@ def _comment(text: str | None) -> str:
 
 
 def write_spec(spec: RunSpec, path: Path) -> None:
-    """Raises: as `dump_spec`."""
+    """Write `dump_spec` to a file. Raises: as `dump_spec`."""
     path.write_text(dump_spec(spec))
     assert load_spec(path) == spec
 
 
 def _value(value: object) -> str:
     if isinstance(value, float):
-        return repr(value)  # JSON would write 1e-08 the same, but TOML wants the point that repr keeps
+        return repr(value)  # TOML wants the point that repr keeps
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{name} = {_value(part)}" for name, part in value.items() if part is not None) + " }"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Finds the text of a run on this machine: the host's own, and a volunteer's copy of it."""
+"""Finds the text of a run on this machine: the host's original or a volunteer's copy."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +17,7 @@ from shoal.protocol.spec import DataSpec, RunSpec
 
 
 def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
-    """Load the host's text, and make the spec that names it.
-
-    Raises: DataError.
-    """
+    """Load the host's text; return the spec with its digests, and the text. Raises: DataError."""
     with progress_bar("reading the text") as tell:
         corpus = _load(spec.data, spec, on_progress=tell)
     if spec.data.digest not in ("", corpus.digest):
@@ -33,17 +30,17 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
 
 
 def look_at_text(spec: RunSpec) -> tuple[str, ...]:
-    """Read the run's text as its host does, and say what there is to learn: for commands that make a run's spec.
+    """Read the run's text as its host does, and describe it, for commands that make a run's spec. The prepared text is
+    cached, so the host does not read it again.
 
-    The text is kept prepared, so the host does not read it again.
-    Returns: `text_in_words`: whole sentences for people, one a line.
-    Raises: DataError: the run cannot train on this; one sentence says what was found and what to set.
+    Returns: `text_in_words`: sentences for people, one a line.
+    Raises: DataError: the run cannot train on this text; the sentence says what was found and what to set.
     """
     return text_in_words(*load_own_corpus(spec))
 
 
 def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
-    """What the run reads and learns of each source, what is left out of it, and how often the run goes through all."""
+    """Return sentences about each source: what is read, learnt and left out, and the number of data passes."""
     names, of_each = source_names(spec.data), passes(corpus, spec)
     said: list[str] = []
     for name, data, source in zip(names, spec.data.each, corpus.sources, strict=True):
@@ -61,28 +58,26 @@ def _read_in_words(name: str, data: DataSpec, corpus: Corpus) -> str:
 
 
 def _cut_in_words(name: str, corpus: Corpus) -> Iterator[str]:
-    """What a sample of the run has no room for."""
     if corpus.packs is None:
         return
     context = corpus.packs[0].context
     if shortened := sum(packs.num_shortened for packs in corpus.packs):
         yield f"cut in {name}: the ends of {shortened:,} that are longer than model.context {context}"
     if left_out := sum(packs.num_left_out for packs in corpus.packs):
-        yield f"left out of {name}: {left_out:,} whose answers lie beyond model.context {context}"
+        yield f"left out of {name}: {left_out:,} with their answers beyond model.context {context}"
 
 
 def find_corpus(
     spec: RunSpec, *, data: str = "", tokenizer: str = "", on_progress: OnProgress | None = None
 ) -> Corpus | None:
-    """The run's text, or None if this machine has another.
+    """Return the run's text, or None if it is not on this machine.
 
-    A path in the spec means a file of the host's; on this machine a stranger would have chosen what we read, or what we
-    fetch from the hub.
+    A path in the spec names a file of the host. It is never read here: otherwise a stranger would choose which local
+    file this machine reads, or what it fetches from the hub.
 
     Args:
-        data: what the user named as the run's text, of several sources all, in the spec's order and with commas
-            between them; empty: nothing.
-        tokenizer: where the user says that the run's tokenizer.json is; empty: nowhere.
+        data: the user's path of the run's text; several sources separated by commas, in the spec's order; empty: none.
+        tokenizer: the user's path of the run's tokenizer.json; empty: none.
     Raises: DataError: the user named a text, and it is missing or not the run's.
     """
     needs_tokenizer, each = spec.data.tokenizer != BYTES, spec.data.each

@@ -1,11 +1,11 @@
-"""Keeps the run spec on the directory: the owner signs it, and every peer of the run stores it there.
+"""Keeps the run spec in the directory: the owner signs it, and every peer of the run stores it there.
 
-Every copy is the owner's own envelope, so any peer may store it again and the run can be joined after its host has
-left. Each stores it under its own subkey: whoever overwrites one with rubbish has not touched the others.
+Every copy is the owner's own envelope, so any peer can store it again, and the run can be joined after its host has
+left. Each peer uses its own subkey, so overwriting one copy does not touch the others.
 
-A run that is continued has several revisions of its spec, all of one name. The newest one holds, for whoever finds it:
-copies of older ones stay on the directory until they lapse, on the disks of peers that were away for longer, and do no
-harm. A peer that hears of a newer one than its own goes over to it.
+A continued run has several revisions of its spec under one name, of which the newest holds. Copies of older ones remain
+in the directory until they expire, and on the disks of peers that were away longer; they do no harm. A peer that learns
+of a newer revision restarts under it.
 """
 
 import asyncio
@@ -35,15 +35,15 @@ def record_key(run: str) -> str:
 
 
 def seal_spec(identity: Identity, spec: RunSpec) -> bytes:
-    """Make the record of `identity`'s own run."""
+    """Return the signed record of `identity`'s own run."""
     body = msgspec.msgpack.encode(SpecRecord(spec=encode_spec(spec)))
     return seal(identity, "record", run=run_id(spec, identity.peer_id), term=0, sequence=0, body=body)
 
 
 def open_spec(record: bytes, *, run: str, owner: PeerID, source: PeerID) -> RunSpec:
-    """Verify a record that `source` stored.
+    """Verify a record that `source` stored, and return its spec.
 
-    Raises: RemoteError: not signed by the owner, or not the spec that the run is named after.
+    Raises: RemoteError: not signed by the owner, or not the spec after which the run is named.
     """
     envelope = unseal(record, "record", run=run, source=source, relayed=True)
     if envelope.sender != owner:
@@ -58,8 +58,8 @@ def open_spec(record: bytes, *, run: str, owner: PeerID, source: PeerID) -> RunS
 
 
 def is_newer(spec: RunSpec, than: RunSpec) -> bool:
-    """The spec of the higher revision is the newer one of a run. An owner that has lost its folder may have made
-    two of one revision: then the longer run is, and then the bytes decide, so that all peers take the same one."""
+    """True if `spec` has the higher revision. An owner that lost its folder may have made two specs of one revision;
+    then the longer run wins, then the greater bytes, so that all peers choose alike."""
     return _rank(spec) > _rank(than)
 
 
@@ -68,17 +68,17 @@ def _rank(spec: RunSpec) -> tuple[int, int, bytes]:
 
 
 Found = tuple[RunSpec, bytes]
-"""A spec and the record that it came in."""
+"""A spec and the record that contains it."""
 
 
 async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, known: Found | None = None) -> Found:
-    """Find the invite's run.
+    """Find the newest spec of the invite's run.
 
     Args:
-        known: what this peer knows of the run from an earlier time. It counts like a copy on the directory, once one is
-            there: without any nobody of the run is in reach.
-    Returns: the newest spec there is, and the record it came in.
-    Raises: RunNotFound: nobody has it in time; the sentence says whether anything else was found.
+        known: the spec that this peer kept. It counts only if the directory has a copy too: without one, no peer of the
+            run is in reach.
+    Returns: the spec and its record.
+    Raises: RunNotFound: no copy was found in time; the sentence says whether anything else was found.
     """
     refused = ""
     try:
@@ -96,7 +96,7 @@ async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, 
 
 
 async def _look(directory: Directory, run: str, owner: PeerID) -> tuple[Found | None, str]:
-    """The newest spec on the directory, and what was wrong with the last record that is none."""
+    """Return the newest spec in the directory, and what was wrong with the last invalid record."""
     found: Found | None = None
     refused = ""
     for subkey, record in sorted((await directory.get(record_key(run))).items()):
@@ -111,12 +111,12 @@ async def _look(directory: Directory, run: str, owner: PeerID) -> tuple[Found | 
 
 
 class SpecKeeper:
-    """Stores a run's record on the directory now and again, and finds out when there is a newer one.
+    """Stores a run's record in the directory periodically, and looks for a newer one.
 
     Without the record nobody can join, so no failure of the directory may end this.
 
     Args:
-        record: the newest that this peer knows of.
+        found: the newest spec and record that this peer knows.
         owner: of the run.
     """
 
@@ -125,15 +125,14 @@ class SpecKeeper:
         self._spec, self._record = found
         self._hurry = asyncio.Event()
         self.newer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        """A newer revision than the one that we began with, once there is one."""
+        """Resolves to a newer revision than the initial one, once there is one."""
 
     def hurry(self) -> None:
-        """Look for a newer revision now, because somebody goes by one."""
+        """Look for a newer revision now, because another peer uses one."""
         self._hurry.set()
 
     async def keep(self) -> None:
-        """A store that fails is tried again soon, then later and later: where the key is full, others' copies are
-        there."""
+        """Store and look until cancelled. Retries back off: if the key is full, other peers' copies are there."""
         again_s = _ASK_AGAIN_S
         while True:
             try:
@@ -142,7 +141,7 @@ class SpecKeeper:
                     record_key(self._endpoint.run), self._endpoint.peer_id, self._record, expires_in_s=EXPIRES_S
                 )
             except Exception as error:
-                logger.warning("the directory did not take the run's spec: %r", error)
+                logger.warning("the directory did not accept the run's spec: %r", error)
                 stored = False
             wait_s = REFRESH_S if stored else again_s
             again_s = _ASK_AGAIN_S if stored else min(2 * again_s, REFRESH_S)
@@ -151,7 +150,7 @@ class SpecKeeper:
                     await self._hurry.wait()
             if self._hurry.is_set():
                 self._hurry.clear()
-                await asyncio.sleep(_ASK_AGAIN_S)  # whoever is told so at every heartbeat looks twice a second
+                await asyncio.sleep(_ASK_AGAIN_S)  # `hurry` may be called at every heartbeat
 
     async def _look(self) -> None:
         found, _ = await _look(self._directory, self._endpoint.run, self._owner)

@@ -1,4 +1,4 @@
-"""Runs work that may take minutes and for which the end of a process does not wait: reading a text, a search."""
+"""Runs long work (reading a text, a search) in daemon threads, which the end of the process need not wait for."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,13 @@ _NAME = "background"
 
 
 def is_working() -> bool:
-    """Whether such work runs now, whoever waits for it."""
+    """True if any such work is still running."""
     return any(thread.name == _NAME for thread in threading.enumerate())
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    """Run `work` in a thread of its own. Unlike `asyncio.to_thread`'s it does not keep the process from ending, which
-    for what must be on disk would be wrong.
+    """Run `work` in a daemon thread. Unlike with `asyncio.to_thread`, the process can end before `work` does, so do not
+    write files in it.
 
     Raises: whatever `work` raises.
     """

@@ -1,7 +1,8 @@
-"""Several devices of one machine in one run under one command: a peer for each, in a process of its own.
+"""Runs one peer process per device of this machine, all in one run under one command.
 
-Each process is that of `shoal join` with one device. What its owner lends in all is shared evenly, signals go to all of
-them, and we end with the last. The coordinator knows by `Claims.machine` that they share a network card.
+Each process is a `shoal join` with one device. The machine's network limits are divided evenly among them, signals are
+forwarded to all, and the command ends with the last one. `Claims.machine` tells the coordinator that they share a
+network card.
 """
 
 import asyncio
@@ -26,12 +27,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Each:
-    """What the owner has said, for all peers together.
+    """The owner's options for all peers together.
 
     Args:
         listen: a multiaddr; the first peer listens there, the others on ports that the system chooses.
-        threads: torch's, of each; 0: what is spare, divided.
-        flags: given on as they are.
+        threads: torch threads of each peer; 0: divide the spare ones.
+        flags: passed on to each peer unchanged.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Each:
     flags: Sequence[str]
 
     def argv(self, index: int, device: str, *, among: int, threads: int) -> list[str]:
-        """The command line of one peer."""
+        """Return the command line of one peer."""
         host, _, _ = self.listen.rpartition("/")
         listen = self.listen if index == 0 else f"{host}/0"
         argv = [
@@ -63,8 +64,8 @@ class Each:
 
 
 def share_of(limits: Limits, among: int) -> Limits:
-    """Divide a machine's limits among `among` peers. Each gets an equal part of the network rates (Mbit/s), and the
-    limits of a device as they are, since each peer has a device of its own."""
+    """Divide a machine's limits among `among` peers: network rates (Mbit/s) evenly; limits of a device unchanged, since
+    each peer has its own device."""
     parts = {name: getattr(limits, name) / among for name in _SHARED}
     return msgspec.structs.replace(
         limits, **{name: max(MBIT_S_MIN, part) for name, part in parts.items() if part > 0.0}
@@ -77,9 +78,9 @@ async def join_with_each(
     """Take part with every device until the last peer ends.
 
     Args:
-        first: more arguments of the first peer.
-        plain: their lines as they are, without their names in front.
-    Returns: an exit status: 0 if all ended well, else the first other one.
+        first: additional arguments of the first peer.
+        plain: print the children's lines without the peers' names in front.
+    Returns: an exit status: the first that is not 0; 0 if all ended well.
     """
     statuses: list[int] = []
 

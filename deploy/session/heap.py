@@ -1,7 +1,7 @@
 """Gives freed memory back to the system.
 
-glibc keeps what was freed in case it is needed again: after a few steps of the demo 86 MB of a peer's 420. A volunteer
-would rather have them, and a run of weeks must not grow by what was needed once.
+glibc keeps freed pages for reuse: after a few demo steps 86 MB of a peer's 420 MB. Returning them frees memory for the
+volunteer, and a run of weeks does not hold memory that was needed once.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 _M_ARENA_MAX = -8
 _INTERVAL_S = 10.0
-"""A trim costs a few milliseconds, and as many when the pages are needed again: a thousandth of a core."""
+"""A trim costs a few milliseconds, and a few more to get the pages back: a thousandth of a core."""
 
 
 def share_heap() -> None:
-    """One heap for all threads that begin from now on; nothing where the C library cannot.
+    """Use one heap for all threads that start from now on; no effect where the C library is not glibc.
 
-    glibc gives each thread its own, and each stays as large as its peak was, since what one thread has freed another
-    cannot use. The device's thread makes tensors that the loop's frees, and the other way about.
+    By default each thread has its own heap, which stays at its peak size, because one thread cannot reuse what another
+    freed. Tensors are made by the device's thread and freed by the loop's, and vice versa.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
@@ -27,9 +27,8 @@ def share_heap() -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Let nothing be collected while modules are imported, nor what they have made later on.
-
-    Of some 300,000 objects nearly all stay, and each walk of the collector through them takes a tenth of a second."""
+    """Turn the cycle collector off while modules are imported, then exempt their objects from it. Nearly all of the
+    300,000 objects stay alive, and each collection would take 0.1 s to walk them."""
     gc.disable()
     try:
         yield
@@ -39,14 +38,14 @@ def importing() -> Iterator[None]:
 
 
 def freeze_heap() -> None:
-    """Spare the cycle collector what is there by now: imported modules mostly, half a million objects that no later
+    """Exempt all present objects from the cycle collector: mostly imported modules, half a million objects that no
     collection could free."""
     gc.collect()
     gc.freeze()
 
 
 def trim_heap() -> None:
-    """Return free pages; nothing where the C library cannot."""
+    """Return free pages to the system; no effect where the C library is not glibc."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 

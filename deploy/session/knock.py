@@ -1,4 +1,4 @@
-"""Asks before anything else whether the run lets this machine in, so that the person gets an answer and not silence."""
+"""Asks the run, before anything else, whether it lets this machine in, to give the person a reason."""
 
 import asyncio
 import time
@@ -17,20 +17,19 @@ _TIMEOUT_S = 5.0
 
 
 async def why_refused(transport: LiveTransport, identity: Identity) -> str:
-    """The reason that the connected peers of the run have against us; empty if one of them has none, or nobody
-    answers."""
+    """Return why the connected peers refuse this machine; empty if one of them accepts it or none answers."""
     peers = sorted(await transport.connected())[:_ASKED_MAX]
     answers: Sequence[msgspec.Struct | None] = await asyncio.gather(
         *(_knock(transport, identity, peer, number) for number, peer in enumerate(peers))
     )
     if any(isinstance(answer, Ping) for answer in answers):
         return ""
-    # A peer that has only begun answers no Ping yet, and refuses it to everybody.
+    # A peer that has just started refuses Ping to everybody; that refusal does not keep us out.
     return next((answer.reason for answer in answers if isinstance(answer, Refusal) and answer.keeps_out), "")
 
 
 async def _knock(transport: LiveTransport, identity: Identity, peer: PeerID, number: int) -> msgspec.Struct | None:
-    # No endpoint yet, which the node will make: a transport serves one. Its calls begin above this sequence.
+    # The node makes the endpoint later, and a transport serves only one; its sequence numbers begin above this one.
     members, sequence = transport.members, int(1e6 * time.time()) + number
     request = seal(
         identity,

@@ -1,4 +1,4 @@
-"""One process's connection to a run: its network daemon, its directory, and whom it has met."""
+"""Connects one process to a run: its network daemon, its directory, and the peers that it has met."""
 
 import asyncio
 import contextlib
@@ -46,13 +46,13 @@ async def open_network(
     rates: RateLimits,
     invited: Sequence[str],
 ) -> AsyncIterator[Network]:
-    """Up while this lasts; who is connected is written down meanwhile.
+    """Keep the network up inside the context, and write down connected peers meanwhile.
 
     Args:
         members: of the run.
         folder: claimed by this process.
         listen, announce: multiaddrs without `/p2p/…`.
-        invited: an invite's addresses; whoever was met in the run before is tried beside them.
+        invited: an invite's addresses; peers met in the run before are tried beside them.
     Raises: TransportError.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -82,13 +82,13 @@ async def open_network(
 
 
 def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
-    """The addresses on which this peer listened before, without a port that another program has by now."""
+    """Return the former addresses, or `asked` if another program has taken one of the ports."""
     try:
         refuse_ports_in_use(kept)
     except TransportError as error:
         if kept == tuple(asked):
             raise
-        logger.warning("not where it was before: %s", error)
+        logger.warning("listening at other addresses than last time: %s", error)
         return asked
     return kept
 

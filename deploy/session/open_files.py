@@ -1,4 +1,4 @@
-"""Makes room for the files and sockets that a peer keeps open."""
+"""Raises the limit on files and sockets that a peer keeps open."""
 
 import contextlib
 import sys
@@ -6,11 +6,11 @@ import sys
 from shoal.protocol.errors import LocalError
 
 FILES_MIN = 256
-"""A peer that waits for a run has 28 open; each neighbour, transfer and snapshot takes a few more."""
+"""An idle peer has 28 open; each neighbour, transfer and snapshot takes a few more."""
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit to the hard one, for our child processes as well. Raises: LocalError: that is not enough."""
+    """Raise the soft limit to the hard one, also for children. Raises: LocalError: it is below FILES_MIN."""
     if sys.platform == "win32":
         return
     import resource

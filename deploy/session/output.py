@@ -1,4 +1,4 @@
-"""Where a peer process says what happens (`report.py`): to a parent as JSON lines, or to a person."""
+"""Sends the reports of a peer process (`report.py`) to a parent process as JSON lines, or to a person."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from shoal.deploy.report import Note, Report, write_report
 class Output(Protocol):
     @property
     def polls(self) -> bool:
-        """Whether it wants the swarm's status also from peers that do not coordinate."""
+        """True if the output wants the swarm's status also while this peer does not coordinate."""
 
     def say(self, report: Report) -> None: ...
 
@@ -31,12 +31,12 @@ class JsonOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """Implements `Output`: a listener hears every report before the output says it."""
+    """Implements `Output`: passes every report to a listener, then to the output."""
 
     hear: Callable[[Report], None]
     output: Output
     is_watched: Callable[[], bool] = lambda: False
-    """Whether the listener, too, wants the swarm's status."""
+    """True if the listener wants the swarm's status."""
 
     @property
     def polls(self) -> bool:
@@ -51,7 +51,7 @@ class Beside:
 
 
 def tell_before_the_run(sentences: Iterable[str], *, reports: bool) -> None:
-    """Say what is known before there is a view of the run, and should stay on the screen: a line each."""
+    """Print sentences, a line each, before the view of the run opens; they stay on the screen."""
     from shoal.deploy.terminal.screen import Screen  # a child of a parent that reads JSON needs no rich
 
     screen = Screen()

@@ -1,4 +1,4 @@
-"""Takes one process through one run on libp2p: network up, node up, until the run is done or somebody says stop."""
+"""Takes one process through one run on libp2p, until the run is done or a stop is requested."""
 
 import asyncio
 import contextlib
@@ -86,106 +86,98 @@ logger = logging.getLogger(__name__)
 _STATUS_S = 1.0
 _INVITE_S = 2.0
 _ASKS_EVERY = 5
-"""A child that does not coordinate asks for the status at every fifth of these: the coordinator may be none of its
-parent's, and any child may die."""
+"""A child that does not coordinate asks for the status every fifth time, since any other child may die."""
 _POLLS_MAX = 20
-"""How often all watchers together ask the coordinator in a second: in a larger swarm each asks more rarely."""
-NOBODY_YET = "nobody else of the run is up yet: it goes on when enough of them are here (Ctrl-C ends the wait)"
+"""Status requests per second to the coordinator from all watchers together; in a larger swarm each asks more rarely."""
+NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
 _FIND_RUN_S = 20.0
 _FIND_ANYBODY_S = 11.0
-"""How long to look once no address has answered: the transport tries them all again after ten seconds."""
+"""The time to look for the run while no address answers: the transport dials them again after ten seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """The ways to this peer, as multiaddrs without `/p2p/…`."""
+    """The addresses of this peer, as multiaddrs without `/p2p/…`."""
 
     listen: tuple[str, ...]
     announce: tuple[str, ...] = ()
-    """The addresses to tell the others, in place of those that this machine knows of itself."""
+    """The addresses to tell other peers, in place of those that this machine detects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPaths:
-    """Where this machine has the run's text, and the model that its adapters stand beside, if not where the spec
-    says."""
+    """Local paths of the run's text and of the adapters' base model, where they differ from the spec's."""
 
     data: str = ""
     tokenizer: str = ""
-    """The path of the run's tokenizer.json."""
     base: Path | None = None
-    """The folder of the model; None: it may be in the Hugging Face cache."""
+    """The base model's folder; None: look in the Hugging Face cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordChoice:
-    """Whether the peer keeps a record of the run (`record/`)."""
+    """The records of the run that this peer keeps (`record/`)."""
 
     keeps: bool = False
-    """Whether the run's folder gets one."""
+    """True: write a record into the run's folder."""
     wandb: str = ""
-    """The project at Weights & Biases that gets the record too; empty: none."""
+    """The project at Weights & Biases to which the record is also sent; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitChoice:
-    """What this machine's owner gives, and when."""
+    """The owner's limits: at the start, and as they are set later."""
 
     at_start: Limits
     reread: Callable[[], Limits]
-    """The limits as they are set now. Raises: LocalError: the settings cannot be read."""
+    """Returns the limits as they are set now. Raises: LocalError: the settings cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How one process takes part."""
+    """The options of one process's part in a run."""
 
     name: str
     folder: Path
-    """The folder that this process has claimed, with the identity, plans and snapshots."""
+    """The folder that this process has claimed; it holds identity, plans and snapshots."""
     ways: Ways
     threads: int
-    """How many threads torch has."""
     device: torch.device
     reports: bool
-    """Speak to a parent process, not to a person."""
+    """True: report to a parent process as JSON; false: to a person."""
     limits: LimitChoice
     dashboard: Address | None = None
-    """Where to show the run as a page."""
     text: TextPaths = TextPaths()
     initial: InitialWeights | None = None
-    """What the run begins with, if not with its seed. Its host has it, and who has a copy of the model that adapters
-    stand beside."""
+    """The initial weights if they do not come from the seed. The run's host has them; in a run with adapters, so does
+    each peer with a copy of the base model."""
     first_said: tuple[str, ...] = ()
-    """Sentences for a person, once the network is up and before there is a view."""
+    """Sentences for a person, printed when the network is up and before the view opens."""
     records: RecordChoice = RecordChoice()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What this process takes part in."""
-
     spec: RunSpec
     owner: PeerID
     record: bytes
-    """The spec as the owner signed it."""
     corpus: Corpus | None
-    """The run's text; None: this machine does not have it."""
+    """The run's text; None: it is not on this machine."""
     key: InviteKey | None
-    """The key of the invite that this peer hands on; None: the run is open to anyone."""
+    """The invite key that this peer passes on; None: the run is open to anyone."""
     invites: InviteBook | None = None
-    """The invites that the run's host has given out; None on other peers."""
+    """All invites given out by the run's host; None on other peers."""
 
     @property
     def id(self) -> str:
         return run_id(self.spec, self.owner)
 
     def key_to_give(self, members: Members) -> InviteKey | None:
-        """The key by which others may come now. Raises: LocalError: there is none."""
+        """Return the key with which new peers can join now. Raises: LocalError: there is none."""
         if self.invites is None:
             if self.key is not None and 0 < self.key.delegation.expires_s < time.time():
                 raise LocalError(
-                    "the invite by which this peer came has expired: `shoal invite` on the host prints one"
+                    "the invite with which this peer joined has expired: `shoal invite` on the host prints one"
                 )
             return self.key
         present = members.planned or frozenset()
@@ -196,12 +188,12 @@ class _Run:
 
 
 def _seats(spec: RunSpec) -> int:
-    """How many machines may come by the invite that the host prints: enough for the run to begin."""
+    """Return how many machines may join with the invite that the host prints: enough for the run to begin."""
     return max(DEFAULT_SEATS, spec.swarm.min_peers)
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
-    """Start the run `spec` (its data digest filled in), or go on with it, and take part in it.
+    """Start the run `spec` (its data digest filled in) or resume it, and take part in it.
 
     Raises: ShoalError: one line for the command line.
     """
@@ -225,15 +217,10 @@ async def host_run(spec: RunSpec, corpus: Corpus, options: Options) -> None:
 
 
 async def join_run(invite: Invite, options: Options) -> None:
-    """Find the run and take part in it.
-
-    Raises: ShoalError: one line for the command line.
-    """
+    """Find the run and take part in it. Raises: ShoalError: one line for the command line."""
     share_heap()  # before there are threads
     if invite.key is not None and not invite.key.delegation.may_train:
-        raise InviteError(
-            "this invite only lets you look on (`shoal status INVITE`): ask the host for one to train with"
-        )
+        raise InviteError("this invite only lets you watch (`shoal status INVITE`): ask the host for one to train with")
     stop = Stop()
     identity = Identity.load_or_create(options.folder / "identity.key")
     with JoiningView(reports=options.reports) as view:
@@ -249,11 +236,11 @@ async def join_run(invite: Invite, options: Options) -> None:
             except RunNotFound:
                 if known is None:
                     raise
-                # All of us may have been off, and somebody has to be the first.
+                # All peers may have been down: the first one to return finds nobody.
                 spec, record = known
                 options = replace(options, first_said=(*options.first_said, NOBODY_YET))
             view.tell("reading the text")
-            corpus = await in_background(  # Ctrl-C does not wait for it: a large text takes minutes
+            corpus = await in_background(  # a large text takes minutes; Ctrl-C does not wait
                 partial(
                     find_corpus,
                     spec,
@@ -273,16 +260,16 @@ async def join_run(invite: Invite, options: Options) -> None:
 
 
 def _of_base(spec: RunSpec, copy: InitialWeights | None) -> tuple[str, ...]:
-    """What the person at this machine may want to know of where the base comes from."""
+    """Return the sentence that tells the person where the base model comes from."""
     if not spec.initial.digests:
         return ()
     if copy is not None:
-        return ("the model is on this machine: nothing of it has to be fetched",)
-    return ("the model is not on this machine: the layers of it that this peer works on come from others, once",)
+        return ("the model is on this machine: nothing of it has to be downloaded",)
+    return ("the model is not on this machine: this peer downloads its layers of it from other peers, once",)
 
 
 def _known(folder: Path, invite: Invite) -> Found | None:
-    """What this peer knows of the run from an earlier time; nothing of a run that was over by then."""
+    """Return the spec that this peer kept of the run; None if it kept none or the run was already finished."""
     kept = RunFolder(folder, invite.run)
     return None if kept.is_finished() else kept.record()
 
@@ -290,7 +277,7 @@ def _known(folder: Path, invite: Invite) -> Found | None:
 async def _go_over(
     newer: Found | None, run: _Run, identity: Identity, options: Options, stop: Stop, *, invited: Sequence[str] = ()
 ) -> None:
-    """Take part by the newer revision of the spec, and whenever there is another, by that; as after a restart."""
+    """Take part under the newer revision of the spec, and under each one after it, as after a restart."""
     options = replace(options, first_said=())
     while newer is not None and not stop.asked.is_set():
         stop.takes_part = False
@@ -314,7 +301,7 @@ def _network(identity: Identity, invite: Invite, options: Options) -> contextlib
 
 
 async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) -> Found | None:
-    """Take part until the run is done or somebody says stop.
+    """Take part until the run is done or a stop is requested.
 
     Returns: a newer revision of the run's spec, if that is why it ended.
     """
@@ -325,7 +312,7 @@ async def _take_part(network: Network, run: _Run, options: Options, stop: Stop) 
         tell_before_the_run(options.first_said, reports=options.reports)
         output: Output = JsonOutput() if options.reports else PeerOutput(facts, title=title)
         if showing.announcement:
-            output.say(Note(text=showing.announcement))  # not on the page: there is a key in it
+            output.say(Note(text=showing.announcement))  # not on the page: it contains the page's key
         async with recording(_keeping(network, run, options), run.spec, showing, output) as (recorder, recorded):
             return await _train(network, run, options, stop, recorded, showing, recorder)
 
@@ -342,10 +329,10 @@ def _keeping(network: Network, run: _Run, options: Options) -> Keeping:
 
 
 def _make_compute(options: Options) -> MeteredCompute:
-    # On a CPU shared with others the processor's own seconds say what it could give, and had to; a GPU's are not the
-    # thread's.
+    # On a shared CPU, CPU time says what the machine can give; on a GPU the thread's CPU time does not measure the
+    # work.
     is_cpu, share = options.device.type == "cpu", options.limits.at_start.compute_share
-    # A probe is over before the quota of a control group bites: it is timed as long as the quota takes to earn it.
+    # A probe ends before a control group's quota throttles it; scale its time to the rate that the quota sustains.
     threads, quota = options.threads, processors()
     throttled = max(1.0, share * threads / quota)
     compute = ThreadCompute(
@@ -358,7 +345,7 @@ def _make_compute(options: Options) -> MeteredCompute:
 
 
 def _machine(run: str) -> str:
-    """A name that all peers of this machine give it, in this run and in no other."""
+    """Return a name that is the same for all peers of this machine in one run, and different in every run."""
     return blake3(f"{run}/{uuid.getnode():012x}".encode()).hexdigest(length=8)
 
 
@@ -371,7 +358,7 @@ def _make_node(
         compute=compute,
         clock=LoopClock(),
         disk=LiveDisk(options.folder),
-        rng=random.Random(),  # only jitter and plan seeds: what must be reproducible is drawn from the spec's seed
+        rng=random.Random(),  # for jitter and plan seeds; reproducible draws use the spec's seed
         device=device,
         memory_bytes=memory_claim(options.limits.at_start, options.device),
         machine=_machine(run.id),
@@ -457,7 +444,7 @@ async def _train(
             await node.start()
             host.apply()
             freeze_heap()
-            trim_heap()  # of what reading the text and the probe needed
+            trim_heap()  # reading the text and the probe have left free pages
             stop.takes_part = True
             keeper.start()
             logger.info("this machine gives %.1f GFLOP/s", node.peer.advert().flop_per_s / 1e9)
@@ -504,13 +491,14 @@ async def _train(
 
 
 def _for_commands(network: Network, run: _Run, told: Sequence[str]) -> str:
-    """An invite for this machine alone: a router, or an address that changed, may keep it from the way others take."""
+    """Return an invite for commands on this machine: local addresses first, since the public one may not work from
+    inside the router or may have changed."""
     here = (f"{where}/p2p/{network.identity.peer_id}" for where in network.transport.daemon.local_addresses)
     return run.invite(tuple(dict.fromkeys((*here, *told)))).encode()
 
 
 class Ended(enum.Enum):
-    """Why a node takes part no more."""
+    """The reason why a node stopped taking part."""
 
     DONE = enum.auto()
     TOLD = enum.auto()
@@ -525,7 +513,7 @@ async def _until_done(
     recorder: Recorder | None,
     keeper: Keeper,
 ) -> Ended | Found:
-    """Wait until the run is done, or we are told to stop, or there is a newer revision of its spec."""
+    """Wait until the run is done, a stop is requested, or the spec has a newer revision."""
     watching = asyncio.create_task(_watch(node, output, meter, stop), name="watch the swarm")
     split = SplitWatch.of(
         node.endpoint, transport, own_status=node.status, say=lambda text: output.say(Note(text=text))
@@ -544,9 +532,9 @@ async def _until_done(
             await _end_record(node, recorder, recording, finished=newer is None)
             return newer or Ended.DONE
         output.say(
-            Note(text=f"leaving: what is in flight ends, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
+            Note(text=f"leaving: finishing work in flight, {stop.within_s:.0f} s at most (Ctrl-C again quits at once)")
         )
-        await keeper.close()  # whom its owner's hours pause would not get to the end of its step
+        await keeper.close()  # a pause by the owner's hours would keep the peer from finishing its step
         await node.leave(within_s=stop.within_s)
         await _end_record(node, recorder, recording, finished=False)
         return Ended.TOLD
@@ -557,7 +545,7 @@ async def _until_done(
 
 
 async def _tell_invites(inviting: InviteVerb, me: PeerID, output: Output) -> None:
-    """The invite of the start names this machine alone: tell one that names others as soon as they are here."""
+    """Print an invite that names other peers too, as soon as there are some: the first one names only this machine."""
     fresh = FreshInvite(me)
     while True:
         await asyncio.sleep(_INVITE_S)
@@ -605,15 +593,15 @@ async def _watch(node: Node, output: Output, meter: ContributionMeter, stop: Sto
         if plan is not None and (node.is_coordinator or turn % every == 0):
             try:
                 status = await node.status()
-                if stop.asked.is_set():  # that the others wait for a peer that leaves is no news to its owner
+                if stop.asked.is_set():  # while we leave, a standstill is no news to the owner
                     status = msgspec.structs.replace(status, stands_s=0.0, waits_for="", risks=())
                 output.say(Status(status=status))
             except ShoalError as error:
-                logger.debug("no status: %s", error)  # between two coordinators there is none
+                logger.debug("no status: %s", error)  # between two coordinators nobody answers
 
 
 def _before_the_plan(node: Node) -> str:
-    """What the run waits for; only the host, who makes the first plan, knows how many are here."""
+    """Return what the run waits for; only the host, which makes the first plan, knows how many peers are here."""
     if node.coordination.turned_away:
         return f"not let in: {node.coordination.turned_away}"
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"
@@ -639,5 +627,5 @@ def _obeys(plan: Plan) -> Obeys:
 
 
 def _prepare_thread(options: Options) -> None:
-    stand_back(options.limits.at_start)  # first: torch's own threads begin as this one is
+    stand_back(options.limits.at_start)  # first: torch's threads inherit this thread's priority
     torch.set_num_threads(options.threads)

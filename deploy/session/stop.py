@@ -1,4 +1,4 @@
-"""Tells a peer to leave, by signals and by `shoal leave`."""
+"""Makes a peer leave on a signal or on `shoal leave`."""
 
 import asyncio
 import os
@@ -9,13 +9,15 @@ from typing import Any, Final
 from shoal.deploy.node import LEAVE_S
 
 LEAVE_SOON_S: Final = 8.0
-"""How long a peer has after SIGTERM or SIGHUP: a container is killed after 10 s, and the good-bye takes time too."""
+"""The time to leave after SIGTERM or SIGHUP: a container is killed after 10 s, and the goodbye takes time too."""
 
 
 class Stop:
-    """Ctrl-C asks once for an end without loss. So do SIGTERM (a service is stopped, the machine goes down) and SIGHUP
-    (the terminal is closed, the user logs out), with less time. Ctrl-C or SIGTERM again is at once, and so is one that
-    comes before we take part: the main task is cancelled.
+    """The stop request of one process.
+
+    Ctrl-C drains: it ends the peer without losing work. SIGTERM (service stopped, machine going down) and SIGHUP
+    (terminal closed, logout) drain with less time. A second Ctrl-C or SIGTERM, or one before the peer takes part,
+    cancels the main task at once.
     """
 
     def __init__(self) -> None:
@@ -28,14 +30,14 @@ class Stop:
         self._main = main
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has it
+            if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
                 loop.add_signal_handler(number, self._ask, number)
 
     def _ask(self, number: signal.Signals) -> None:
         if number == signal.SIGHUP:
             _forget_terminal()
             if self._by is not None:
-                return  # a logout sends both
+                return  # a logout sends SIGHUP and SIGTERM
         if self._by == signal.SIGHUP and number == signal.SIGTERM:
             return
         if self.asked.is_set() or not self.takes_part:
@@ -45,13 +47,13 @@ class Stop:
         self.asked.set()
 
     async def leave(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The control socket's `leave`: like Ctrl-C, or like SIGTERM with `drains` false."""
+        """Answer the control socket's `leave`: as Ctrl-C, or as SIGTERM with `drains` false."""
         self._ask(signal.SIGINT if arguments.get("drains", True) else signal.SIGTERM)
         return {}
 
 
 def _forget_terminal() -> None:
-    """What is written to a terminal that is gone fails, and would end us before our state is saved."""
+    """Redirect streams of a closed terminal to /dev/null: a failing write would end us before the state is saved."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         if os.isatty(descriptor):

@@ -1,4 +1,4 @@
-"""Tells what `shoal eval` finds on this machine of the run that is up here: on terminal, page and record."""
+"""Reports new scores of `shoal eval` for the run that is up here: to terminal, page and record."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import Final
 from shoal.deploy.ship.scores import evaluations, in_words
 
 _LOOK_S: Final = 5.0
-"""How often it is looked for: somebody has waited minutes for a score."""
+"""The polling interval: an evaluation takes minutes, so a few seconds more do not matter."""
 
 
 async def tell_scores(run: str, say: Callable[[str], None], *, every_s: float = _LOOK_S) -> None:
-    """Say each score that comes from now on, until this is cancelled."""
+    """Say each new score until cancelled."""
     known = len(await asyncio.to_thread(evaluations, run))
     while True:
         await asyncio.sleep(every_s)

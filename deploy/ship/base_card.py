@@ -1,4 +1,4 @@
-"""What the folder of a model says of itself: its name and its licence, which go along with whatever is made of it."""
+"""Reads a model's name and licence from its folder, to pass them on with everything made of it."""
 
 import re
 from pathlib import Path
@@ -11,16 +11,15 @@ from shoal.protocol.spec import BASE_CHARS_MAX
 CARD: Final = "README.md"
 _FRONT_MATTER: Final = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 _CACHED: Final = re.compile(r"models--(.+?)--(.+)")
-"""What a folder of the hub's cache is called."""
 
 
 def name_and_licence(folder: Path) -> tuple[str, str]:
-    """(the name, the licence) of a model's folder as its card says them; empty where it does not."""
+    """Return (name, licence) of a model's folder according to its card; empty where missing."""
     cached = next((found for part in folder.parts if (found := _CACHED.fullmatch(part))), None)
     name = f"{cached[1]}/{cached[2]}" if cached else folder.name
     try:
         text = read_bytes(own_file(folder, CARD)).decode(errors="replace")
-    except LocalError:  # it has no card
+    except LocalError:  # no card
         return _said(name), ""
     head = _FRONT_MATTER.match(text)
     fields = dict(re.findall(r"^(license|license_name):[ \t]*(.+?)[ \t]*$", head[1], re.MULTILINE)) if head else {}

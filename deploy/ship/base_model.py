@@ -1,4 +1,4 @@
-"""The model that a snapshot's adapters stand beside: where this machine has it, and what both make together."""
+"""Finds the base model of a snapshot's adapters on this machine, and merges both."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,14 +19,16 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import adapter_names, magnitude_name
 
 _ABOVE_MAX: Final = 4
-"""The run's folder, in which `FOLDER` is, lies so many folders above a snapshot at most."""
+"""The run's folder, which contains `FOLDER`, is at most this many levels above a snapshot."""
 
 
 class BaseModel:
-    """Args:
-        near: folders of snapshots: their peers keep the layers of the base in the same folder of the run.
-        folder: the model's, if the person at this machine says it.
-    Raises: LocalError: what is in `folder` is no such model.
+    """The base model of a run's adapters.
+
+    Args:
+        near: folders of snapshots: their peers keep the base's layers in the same folder of the run.
+        folder: the user's path of the model; None: search for it.
+    Raises: LocalError: `folder` is not a model of this shape.
     """
 
     def __init__(self, spec: RunSpec, *, near: Iterable[Path], folder: Path | None = None) -> None:
@@ -38,7 +40,7 @@ class BaseModel:
         self._looked_elsewhere = folder is not None
 
     def layer(self, key: str) -> Tensor:
-        """Give the layer that the run's spec names, as `stored_base` has it. Raises: LocalError: it is not here."""
+        """Return a layer in the form of `stored_base`, checked by its digest. Raises: LocalError: it is not here."""
         digests = self._spec.initial.digests
         if not digests:
             return seed_base(self._spec, key)
@@ -47,7 +49,7 @@ class BaseModel:
         if stored is None:
             where = f"{self._said} has another" if self._said is not None else "this machine does not have"
             raise LocalError(
-                f"{where} {key} of the model that the adapters stand beside: say --base FOLDER, where the model is "
+                f"{where} {key} of the adapters' base model: say --base FOLDER, with the model "
                 f"that was {self._spec.initial.source} on the host's machine"
             )
         return stored
@@ -67,24 +69,24 @@ class BaseModel:
             yield self._copy.layer(key)
 
     def _elsewhere(self) -> FolderBase | None:
-        """Look in the folder that the host has named, if this machine has it; else in the Hugging Face cache."""
+        """Look in the folder named by the host, if it exists here, else in the Hugging Face cache."""
         source = Path(self._spec.initial.source).expanduser()
         if source.is_dir():
             try:
                 return FolderBase(FolderWeights(source, self._spec.model), self._spec)
             except LocalError:
-                pass  # another machine's path, by chance ours, too
+                pass  # the host's path happens to exist here
         return open_copy(self._spec, None)
 
 
 def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | None:
-    """Find the base of a snapshot; None: it has all weights of its model itself.
+    """Find the base of a snapshot; None if the snapshot contains the whole model.
 
-    Raises: LocalError: as `BaseModel`; or it has all weights itself, and a folder is named.
+    Raises: LocalError: as `BaseModel`; or `folder` is given for a run without adapters.
     """
     if snapshot.spec.adapter is None:
         if folder is not None:
-            raise LocalError("this run trains all weights of its model, beside which no other stands: leave --base out")
+            raise LocalError("this run trains all weights of its model and has no base: leave --base out")
         return None
     parts = (part for parts in snapshot.parts.values() for part in parts)
     near = (Path(disk.where(path)) for disk, path in parts)
@@ -94,8 +96,8 @@ def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | 
 def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> dict[str, Tensor]:
     """Return the adapters of a layer by PEFT's names, float32.
 
-    A magnitude vector of DoRA [rows] is trained as the change of the norms of the base's rows; PEFT stores the norm and
-    the change together, so `base` is needed for those vectors. Raises: LocalError: the base is not here.
+    DoRA's magnitude vector [rows] is trained as a change of the base's row norms; PEFT stores the sum of norm and
+    change, so it needs `base`. Raises: LocalError: the base is not here.
     """
     adapters = state_layout(spec, key).views(param_N)
     if base is None or not adapters:
@@ -108,8 +110,8 @@ def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel 
 
 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> Tensor:
-    """A layer of the model as it is trained, float32 in the layout of `spec.model.whole`: what was trained, or what the
-    base as it is stored and the adapters beside it make together; in a subspace model its matrices multiplied out."""
+    """Return a layer of the trained model, float32 in the layout of `spec.model.whole`: the trained layer, or the
+    stored base merged with its adapters; in a subspace model with its matrices multiplied out."""
     if base is None:
         return subspace.whole_layer(spec, key, param_N)
     frozen = FrozenLayer.of(spec, key, base.layer(key), device=torch.device("cpu"), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""How well a model predicts: on the validation set of its run, and on a text. `lm_tasks.py` asks it questions.
+"""Evaluates a model on the validation set of its run and on texts; `lm_tasks.py` runs lm-eval's tasks.
 
 B samples   T tokens
 """
@@ -23,19 +23,18 @@ from shoal.peer.data.samples import Samples
 from shoal.protocol.errors import DataError, LocalError
 
 BATCH_TOKENS: Final = 4096
-"""Tokens that are computed at a time."""
 OnProgress = Callable[[float], None]
-"""A function that is told which share is done."""
+"""Takes the done share, in [0, 1]."""
 
 
 def validation_scores(
     predictor: Predictor, corpus: Corpus, names: Sequence[str], *, samples_max: int = 0, on_progress: OnProgress
 ) -> list[Score]:
-    """The mean loss over the text that training never saw, of each source.
+    """Return the mean loss of each source over its validation text, which training never sees.
 
     Args:
         names: of the sources, for people.
-        samples_max: of each source so many samples at most, spread evenly; 0: all.
+        samples_max: the most samples of each source, spread evenly; 0: all.
     """
     scores = []
     for number, (source, name) in enumerate(zip(corpus.sources, names, strict=True)):
@@ -52,10 +51,10 @@ def validation_scores(
 
 
 def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> Score:
-    """The perplexity of a text file as one document. Every token is predicted from at least half a context, as far as
-    there is so much before it.
+    """Return the perplexity of a text file as one document. Every token is predicted from at least half a context, if
+    that much precedes it.
 
-    Raises: LocalError: it is no text.
+    Raises: LocalError: it is not a text.
     """
     if not path.is_file():
         raise LocalError(f"there is no file {path} to evaluate on")
@@ -87,8 +86,7 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
 
 
 def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple[Tensor, Tensor]:
-    """The window of `context` tokens from `start` on, int64 [T], and its targets, of which those of the tokens before
-    `learn_from` are not asked for."""
+    """Return `context` tokens from `start` on, int64 [T], and targets; those before `learn_from` are IGNORED."""
     tokens_T = torch.zeros(context, dtype=torch.int64)
     targets_T = torch.full((context,), IGNORED)
     size = min(context, tokens_N.numel() - 1 - start)
@@ -99,7 +97,7 @@ def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple
 
 
 def _over_samples(predictor: Predictor, samples: Samples, chosen: Sequence[int], tell: OnProgress) -> tuple[float, int]:
-    """(sum of losses in nats, how many)."""
+    """Return (sum of losses in nats, number of tokens)."""
     batch = max(1, BATCH_TOKENS // predictor.model.context)
     total, tokens = 0.0, 0
     for at in range(0, len(chosen), batch):

@@ -1,6 +1,6 @@
-"""`shoal export` writes a snapshot as a folder that `transformers` loads, or adapters as one that `peft` loads.
+"""Writes a snapshot as a folder for `transformers`, or adapters as one for `peft` (`shoal export`).
 
-One layer is in memory at a time. What is written is hidden until it is whole: a folder that is there is complete.
+One layer is in memory at a time. The folder is hidden until it is complete.
 """
 
 import math
@@ -32,18 +32,18 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import HEAD_MATRIX
 
 _CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
-"""Files beside a tokenizer.json that say how it is used."""
+"""Files beside a tokenizer.json that belong to it."""
 _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""What the config of an exported model has from the one that its run began with: training changes none of it."""
+"""Fields that an exported config copies from the initial model's: training does not change them."""
 SHARD_BYTES: Final = 5_000_000_000
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Form = Literal["hf", "peft"]
 OnBytes = Callable[[int, int], None]
-"""A function that is told how many bytes of the weights are written, of how many."""
+"""Takes (written bytes of the weights, all of them)."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder that was written."""
+    """The written folder."""
 
     folder: str
     run: str
@@ -51,7 +51,6 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     parameters: int
     bytes: int
-    """The bytes of the weights."""
     shards: int
     form: Form = "hf"
 
@@ -67,16 +66,15 @@ def export(
     tokenizer: Path | None = None,
     on_bytes: OnBytes | None = None,
 ) -> Exported:
-    """Write the first of `snapshots` that is sound to the folder `out`, which must not be there yet.
+    """Write the first undamaged one of `snapshots` to the new folder `out`.
 
     Args:
-        form: "hf": a whole model; with the adapters merged into it, where these were trained. "peft": the adapters
-            alone. None: what was trained.
+        form: "hf": a whole model, with adapters merged; "peft": the adapters alone; None: whichever was trained.
         dtype: of the weights; training has them in float32.
-        base: where the model is that the adapters stand beside, if it is not found.
-        shard_bytes: how large a file of weights may get; a larger tensor gets one of its own.
-        tokenizer: where the run's tokenizer.json is, if not where its spec says.
-    Raises: LocalError: `out` is there, the disk is full, or no snapshot is sound. DataError: there is no tokenizer.
+        base: the user's path of the adapters' base model; None: search for it.
+        shard_bytes: the largest file of weights; a larger tensor gets its own file.
+        tokenizer: path of the run's tokenizer.json, if not the spec's.
+    Raises: LocalError: `out` exists, the disk is full, or all snapshots are damaged. DataError: there is no tokenizer.
     """
     if out.exists():
         raise LocalError(f"{out} is there already: name a folder that is not")
@@ -103,13 +101,11 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where the layers of a whole model come from."""
-
     snapshot: FoundSnapshot
     base: BaseModel | None
 
     def read(self, key: str) -> Tensor:
-        """float32 [numel]. Raises: DamagedSnapshot. LocalError: the base is not here."""
+        """Return a layer, float32 [numel]. Raises: DamagedSnapshot. LocalError: the base is not here."""
         return whole_layer(self.snapshot.spec, key, self.snapshot.read(key), self.base)
 
 
@@ -150,7 +146,7 @@ def _export(
 
 
 def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict[str, bytes]:
-    """The files that are not weights."""
+    """Return name -> content of all files but weights and card."""
     tokenizer = load_tokenizer(spec.data, path=tokenizer_path)
     if spec.data.tokenizer == BYTES:
         vocabulary = byte_tokenizer_json()
@@ -173,8 +169,8 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
 
 
 def _carried(folder: Path, *, began_there: bool) -> dict[str, bytes]:
-    """The files that lie beside the run's tokenizer.json and belong to it, as they are; from the folder whose weights
-    the run began with, how it writes too. Raises: LocalError: one cannot be read."""
+    """Return the files beside the run's tokenizer.json that belong to it, unchanged; also the generation config if the
+    folder has the initial weights. Raises: LocalError: one cannot be read."""
     names = (*_CARRIED, "generation_config.json") if began_there else _CARRIED
     return {name: read_bytes(own_file(folder, name)) for name in names if os.path.lexists(folder / name)}
 
@@ -191,7 +187,6 @@ def _config_carried(spec: RunSpec, folder: Path) -> dict[str, Any]:
 
 
 def _adapter_config(spec: RunSpec) -> dict[str, Any]:
-    """What `peft` reads."""
     adapter = adapter_of(spec)
     return {
         "peft_type": "LORA",
@@ -211,7 +206,7 @@ def _adapter_config(spec: RunSpec) -> dict[str, Any]:
 
 
 def _model_name(source: str) -> str:
-    """Name the base as the Hugging Face hub does, if its folder lies in a cache of that; else by its folder."""
+    """Return the base's name on the Hugging Face hub if its folder is in the hub's cache, else the folder."""
     cached = next((part for part in Path(source).parts if part.startswith("models--")), None)
     return source if cached is None else cached.removeprefix("models--").replace("--", "/", 1)
 
@@ -219,7 +214,7 @@ def _model_name(source: str) -> str:
 def _write_adapters(
     snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes | None
 ) -> tuple[int, int]:
-    """Returns: (bytes of all tensors, files)."""
+    """Write the adapters' file. Returns: (bytes of all tensors, files)."""
     tensors: dict[str, Tensor] = {}
     for number, key in enumerate(snapshot.keys, 1):
         views = adapters_for_peft(snapshot.spec, key, snapshot.read(key), base)
@@ -228,14 +223,14 @@ def _write_adapters(
             on_bytes(number, len(snapshot.keys))
     file = folder / "adapter_model.safetensors"
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    shutil.copymode(folder / "adapter_config.json", file)  # the library lets only its owner read it
+    shutil.copymode(folder / "adapter_config.json", file)  # safetensors makes it readable for its owner only
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()), 1
 
 
 def _write_weights(
     source: _Source, folder: Path, *, dtype: torch.dtype, shard_bytes: int, on_bytes: OnBytes | None
 ) -> tuple[int, int]:
-    """Returns: (bytes of all tensors, files)."""
+    """Write the weights' files. Returns: (bytes of all tensors, files)."""
     spec, keys = source.snapshot.spec, source.snapshot.keys
     layouts = [layer_layout(spec.model.whole, key) for key in keys]
     sizes = {
@@ -258,7 +253,7 @@ def _write_weights(
             if on_bytes is not None:
                 on_bytes(done, total)
         safetensors.torch.save_file(content, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", folder / file)  # the library lets only its owner read it
+        shutil.copymode(folder / "config.json", folder / file)  # safetensors makes it readable for its owner only
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -267,7 +262,7 @@ def _write_weights(
 
 
 def _tensors(source: _Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by Hugging Face name, in the order of the layouts. Each is a copy, so a passed layer is free."""
+    """Yield tensors by Hugging Face name, in order; each is a copy, so that earlier layers can be freed."""
     spec = source.snapshot.spec
     for key in source.snapshot.keys:
         for name, view in layer_layout(spec.model.whole, key).views(source.read(key)).items():
@@ -276,12 +271,12 @@ def _tensors(source: _Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
 
 
 def _is_embedding_again(spec: RunSpec, name: str) -> bool:
-    """Whether the tensor is in the file as the embedding: a tied model's head."""
+    """True for a tied model's head, which is stored as the embedding."""
     return spec.model.tied and name == HEAD_MATRIX
 
 
 def _cut(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Share the tensors out to files in order, as many to a file as fit."""
+    """Distribute the tensors to files in order, as many to a file as fit."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, num_bytes in sizes.items():

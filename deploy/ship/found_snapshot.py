@@ -1,7 +1,7 @@
-"""Finds the newest state of a run on this machine, with which `shoal export` and `shoal generate` begin.
+"""Finds the newest whole snapshot of a run on this machine, for `shoal export` and `shoal generate`.
 
-Peers write their own stage's layers, and copies of others'; `shoal demo` leaves one snapshot of everything. So a
-version is put together from whatever folders have its layers.
+Peers write their own stage's layers and copies of others'; `shoal demo` leaves one snapshot of everything. So a version
+is assembled from all folders that have some of its layers.
 """
 
 import logging
@@ -33,28 +33,27 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 _NAMED_MAX: Final = 3
-"""How many missing layers a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSnapshot:
-    """One version of which every layer is in some folder. Whether it is sound shows when it is read."""
+    """One version with every layer in some folder. Damage shows only when a layer is read."""
 
     run: str
     era: int
     version: int
     spec: RunSpec
     parts: Mapping[str, Sequence[tuple[Disk, PurePosixPath]]]
-    """Layer -> snapshots that have it; their own folders. Units of layers, where the run's experts are placed."""
+    """Layer -> folders of snapshots that have it; units of layers where the run's experts are placed."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         return all_layer_keys(self.spec.model)
 
     def read(self, key: str) -> Tensor:
-        """The layer's parameters, float32 [numel], from the first place where it is sound.
+        """Return a layer's parameters, float32 [numel], from its first undamaged copy.
 
-        Raises: DamagedSnapshot: it is sound nowhere.
+        Raises: DamagedSnapshot: every copy is damaged.
         """
         if key in self.parts:
             return self._read(key)
@@ -71,9 +70,9 @@ class FoundSnapshot:
 
 
 def find_snapshots(wanted: str | os.PathLike[str] = "") -> list[FoundSnapshot]:
-    """Versions of one run that are whole, newest first.
+    """Return the whole versions of one run, newest first.
 
-    Args: wanted: the run, as `look_for` documents it; or a snapshot's own folder, or one with snapshots below it.
+    Args: wanted: a run as in `look_for`; or a snapshot's folder, or one with snapshots below it.
     Raises: LocalError: there is none.
     """
     return snapshots_in(look_for("snapshot", os.fspath(wanted), has=has_snapshots))
@@ -84,8 +83,7 @@ def has_snapshots(folder: Path) -> bool:
 
 
 def snapshots_in(folders: Sequence[Path]) -> list[FoundSnapshot]:
-    """Find what `find_snapshots` finds, below these folders. If there are several runs, it takes the one that was
-    written to last, and a line says so."""
+    """Search these folders for `find_snapshots`. Of several runs it takes the last written one and logs that."""
     where = ", ".join(map(str, folders))
     manifests = [manifest for folder in folders for manifest in _manifests(folder)]
     if not manifests:
@@ -119,7 +117,7 @@ def _manifests(root: Path) -> Iterator[Path]:
 
 
 def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
-    """(when it was written, the disk it is on, what it promises)."""
+    """Return (time of writing, disk, listed content)."""
     folder = manifest.parent.resolve()
     disk = LiveDisk(folder.parent)
     try:
@@ -127,7 +125,7 @@ def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
     except DamagedSnapshot as damage:
         log_damage(damage)
     except FileNotFoundError:
-        pass  # its peer has just removed it, because it has newer ones
+        pass  # just removed by its peer, which has newer ones
     return None
 
 
@@ -142,7 +140,7 @@ def _whole(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> FoundSnapshot | None
 
 
 def _held(spec: RunSpec) -> tuple[str, ...]:
-    """Snapshots that the peers of a run write."""
+    """Return the keys under which the peers of a run store its layers."""
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)
 
 

@@ -1,4 +1,4 @@
-"""`shoal generate` lets a model write, and shows the text as it comes: a text, or the answer to what a user asks."""
+"""Generates text with a model and yields it as it comes: a continuation, or an answer (`shoal generate`)."""
 
 import contextlib
 import itertools
@@ -16,27 +16,27 @@ from shoal.peer.model.generate import Sampler
 from shoal.protocol.errors import DataError, LocalError
 
 _CONFIGS: Final = ("config.json", "generation_config.json")
-"""Files beside a tokenizer.json that name the tokens at which the model ends."""
+"""Files beside a tokenizer.json that name the end tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How a model is asked, and where what it writes is at an end."""
+    """How to prompt a model, and how its answer ends."""
 
     template: ChatTemplate | None = None
-    """It writes what the user asks. None: the model goes on with the text as it is."""
+    """The chat template of a model that answers; None: the model continues the text."""
     end_tokens: frozenset[int] = frozenset()
     end_text: str = ""
-    """The end of a turn, where it is no token of its own: bytes write it letter by letter."""
+    """The end of a turn as text, if it is not a single token: models on bytes write it letter by letter."""
 
 
 def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None = None) -> Manner:
-    """Find out how the model wants to be asked.
+    """Determine how to prompt the model.
 
     Args:
-        chat: None: as its run has trained it.
-        tokenizer: where the run's tokenizer.json is, if not where its spec says.
-    Raises: DataError: there is no chat template, or it is none. LocalError: a config cannot be read.
+        chat: None: as in the run's training.
+        tokenizer: path of the run's tokenizer.json, if not the spec's.
+    Raises: DataError: there is no valid chat template. LocalError: a config cannot be read.
     """
     spec, vocabulary = predictor.spec, predictor.tokenizer
     if spec is None:
@@ -51,7 +51,7 @@ def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None
         template = load_template(path)
         end_text = template.end_of_turn()
     elif path is not None:
-        with contextlib.suppress(DataError):  # a model of text needs no template
+        with contextlib.suppress(DataError):  # a text model needs no template
             end_text = load_template(path).end_of_turn()
     token = _token_of(end_text, vocabulary)
     if token is not None:
@@ -62,13 +62,14 @@ def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None
 def write(
     predictor: Predictor, prompt: str, num_tokens: int, sampler: Sampler, manner: Manner | None = None
 ) -> Iterator[str]:
-    """Sample up to `num_tokens` tokens behind `prompt` and give their text in parts, as it comes; end early where the
-    model ends the text or its turn.
+    """Sample up to `num_tokens` tokens after `prompt` and yield their text as it comes; stop when the model ends the
+    text or its turn.
 
-    The text may have control characters that a terminal would obey. An empty prompt begins a new document.
-    Args: manner: None: what `manner_of` finds.
-    Raises: LocalError: the prompt has tokens that the model does not know, or nothing is asked. DataError: the chat
-        template refuses the prompt, or `manner_of` does.
+    The text may contain terminal control characters. An empty prompt begins a new document.
+
+    Args: manner: None: use `manner_of`.
+    Raises: LocalError: the prompt has tokens that the model does not know, or is empty for a chat model. DataError: the
+    chat template refuses the prompt, or `manner_of` fails.
     """
     manner = manner or manner_of(predictor, chat=None)
     tokenizer = predictor.tokenizer
@@ -96,7 +97,7 @@ def _write(
 
 
 def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
-    """The parts up to where `end` stands in them; what may be its beginning waits for the next part."""
+    """Yield the text before `end`; a possible beginning of `end` is held back until the next part."""
     if not end:
         yield from parts
         return
@@ -127,11 +128,11 @@ def _ends_in_configs(folder: Path, tokenizer: Tokenizer) -> set[int]:
 
 
 def _token_of(text: str, tokenizer: Tokenizer) -> int | None:
-    """The one token that the text is; None: it is none, or several."""
+    """Return the single token of the text; None if it has none or several."""
     tokens = tokenizer.encode([text], special=True)[0].tolist()
     return tokens[0] if len(tokens) == 1 else None
 
 
 def fit_for_terminal(text: str) -> str:
-    """The text without control characters: an untrained model writes anything, the terminal's commands too."""
+    """Return the text without control characters: an untrained model may write terminal commands."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)

@@ -1,7 +1,7 @@
-"""Turns our model into a Hugging Face `config.json` and back, for all families of `protocol/decoder.py`.
+"""Converts between our `ModelSpec` and a Hugging Face `config.json`, for all families of `protocol/decoder.py`.
 
-Its table says which switches a family has, `_READ` how a config says each, `_switches_written` how ours does.
-Tensor names and shapes are theirs already (`protocol/tensors.py`), so nothing here says a weight's name.
+That module's table lists the switches of each family; `_READ` reads them from a config, `_switches_written` writes
+them. Tensor names and shapes already are Hugging Face's (`protocol/tensors.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +14,10 @@ from shoal.protocol.limits import LAYERS_MAX
 from shoal.protocol.spec import ModelSpec
 
 _CONTEXT_MAX: Final = 1024
-"""How many tokens a sample has by default, of models that could take more: activations grow with it."""
+"""The largest default context, for models that allow more: activations grow with it."""
 _SAID_CHARS_MAX: Final = 80
 _IGNORED: Final = ("rotary_emb.inv_freq",)
-"""Tensors to ignore: older files have the rotary frequencies, which follow from the config."""
+"""Tensors to ignore: older files contain the rotary frequencies, which follow from the config."""
 _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {**FAMILIES, **EXPERT_FAMILIES}
 _ARCHITECTURES: Final = {
     "llama": "LlamaForCausalLM",
@@ -48,14 +48,14 @@ _SILENT: Final[Mapping[str, Mapping[str, Any]]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
     "qwen3_moe": {"sliding_window": 4096, "router_aux_loss_coef": 0.001, "norm_topk_prob": False},
 }
-"""What `transformers` takes where a family's config says nothing, if that is not what all families take."""
+"""The defaults of `transformers` for fields that a family's config omits, where they differ between families."""
 _ROPE_KINDS: Final = ("linear", "llama3", "yarn")
 _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
 
 
 def config_of(model: ModelSpec, *, dtype: str, begin_of_text: int | None, end_of_text: int | None) -> dict[str, Any]:
-    """The content of the `config.json` that `transformers` reads."""
+    """Return the content of a `config.json` for `transformers`."""
     family = model.family
     return {
         "architectures": [_ARCHITECTURES[family]],
@@ -106,16 +106,16 @@ def tokenizer_config_of(model: ModelSpec, *, begin_of_text: str | None, end_of_t
 
 
 def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bool = False) -> ModelSpec:
-    """The model that a `config.json` describes.
+    """Return the model that a `config.json` describes.
 
     Args:
         context: tokens of a sample; None: what the config allows, at most 1,024.
-        untie: a head that is the embedding becomes a layer of its own.
-    Raises: LocalError: our model cannot be that one; the line says why.
+        untie: make a head tied to the embedding a layer of its own.
+    Raises: LocalError: our model cannot represent it; the line says why.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _SWITCHES:
-        raise LocalError(f"model_type {_said(kind)!r} is none of {', '.join(_SWITCHES)}, which are what shoal trains")
+        raise LocalError(f"shoal does not train models of model_type {_said(kind)!r}, only {', '.join(_SWITCHES)}")
     for name in ("num_attention_heads", "hidden_size", "head_dim"):
         if not isinstance(config.get(name, 0), int | None):
             raise LocalError(f"config.json cannot be read: {name} is {_said(config[name])}")
@@ -138,17 +138,17 @@ def model_of(config: Mapping[str, Any], *, context: int | None = None, untie: bo
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the model's head is its embedding."""
+    """True if head and embedding share one matrix."""
     return bool(_Said(config)("tie_word_embeddings"))
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a tensor of the file means nothing to a model."""
+    """True if a tensor of the file is not part of the model."""
     return name.endswith(_IGNORED)
 
 
 class _Said:
-    """What a config says, or `transformers` takes where it says nothing."""
+    """Looks up a config's fields, with the defaults of `transformers`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.kind = str(config.get("model_type"))
@@ -164,8 +164,7 @@ class _Said:
         return int(self._config["num_hidden_layers"])
 
     def rope(self, layers: str = _FULL) -> dict[str, Any]:
-        """Give `rope_theta`, `rope_type` and what scales it, of the layers of this type, wherever this version of
-        `transformers` has put them."""
+        """Return RoPE fields of layers of this type, from the format of any version of `transformers`."""
         found = self("rope_parameters") or self("rope_scaling") or {}
         found = dict(found) if isinstance(found, Mapping) else {}
         if isinstance(found.get(_FULL), Mapping) or isinstance(found.get(_SLIDING), Mapping):
@@ -178,7 +177,7 @@ class _Said:
         return found
 
     def layer_types(self) -> list[str]:
-        """Which layers look back through a window."""
+        """Return each layer's attention type: full, or a sliding window."""
         types, count = self("layer_types"), min(self.num_layers, LAYERS_MAX)
         if isinstance(types, list):
             return [str(kind) for kind in types[:count]]
@@ -199,7 +198,6 @@ class _Said:
 
 
 def _fields(said: _Said, context: int) -> dict[str, Any]:
-    """Give the fields of `ModelSpec`."""
     heads, dim = int(said("num_attention_heads")), int(said("hidden_size"))
     head_dim = int(said("head_dim") or 0)
     fields: dict[str, Any] = {
@@ -254,10 +252,8 @@ def _read_rope(said: _Said) -> RopeScaling | None:
 
 
 def _attention_factor(found: Mapping[str, Any], factor: float) -> float | None:
-    """Yarn's factor of cosines and sines, which some configs (DeepSeek's) give as `mscale` over `mscale_all_dim`.
-
-    Returns: None if it is the one that follows from `factor` anyway (`yarn_factor`).
-    """
+    """Return Yarn's factor of cosines and sines, which some configs (DeepSeek's) give as `mscale` over
+    `mscale_all_dim`; None if it is the default, `yarn_factor(factor)`."""
     given = found.get("attention_factor")
     above, below = (float(found.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
     if given is None and above and below:
@@ -284,12 +280,12 @@ _READ: Final[Mapping[str, Callable[[_Said], Any]]] = {
     "attention_softcap": lambda said: float(said("attn_logit_softcapping") or 0.0),
     "logit_softcap": lambda said: float(said("final_logit_softcapping") or 0.0),
 }
-"""A switch of which a family may have several values -> how a config says it."""
+"""Switch that a family may set to several values -> its reader."""
 _ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def _rope_written(model: ModelSpec) -> dict[str, Any]:
-    """Versions before 5 read `rope_theta` and `rope_scaling`, later ones `rope_parameters`."""
+    """Return RoPE fields for `transformers` before 5 (`rope_theta`, `rope_scaling`) and after (`rope_parameters`)."""
     scaling, window_theta = model.decoder.rope, model.decoder.window_rope_theta
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling is not None:
@@ -356,12 +352,12 @@ def _experts_written(model: ModelSpec) -> dict[str, Any]:
 
 
 def _said(value: object) -> str:
-    """A value of a file as a message shows it, no longer than a name."""
+    """Return a value of a file for a message, at most as long as a name."""
     return printable(value if isinstance(value, str) else repr(value))[:_SAID_CHARS_MAX]
 
 
 def _troubles(said: _Said) -> list[str]:
-    """The features of the config that our model does not have."""
+    """Return the features of the config that our model lacks."""
     heads, dim, head_dim = (said(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
     switches = said.switches
     ropes = [said.rope()] + ([said.rope(_SLIDING)] if "window_rope_theta" in switches else [])
@@ -388,7 +384,7 @@ def _troubles(said: _Said) -> list[str]:
         ),
         (types, f"it has layers of type {_said(types[0]) if types else ''}"),
         (said("attn_logit_softcapping") and "attention_softcap" not in switches, "its attention scores are capped"),
-        (said("use_bidirectional_attention"), "its tokens look at those behind them"),
+        (said("use_bidirectional_attention"), "its attention is bidirectional"),
         (experts and not said("norm_topk_prob"), "the weights of a token's experts need not add up to 1"),
         (
             experts and (said("mlp_only_layers") or said("decoder_sparse_step") not in (None, 1)),

@@ -1,10 +1,10 @@
-"""`shoal import` makes a run that begins with the weights of a Hugging Face folder, instead of with its seed.
+"""Makes a run with the weights of a Hugging Face folder as initial weights (`shoal import`).
 
-Nothing is copied: the run spec names the folder and has a digest of every layer, the host reads the layers from there
-when peers ask, and each peer checks what it gets. So the folder must stay where it is until the run has gone on.
+Nothing is copied: the run spec names the folder and has a digest of every layer. The host reads layers from there when
+peers ask, and each peer checks them. So the folder must stay in place until the run has started.
 
-Where adapters are trained the model is their base, and the digests are of its layers as the base stores them. Then
-anybody who has such a folder can take part without fetching it.
+In a run with adapters the model is their base, and the digests are of its layers in the base's stored form. Then peers
+that have such a folder need not download it.
 """
 
 import asyncio
@@ -32,24 +32,23 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
 
 OnLayer = Callable[[int, int], None]
-"""A function that is told how many layers are read, of how many."""
+"""Takes (read layers, all layers)."""
 
 _NAMED_MAX: Final = 3
-"""How many tensors a message names."""
 _NAME_CHARS_MAX: Final = 80
 _DIMS_MAX: Final = 8
 _SMALLEST: Final = "layers.0"
-"""The layer by which a copy is told from a model of the same shape: smaller than embedding and head."""
+"""The layer that identifies a copy among models of the same shape: smaller than embedding and head."""
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
-"""The dtypes that weights may have: whole numbers would be read without a word, and mean something else."""
+"""The allowed dtypes of weights; integers are refused, since their conversion would silently be wrong."""
 
 
 class FolderWeights:
-    """Implements `InitialWeights` on a folder in Hugging Face's layout. Where its head is its embedding, both of our
-    layers are read from the one matrix.
+    """Implements `InitialWeights` on a folder in Hugging Face's layout. For a tied head both of our layers are read
+    from one matrix.
 
-    Raises: LocalError: its tensors are not those of `model`, or there are none in safetensors form.
+    Raises: LocalError: its tensors are not those of `model`, or are not in safetensors format.
     """
 
     def __init__(self, folder: Path, model: ModelSpec) -> None:
@@ -57,7 +56,7 @@ class FolderWeights:
         self._model = model
         self._file_of = _tensor_files(folder)
         self._stored: dict[str, str] = {}
-        """Tensors that the folder has under another name."""
+        """Our tensor name -> the folder's, where they differ."""
         if has_tied_head(folder):
             self._stored[HEAD_MATRIX] = EMBEDDING_MATRIX
             if EMBEDDING_MATRIX in self._file_of:
@@ -75,7 +74,7 @@ class FolderWeights:
         return {key: await asyncio.to_thread(self.layer, key) for key in known}
 
     def layer(self, key: str) -> Tensor:
-        """float32 [numel]. Raises: LocalError: a file cannot be read, or a shape is another."""
+        """Return a layer, float32 [numel]. Raises: LocalError: a file cannot be read, or a shape or value is wrong."""
         layout = layer_layout(self._model, key)
         tensors: dict[str, Tensor] = {}
         if 2 * _FP32_BYTES * layout.numel > (free := free_memory_bytes()):
@@ -104,7 +103,7 @@ class FolderWeights:
 
 
 class FolderBase:
-    """Implements `InitialWeights` for a run with adapters: the layers of a folder as their base stores them."""
+    """Implements `InitialWeights` for a run with adapters: a folder's layers in the base's stored form."""
 
     def __init__(self, weights: FolderWeights, spec: RunSpec) -> None:
         self._weights = weights
@@ -115,7 +114,7 @@ class FolderBase:
         return {key: await asyncio.to_thread(self.layer, key) for key in known}
 
     def layer(self, key: str) -> Tensor:
-        """Give a layer as `stored_base` has it. Raises: LocalError: as `FolderWeights.layer`."""
+        """Return a layer in the form of `stored_base`. Raises: LocalError: as `FolderWeights.layer`."""
         return stored_base(self._spec, key, self._weights.layer(key))
 
     def digests(self, on_layer: OnLayer | None = None) -> tuple[str, ...]:
@@ -136,18 +135,18 @@ def import_model(
     steps_of: Callable[[RunSpec], int] | None = None,
     on_layer: OnLayer | None = None,
 ) -> RunSpec:
-    """A run spec that begins with the weights in `folder`.
+    """Return a run spec whose initial weights are those in `folder`.
 
     Args:
-        base: where everything comes from that the folder does not say; None: what suits fine-tuning.
-        source: what to train on; empty: what `base` says.
-        format: whether that is conversations; None: what `base` says.
+        base: the spec of everything that the folder does not determine; None: defaults for fine-tuning.
+        source: the training text; empty: that of `base`.
+        format: of the text; None: that of `base`.
         context: tokens of a sample; None: what the model allows, at most 1,024.
-        stages: `swarm.stages`; None: what `base` says, or "auto".
-        untie: a head that is the embedding becomes a layer of its own, which begins with the same weights.
-        adapter: what is trained beside the model's weights; None: what `base` says, or all weights.
-        steps_of: it looks at the run's text and says how many steps suit it. It is asked before the weights are read.
-    Raises: LocalError: this is no model that shoal can train; the line says why. DataError: its tokenizer.
+        stages: `swarm.stages`; None: that of `base`, or "auto".
+        untie: make a head tied to the embedding a layer of its own, initially equal.
+        adapter: the adapters to train; None: those of `base`, or all weights.
+        steps_of: returns the number of steps that suit the run's text; called before the weights are read.
+    Raises: LocalError: shoal cannot train this model; the line says why. DataError: its tokenizer.
     """
     folder = folder.expanduser().resolve()
     adapts = adapter is not None or (base is not None and base.adapter is not None)
@@ -195,9 +194,9 @@ def _digests(layer: Callable[[str], Tensor], model: ModelSpec, on_layer: OnLayer
 
 
 def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeights | FolderBase | None:
-    """The weights that the host's run begins with, every layer checked; None if the seed makes them.
+    """Return the initial weights of the host's run, every layer checked; None if they come from the seed.
 
-    Raises: LocalError: they are not there, or not what they were.
+    Raises: LocalError: they are missing or changed.
     """
     if not spec.initial.digests:
         return None
@@ -210,11 +209,10 @@ def open_initial(spec: RunSpec, on_layer: OnLayer | None = None) -> FolderWeight
 
 
 def open_copy(spec: RunSpec, folder: Path | None) -> FolderBase | None:
-    """A copy of the base on this machine, whose layers are compared with the run's digests when they are read.
+    """Return a copy of the base on this machine, or None. Its layers are compared with the run's digests when read.
 
-    Args: folder: where it is; None: wherever the Hugging Face cache has a model of that shape.
-    Returns: None: there is none.
-    Raises: LocalError: what is in `folder` is no such model, or the run has no base.
+    Args: folder: the copy's; None: search the Hugging Face cache for a model of that shape.
+    Raises: LocalError: `folder` is not such a model, or the run has no base.
     """
     if folder is not None:
         if spec.adapter is None or not spec.initial.digests:
@@ -234,7 +232,7 @@ def open_copy(spec: RunSpec, folder: Path | None) -> FolderBase | None:
 
 
 def has_tied_head(folder: Path) -> bool:
-    """Whether the model of this folder has one matrix for embedding and head."""
+    """True if this folder's model has one matrix for embedding and head."""
     folder = folder.expanduser().resolve()
     return (folder / "config.json").exists() and is_tied(read_json(own_file(folder, "config.json")))
 
@@ -249,7 +247,7 @@ def _for_fine_tuning(name: str, model: ModelSpec) -> RunSpec:
 
 
 def _with_steps(spec: RunSpec, steps: int, *, adapts: bool) -> RunSpec:
-    """Weights that are good already want small steps, and no pull towards zero."""
+    """Set the number of steps and an optimizer for fine-tuning: a low learning rate and no weight decay."""
     tokens = float(spec.tokens_per_step)
     rate = learning_rate_of(
         size_of(spec), tokens_per_step=tokens, steps=steps, optimizer="adamw", tunes=True, adapts=adapts
@@ -264,7 +262,7 @@ def _with_steps(spec: RunSpec, steps: int, *, adapts: bool) -> RunSpec:
 
 
 def tokenizer_of(folder: Path, model: ModelSpec) -> str:
-    """The value of `data.tokenizer`. Raises: DataError."""
+    """Return the value of `data.tokenizer`. Raises: DataError."""
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):
         if model.vocab_size == 256:
@@ -280,7 +278,7 @@ def tokenizer_of(folder: Path, model: ModelSpec) -> str:
 
 
 def _is_bytes(data: bytes) -> bool:
-    """Whether the tokenizer is the one that `shoal export` writes, maybe saved again by others."""
+    """True if the tokenizer is the byte tokenizer that `shoal export` writes, possibly re-saved."""
     try:
         ours, found = (msgspec.json.decode(text) for text in (byte_tokenizer_json(), data))
         return bool(found["model"]["vocab"] == ours["model"]["vocab"] and not found["model"]["merges"])
@@ -289,7 +287,6 @@ def _is_bytes(data: bytes) -> bool:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> its file."""
     found: dict[str, Path] = {}
     for file in tensor_files(folder):
         try:
@@ -301,7 +298,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _check_tensor(name: str, said: Any, shape: tuple[int, ...]) -> None:
-    """Check a tensor before it is read, which may take all memory. Raises: ValueError."""
+    """Check a tensor's shape and dtype before reading, which could exhaust the memory. Raises: ValueError."""
     if tuple(said.get_shape()) != shape:
         raise ValueError(f"{name} must have shape {shape}, has {tuple(said.get_shape()[:_DIMS_MAX])}")
     if said.get_dtype() not in _DTYPES:

@@ -1,7 +1,7 @@
-"""Asks a model the questions of lm-eval's tasks: multiple choice, perplexity of documents, and what it writes.
+"""Runs lm-eval's tasks on a model: multiple choice, perplexity of documents, and generation.
 
-lm-eval makes the questions and counts the answers; here is what it asks of a model. Its data sets come from the hub, or
-from files that a task of one's own names.
+lm-eval makes the questions and scores the answers; this module answers them. Data sets come from the hub, or from files
+named by the user's own tasks.
 """
 
 import importlib.util
@@ -21,11 +21,11 @@ from shoal.peer.model.generate import Sampler
 from shoal.protocol.errors import LocalError
 
 _WRITTEN_MAX = 256
-"""Tokens that a model writes where its task does not say how many."""
+"""Tokens to generate where the task does not say."""
 
 
 def check_library() -> None:
-    """Raises: LocalError: lm-eval is not installed."""
+    """Check that lm-eval is installed. Raises: LocalError: it is not."""
     if importlib.util.find_spec("lm_eval") is None:
         raise LocalError("--tasks needs the lm-eval library: pip install lm-eval")
 
@@ -36,11 +36,11 @@ def task_scores(
     """Run tasks on a model.
 
     Args:
-        include: a folder with tasks of the user's own, beside lm-eval's.
-        limit: of each task so many examples; 0: all.
-        shots: examples before each question; None: what the task says.
-    Returns: a score for each task and each of its metrics.
-    Raises: LocalError: there is no such task, or it cannot be run; the line says why.
+        include: a folder with the user's own tasks, in addition to lm-eval's.
+        limit: examples per task; 0: all.
+        shots: examples before each question; None: the task's default.
+    Returns: a score for each task and metric.
+    Raises: LocalError: there is no such task, or it cannot run; the line says why.
     """
     check_library()
     import lm_eval
@@ -64,7 +64,7 @@ def task_scores(
         )
     except LocalError:
         raise
-    except Exception as error:  # data sets, the network, a task's own code: anything may be raised
+    except Exception as error:  # data sets, the network or a task's code may raise anything
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise LocalError(f"lm-eval cannot run {', '.join(tasks)}: {reason}") from error
     return _scores(found)
@@ -91,12 +91,11 @@ def _scores(found: Mapping[str, Any]) -> list[Score]:
 
 
 def _answering(predictor: Predictor) -> Any:
-    """The model as lm-eval asks it."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows
 
     class Answering(TemplateLM):  # type: ignore[misc]
-        """Implements lm-eval's model on ours."""
+        """Implements lm-eval's model interface with `predictor`."""
 
         @property
         def eot_token_id(self) -> int:
@@ -139,8 +138,7 @@ def _answering(predictor: Predictor) -> Any:
 def _log_likelihoods(
     predictor: Predictor, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[tuple[float, bool]]:
-    """Returns: for each (tokens before, tokens asked for) the log of how likely those are, and whether each of them is
-    the likeliest."""
+    """Return for each (context, asked tokens) their log-likelihood, and True if each is the most likely token."""
     T = predictor.model.context
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     rows = [([*before, *after][-(T + 1) :], min(len(after), T)) for before, after in pairs]
@@ -152,7 +150,7 @@ def _log_likelihoods(
         at += len(chosen)
         tokens_BT = torch.zeros(len(chosen), longest, dtype=torch.int64)
         targets_BT = torch.full_like(tokens_BT, IGNORED)
-        for row, i in enumerate(chosen):  # what is behind a row's end nobody looks at
+        for row, i in enumerate(chosen):  # padding after a row's end is never read
             tokens, num = rows[i]
             end = len(tokens) - 1
             tokens_BT[row, :end] = torch.tensor(tokens[:-1])
@@ -164,12 +162,12 @@ def _log_likelihoods(
 
 
 def _written(predictor: Predictor, prompt: list[int], how: Mapping[str, Any]) -> str:
-    """What the model writes until one of the texts at which the task stops, which it is without."""
+    """Return the generated text up to, and without, one of the task's stop texts."""
     until = how.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
     num, detokenizer, text = int(how.get("max_gen_toks") or _WRITTEN_MAX), Detokenizer(predictor.tokenizer), ""
-    # As lm-eval's own models do it: the end of a prompt that leaves room for the answer.
+    # Like lm-eval's own models, keep the end of a prompt that is too long to leave room for the answer.
     prompt = prompt[-max(1, predictor.model.context - num) :] or [int(predictor.tokenizer.separator[-1])]
     sampler = Sampler(temperature=temperature, seed=0)
     for token in islice(predictor.stream(prompt, sampler), num):

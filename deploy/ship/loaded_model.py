@@ -1,4 +1,4 @@
-"""A trained model in memory with its vocabulary, from a snapshot of a run or from a folder that transformers loads."""
+"""Loads a trained model with its vocabulary, from a run's snapshot or a transformers folder."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     name: str
     snapshot: FoundSnapshot | None
-    """None: it is a folder, which does not say what it was trained on."""
+    """None: the model comes from a folder, which does not say what it was trained on."""
 
     @property
     def spec(self) -> RunSpec | None:
@@ -79,25 +79,25 @@ def load_model(
     base: Path | None = None,
     context: int | None = None,
 ) -> LoadedModel:
-    """Read a model.
+    """Load a model.
 
     Args:
-        wanted: as of `find_snapshots`; or a model's folder, with a config.json.
-        tokenizer: where a run's tokenizer.json is, if not where its spec says.
-        base: where the model is that the run's adapters stand beside, if it has any and they are not found.
-        context: the most tokens that a model's folder is to be asked about at once; None: at most 1,024.
-    Raises: LocalError: there is none, or it is none that shoal knows. DataError: its tokenizer.
+        wanted: as in `find_snapshots`; or a model's folder, with a config.json.
+        tokenizer: path of the run's tokenizer.json, if not the spec's.
+        base: the user's path of the adapters' base model; None: search for it.
+        context: the context of a model's folder; None: at most 1,024.
+    Raises: LocalError: there is none, or shoal does not support it. DataError: its tokenizer.
     """
     folders = look_for("snapshot", os.fspath(wanted), has=lambda path: _is_model(path) or has_snapshots(path))
     if _is_model(folders[0]):
         if base is not None:
-            raise LocalError(f"{folders[0]} is a whole model, beside which no adapters stand: leave --base out")
+            raise LocalError(f"{folders[0]} is a whole model without adapters: leave --base out")
         return _from_folder(folders[0].resolve(), device, context)
     return first_sound(snapshots_in(folders), device=device, tokenizer=tokenizer, base=base)
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether it is a model's folder, and no snapshot."""
+    """True if it is a model's folder, not a snapshot."""
     return (folder / "config.json").exists() and not (folder / MANIFEST).exists()
 
 
@@ -108,7 +108,7 @@ def first_sound(
     tokenizer: Path | None = None,
     base: Path | None = None,
 ) -> LoadedModel:
-    """The first of `snapshots` that is sound. Args and errors as of `load_model`."""
+    """Load the first undamaged one of `snapshots`. Args and errors as in `load_model`."""
     damaged: DamagedSnapshot | None = None
     for snapshot in snapshots:
         vocabulary = load_tokenizer(snapshot.spec.data, path=tokenizer)

@@ -1,6 +1,6 @@
-"""The card of an exported model: where it comes from, for people (`README.md`) and for programs (`shoal.json`).
+"""Writes the card of an exported model: its origin, for people (`README.md`) and programs (`shoal.json`).
 
-Local paths are named by their last part: whoever publishes a model need not publish what their folders are called.
+Local paths are reduced to their last part, so that publishing a model does not reveal folder names.
 """
 
 import importlib.metadata
@@ -24,15 +24,15 @@ from shoal.protocol.spec import RunSpec
 
 PROVENANCE: Final = "shoal.json"
 _LICENCE_FILES: Final = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]{0,40}", re.IGNORECASE)
-"""Files of the base that every copy of its weights must have beside it."""
+"""Files of the base that must accompany every copy of its weights."""
 
 
 class DataSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A source that the run read."""
+    """One source of the run's text."""
 
     source: str
     digest: str
-    """BLAKE3 of its text as tokens, and of what is learnt of it; empty: it is not known."""
+    """BLAKE3 of its tokens and of which of them are learnt; empty: unknown."""
     format: str
     weight: float
     subset: str = ""
@@ -40,7 +40,7 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that the run began with."""
+    """The run's initial model."""
 
     name: str
     licence: str
@@ -49,31 +49,31 @@ class Base(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a model comes from."""
+    """The origin of a model."""
 
     shoal: str
-    """The version that wrote this."""
+    """The version of shoal that wrote this."""
     run: str
     name: str
     era: int
     steps: int
-    """Steps that the weights have been through, of `steps_planned`."""
+    """Steps done, of `steps_planned`."""
     steps_planned: int
     tokens: int
-    """Tokens that these steps have read, of samples that were left over too."""
+    """Tokens of these steps, given-up microbatches included."""
     parameters: int
     base: Base | None
-    """None: the run began with weights from its seed."""
+    """None: initial weights from the seed."""
     sources: tuple[DataSource, ...]
     tokenizer_digest: str
     """BLAKE3 of the tokenizer.json; empty for bytes."""
     contributors: int | None
-    """Peers that took part, as far as the record on this machine knows. None: there is no record here."""
+    """Peers that took part, according to this machine's records; None: there is no record here."""
     evaluations: tuple[Score, ...]
 
 
 def provenance_of(snapshot: FoundSnapshot) -> Provenance:
-    """What is known on this machine of where a snapshot comes from."""
+    """Return what this machine knows about a snapshot's origin."""
     spec, initial = snapshot.spec, snapshot.spec.initial
     base = None
     if initial.digests:
@@ -96,10 +96,10 @@ def provenance_of(snapshot: FoundSnapshot) -> Provenance:
 
 
 def card_files(snapshot: FoundSnapshot, *, library: str) -> dict[str, bytes]:
-    """The files about a snapshot, by name, that its export has besides the model: the card, its facts, the licence of
-    the base as far as that is on this machine.
+    """Return name -> content of an export's files about the model: the card, its facts, and the base's licence if it is
+    on this machine.
 
-    Args: library: what loads the export, "transformers" or "peft".
+    Args: library: that loads the export, "transformers" or "peft".
     """
     found = provenance_of(snapshot)
     facts = msgspec.json.format(msgspec.json.encode(found)) + b"\n"
@@ -107,14 +107,14 @@ def card_files(snapshot: FoundSnapshot, *, library: str) -> dict[str, bytes]:
 
 
 def card(found: Provenance, *, library: str) -> str:
-    """The README.md."""
+    """Return the README.md."""
     base = found.base
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["shoal"]}
     if base is not None:
         front |= {"base_model": base.name} | ({"license": base.licence} if base.licence else {})
     if hub := [one.source.removeprefix(HUB) for one in found.sources if one.source.startswith(HUB)]:
         front["datasets"] = hub
-    # A JSON text is a YAML one.
+    # JSON is valid YAML.
     head = [f"{name}: {msgspec.json.encode(value).decode()}" for name, value in front.items()]
     lines = ["---", *head, "---", "", f"# {printable(found.name)}", ""]
     lines += [_how_it_came_to_be(found, is_adapter=library == "peft"), "", "| | |", "|---|---|", *_facts(found)]
@@ -173,7 +173,7 @@ def _row(score: Score) -> str:
 
 def _licence(found: Provenance) -> str:
     if found.base is None:
-        return "Those who trained it have not said one here."
+        return "It was not stated when the model was exported."
     if found.base.licence:
         return f"{printable(found.base.licence)}, that of {printable(found.base.name)}. Its terms go with this model."
     return f"That of {printable(found.base.name)}, which its folder does not say: look there before you pass it on."
@@ -196,7 +196,7 @@ def _sources(spec: RunSpec) -> tuple[DataSource, ...]:
 
 
 def _contributors(run: str) -> int | None:
-    """The largest number in any record of the run on this machine: each peer records what it was there for."""
+    """Return the largest number in any local record of the run: each covers only its peer's presence."""
     counts = [len({line.peer for line in read_record(path).peers}) for path in records_of(run)]
     return max(counts, default=0) or None
 

@@ -1,7 +1,7 @@
-"""Decides which files of a model folder that somebody else may have packed are read, and how much of them.
+"""Decides which files of an untrusted model folder are read, and how much of them.
 
-Nothing in it is ever unpickled or unpacked. A link that leads out of the folder could show any file of this machine to
-whoever reads our error message; a device or a pipe has no end; a header may announce what no memory holds.
+Nothing is ever unpickled or unpacked. A link out of the folder could reveal a local file in an error message; a device
+or pipe has no end; a header may declare more than fits into memory.
 """
 
 import os
@@ -16,22 +16,21 @@ from shoal.deploy.words import printable
 from shoal.protocol.errors import LocalError
 
 CONFIG_BYTES_MAX: Final = 4 * 1024 * 1024
-"""The most bytes of a config.json, which has some kilobytes."""
+"""The most bytes of a config.json, which usually has some kilobytes."""
 HEADER_BYTES_MAX: Final = 32 * 1024 * 1024
-"""The most bytes of a file's header, which has names, shapes and places of tensors: of 300,000."""
+"""The most bytes of a safetensors header: names, shapes and offsets of 300,000 tensors."""
 FILES_MAX: Final = 4096
-"""*.safetensors in a folder. A model of 1,000 G parameters has some 200."""
+"""The most *.safetensors in a folder. A model of 1,000 G parameters has about 200."""
 CACHED_MODELS_MAX: Final = 64
-"""Models of a cache that are looked at."""
 _HEADER_LENGTH: Final = struct.Struct("<Q")
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """A file of the folder, to be read.
+    """Return the path of a file in the folder.
 
-    The folder of a Hugging Face cache has links to the files of the model beside it, so it counts with these.
+    A folder in a Hugging Face cache consists of links to files beside it, so those count as inside.
 
-    Raises: LocalError: it is not there, leads elsewhere, or is no file.
+    Raises: LocalError: the file is missing, leads out of the folder, or is not regular.
     """
     path = folder / name
     try:
@@ -49,7 +48,7 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Raises: LocalError: it cannot be read, or has more than a config's size."""
+    """Read a small file. Raises: LocalError: it cannot be read, or is larger than a config."""
     try:
         with path.open("rb") as file:
             raw = file.read(CONFIG_BYTES_MAX + 1)
@@ -61,7 +60,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: LocalError: it cannot be read, or is no JSON object of a config's size."""
+    """Read a JSON object of a config's size. Raises: LocalError: it cannot be read, or is not one."""
     raw = read_bytes(path)
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
@@ -70,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def cached_models() -> list[Path]:
-    """The models in this machine's Hugging Face cache, the ones that were written last first; none if it has none."""
+    """Return the models in this machine's Hugging Face cache, last written first."""
     said = os.environ.get("HF_HUB_CACHE")
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     hub = Path(said) if said else Path(home) / "hub"
@@ -82,9 +81,9 @@ def cached_models() -> list[Path]:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Its *.safetensors, by name, each with a header that is worth reading.
+    """Return the folder's *.safetensors, by name, with checked headers.
 
-    Raises: LocalError: there are none, or too many, or one is none.
+    Raises: LocalError: there are none, too many, or a broken one.
     """
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith((".safetensors", ".bin")))
@@ -119,12 +118,12 @@ def _check_header(path: Path) -> None:
 
 
 def _shown(path: Path) -> str:
-    """The path as a message shows it: a name may have line breaks in it."""
+    """Return the path for a message: a name may contain line breaks."""
     return printable(str(path))
 
 
 def _root(folder: Path) -> Path:
-    """The folder into which a link may lead."""
+    """Return the folder within which links may lead."""
     real = folder.resolve()
     cached = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return real.parent.parent if cached else real

@@ -1,7 +1,7 @@
-"""Puts the stages' snapshots together and lets the model write, at the end of `shoal demo`.
+"""Merges the stages' snapshots and generates a text, at the end of `shoal demo`.
 
-A process of its own (`python -m shoal.deploy.ship.sample`), because it needs torch and its parent must stay light.
-Prints one `Sample` as JSON.
+It runs as a separate process (`python -m shoal.deploy.ship.sample`), because it needs torch and its parent must stay
+small. It prints one `Sample` as JSON.
 """
 
 import argparse
@@ -34,20 +34,20 @@ from shoal.protocol.spec import RunSpec
 
 PROMPT = "def "
 TEMPERATURE = 0.6
-"""Below 1, so that a small model's rarer slips do not hide what it has learned."""
+"""Below 1, so that a small model's rare errors do not hide what it has learned."""
 
 
 class Sample(msgspec.Struct, frozen=True):
     snapshot: str
     version: int
     text: str
-    """The text, with the prompt."""
+    """The generated text with the prompt."""
 
 
 def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
-    """Write one snapshot of the whole model from the newest version of which every layer is sound in some folder.
+    """Write one snapshot of the whole model, of the newest version with an undamaged copy of every layer.
 
-    Returns: its own folder, below `into`.
+    Returns: its folder, below `into`.
     Raises: LocalError: no version is whole.
     """
     found = [(disk, stored) for disk in map(LiveDisk, folders) for stored in list_snapshots(disk, PurePosixPath())]
@@ -68,7 +68,7 @@ def merge_snapshots(folders: Iterable[Path], into: Path) -> Path:
 
 
 def _merge(spec: RunSpec, parts: Sequence[tuple[Disk, StoredSnapshot]]) -> dict[str, LayerState] | None:
-    """Merge all layers, each (or each of its units) from the first sound part; None if one is sound in no part."""
+    """Take each layer (or each of its units) from its first undamaged copy; None if any has none."""
     keys = held_keys(spec.model, placed=spec.swarm.expert_slots > 0)
     if not set(keys) <= {key for _, stored in parts for key in stored.keys}:
         return None
@@ -85,7 +85,7 @@ def _merge(spec: RunSpec, parts: Sequence[tuple[Disk, StoredSnapshot]]) -> dict[
 
 
 def write_sample(path: Path, *, num_tokens: int, seed: int = 0) -> Sample:
-    """Read the whole snapshot at `path` and continue `PROMPT`."""
+    """Load the whole snapshot at `path` and continue `PROMPT`."""
     found = read_snapshot(LiveDisk(path.parent), PurePosixPath(path.name))
     model, base = found.spec.model.whole, BaseModel(found.spec, near=[path]) if found.spec.adapter is not None else None
     params = {

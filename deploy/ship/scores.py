@@ -1,4 +1,4 @@
-"""Keeps what `shoal eval` has found of each version of a run on this machine, for `shoal export` and for people."""
+"""Keeps the results of `shoal eval` for each version of a run, for `shoal export` and for people."""
 
 import time
 from pathlib import Path
@@ -12,18 +12,17 @@ from shoal.protocol.spec import DataSpec
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """How well something is predicted."""
+    """One result of an evaluation."""
 
     name: str
-    """`validation`, the name of a file, or of a task with its metric."""
+    """`validation`, a file's name, or a task's with its metric."""
     loss: float | None = None
     """The mean over `tokens`, in nats a token."""
     perplexity: float | None = None
     tokens: int | None = None
     bits_per_byte: float | None = None
-    """What does not depend on the vocabulary. A text has it."""
+    """The loss of a text in a unit that is independent of the vocabulary."""
     value: float | None = None
-    """What a task's metric says."""
     stderr: float | None = None
     examples: int | None = None
 
@@ -40,7 +39,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_evaluation(run: str, era: int, version: int, scores: list[Score]) -> Path:
-    """Add a line to what is known of the run. Raises: LocalError: it cannot be written."""
+    """Append an evaluation to the run's file. Raises: LocalError: it cannot be written."""
     path = _path(run)
     line = Evaluation(run=run, era=era, version=version, time=time.time(), scores=tuple(scores))
     try:
@@ -53,7 +52,7 @@ def keep_evaluation(run: str, era: int, version: int, scores: list[Score]) -> Pa
 
 
 def evaluations_of(run: str, era: int, version: int) -> list[Score]:
-    """The newest score of each name that is known of a version, in the order in which they came."""
+    """Return the newest score of each name for a version, in the order of their first appearance."""
     found: dict[str, Score] = {}
     for line in evaluations(run):
         if (line.era, line.version) == (era, version):
@@ -62,7 +61,7 @@ def evaluations_of(run: str, era: int, version: int) -> list[Score]:
 
 
 def evaluations(run: str) -> list[Evaluation]:
-    """All that is known of a run. A line that cannot be read is passed over: a crash may have torn it."""
+    """Return all evaluations of a run. Unreadable lines, which a crash may have torn, are skipped."""
     try:
         lines = _path(run).read_bytes().splitlines()
     except OSError:
@@ -77,7 +76,7 @@ def evaluations(run: str) -> list[Evaluation]:
 
 
 def in_words(score: Score) -> str:
-    """A score on one line, for people."""
+    """Format a score as one line for people."""
     parts = []
     if score.loss is not None:
         over = f" over {score.tokens:,} tokens" if score.tokens is not None else ""
@@ -93,7 +92,7 @@ def in_words(score: Score) -> str:
 
 
 def source_names(data: DataSpec) -> list[str]:
-    """What a run's sources are called where others may read it: files by their last part, each name once."""
+    """Return public names of a run's sources: files by their last part, duplicates numbered."""
     names: list[str] = []
     for one in data.each:
         is_known = one.source == PYTHON_LIBRARY or one.source.startswith(HUB)

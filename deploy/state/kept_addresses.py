@@ -1,7 +1,7 @@
-"""Where others find this peer, kept in its state folder: a restart listens where it listened yesterday.
+"""Keeps this peer's ports and dashboard key in its state folder, so that a restart listens where it did before.
 
-Then an invite of yesterday leads to the run of today, also when everybody was off in between, and the dashboard is at
-the address that the browser remembers. What the user asks for by option comes first.
+Old invites then still lead to the run, even after everybody was down, and bookmarks of the dashboard stay valid.
+Options of the user take precedence.
 """
 
 import logging
@@ -19,15 +19,15 @@ _PORT = re.compile(r"^/ip([46])/.*/tcp/([1-9]\d*)$")
 
 
 class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Ports are 0, and the key is empty, where nothing is kept yet."""
+    """The content of the file. Ports are 0 and the key is empty if nothing is kept yet."""
 
     ports: dict[str, int] = {}
-    """The ports of libp2p by IP version: {"4": 43117}. The system chose them, since the user named none."""
+    """IP version -> libp2p port: {"4": 43117}; only ports that the system chose because the user named none."""
     dashboard_port: int = 0
     dashboard_key: str = ""
 
     def fill(self, listen: Sequence[str]) -> tuple[str, ...]:
-        """`listen` (multiaddrs) with the kept port in place of each port 0."""
+        """Return `listen` (multiaddrs) with the kept port in place of each port 0."""
         return tuple(self._filled(address) for address in listen)
 
     def _filled(self, address: str) -> str:
@@ -36,7 +36,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
         return f"{address.removesuffix('0')}{port}" if port else address
 
     def with_ports(self, asked: Sequence[str], listening: Sequence[str]) -> "KeptAddresses":
-        """Args: asked: what the user wants to listen on; listening: what that has become."""
+        """Return a copy with the ports in `listening` where the user `asked` for any port."""
         by_version = {match[1]: int(match[2]) for match in map(_PORT.match, listening) if match}
         any_port = {match[1] for match in map(_ANY_PORT.match, asked) if match}
         ports = {version: port for version, port in by_version.items() if version in any_port}
@@ -44,7 +44,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_addresses(folder: Path) -> KeptAddresses:
-    """Read the file. Nothing is kept where it is missing or damaged, which the log says."""
+    """Read the file. If it is missing or damaged, return an empty one; damage is logged."""
     try:
         return msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=KeptAddresses)
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def load_addresses(folder: Path) -> KeptAddresses:
 
 
 def keep_addresses(folder: Path, kept: KeptAddresses) -> None:
-    """Write the file, which only this user may read, since it has a key. A peer takes part even if the disk fails."""
+    """Write the file, readable for this user only, since it contains a key. A disk failure is only logged."""
     path = folder / FILE_NAME
     beside = path.with_suffix(".new")
     try:

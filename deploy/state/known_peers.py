@@ -1,7 +1,8 @@
-"""Keeps on disk whom this peer has met in a run: a restart finds somebody though the invite's addresses are dead.
+"""Keeps on disk the peers that this peer has met in a run, so that a restart finds one even if the invite's addresses
+are dead.
 
-`RUN/known_peers.json` below the peer's folder, newest first, bounded, replaced as a whole. A peer is its key, so an
-address that leads to somebody else by now does no harm: libp2p's handshake fails.
+The file is `RUN/known_peers.json` in the peer's folder: newest first, bounded, replaced as a whole. A peer is its key:
+if an address now belongs to another peer, libp2p's handshake fails, which does no harm.
 """
 
 import asyncio
@@ -25,19 +26,19 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "known_peers.json"
 KEPT_MAX = 64
 TRIED_MAX = 16
-"""How many peers the transport dials at once; one of those seen last is up unless all of the run is gone."""
+"""Peers to dial at once: one of those seen last is up unless the whole run is down."""
 _FORGOTTEN_S = 30 * 24 * 3600.0
 _LOOK_S = 5.0
 _REWRITE_S = 300.0
-"""How often the file is written only because of times: who is seen changes rarely, when they are seen always."""
+"""The interval of writes that only update times; the set of peers changes rarely."""
 
 
 class KnownPeer(msgspec.Struct, frozen=True):
     peer: PeerID
     addresses: tuple[str, ...]
-    """Multiaddrs with `/p2p/…`, as the peer told them."""
+    """Multiaddrs with `/p2p/…`, as told by the peer."""
     seen_s: float
-    """Seconds since 1970 when we were last connected."""
+    """When we were last connected, in seconds since 1970."""
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -60,7 +61,7 @@ class KnownPeers:
         self._path = PurePosixPath(run, FILE_NAME)
 
     def read(self) -> tuple[KnownPeer, ...]:
-        """The known peers, newest first. There are none if the file is missing or damaged, which the log says."""
+        """Return the known peers, newest first; none if the file is missing or damaged, which is logged."""
         try:
             return msgspec.json.decode(self._disk.read(self._path), type=_File).peers
         except FileNotFoundError:
@@ -70,13 +71,13 @@ class KnownPeers:
             return ()
 
     def note(self, seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> None:
-        """Remember that `seen` are there, and where. Raises: OSError."""
+        """Add the peers `seen` and their addresses. Raises: OSError."""
         content = msgspec.json.encode(_File(merge(self.read(), seen, now_s=now_s)))
         replace_file(self._disk, self._path, msgspec.json.format(content))
 
 
 def all_known(root: Path, run: str) -> tuple[str, ...]:
-    """Addresses from the files of all peers of this user that have been in the run, those seen last first."""
+    """Return addresses from the files of all peers of this user in the run, last seen first."""
     files = [KnownPeers(LiveDisk(path.parent.parent), run) for path in root.glob(f"*/*/{run}/{FILE_NAME}")]
     files += [KnownPeers(LiveDisk(path.parent.parent), run) for path in root.glob(f"*/*/*/{run}/{FILE_NAME}")]
     known = sorted((peer for file in files for peer in file.read()), key=lambda peer: -peer.seen_s)
@@ -84,12 +85,12 @@ def all_known(root: Path, run: str) -> tuple[str, ...]:
 
 
 def ways_to(invite: Invite) -> tuple[str, ...]:
-    """The addresses of an invite, then of those whom any peer of this user has met in its run: for commands."""
+    """Return addresses for a command: the invite's, then those of peers met in its run by this user's peers."""
     return tuple(dict.fromkeys((*invite.addresses, *all_known(places.state_root(), invite.run))))
 
 
 def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> tuple[KnownPeer, ...]:
-    """The peers `seen` now, then those seen before, newest first. Too old ones, and too many, are dropped."""
+    """Return the peers `seen` now, then earlier ones, newest first, without too old ones and at most KEPT_MAX."""
     fresh = [KnownPeer(peer, tuple(seen[peer])[:ADDRESSES_MAX], now_s) for peer in sorted(seen) if seen[peer]]
     former = [peer for peer in known if peer.peer not in seen and now_s - peer.seen_s < _FORGOTTEN_S]
     former.sort(key=lambda peer: (-peer.seen_s, peer.peer))
@@ -97,16 +98,17 @@ def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, n
 
 
 def whom_to_try(invited: Sequence[str], known: Sequence[KnownPeer], *, me: PeerID) -> tuple[str, ...]:
-    """The addresses of an invite and of those seen last, each once."""
+    """Return the invite's addresses and those of the peers seen last, each once."""
     remembered = [address for peer in known[:TRIED_MAX] for address in peer.addresses]
     return tuple(address for address in dict.fromkeys((*invited, *remembered)) if split_address(address)[1] != me)
 
 
 def whom_to_name(own: Sequence[str], others: Mapping[PeerID, Sequence[str]], *, num_peers: int) -> tuple[str, ...]:
-    """The addresses for an invite by `num_peers` peers: ours, and one each of others, while there is room.
+    """Return the addresses of an invite that names up to `num_peers` peers: our own, and one each of others while there
+    is room.
 
-    Of the others those that are reached from farther away come first; who is only on this machine counts as nobody
-    unless we are, too.
+    Peers that are reachable from farther away come first. A peer with only a loopback address is left out unless ours
+    is one too.
     """
     ours = worth_telling(own)
     best = {peer: worth_telling(addresses)[:1] for peer, addresses in sorted(others.items())}
@@ -122,7 +124,7 @@ async def keep(
     *,
     run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
 ) -> None:
-    """Write down who is connected, for as long as this runs. A disk that fails is no reason to stop taking part."""
+    """Write down the connected peers until cancelled. A disk failure is only logged."""
     written: dict[PeerID, Sequence[str]] = {}
     written_s = clock.now_s()
     while True:
@@ -134,5 +136,5 @@ async def keep(
                 await run_blocking(lambda seen=seen, now_s=now_s: file.note(seen, now_s=now_s))  # type: ignore[misc]
                 written, written_s = dict(seen), clock.now_s()
             except OSError as error:
-                logger.warning("who is in the run could not be written down: %s", error)
+                logger.warning("the peers of the run could not be written down: %s", error)
         await asyncio.sleep(_LOOK_S)

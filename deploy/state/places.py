@@ -1,8 +1,8 @@
-"""Says where shoal keeps things on this machine: one folder per peer, and a note for each run that is up right now.
+"""Locates shoal's files on this machine: one folder per peer, and a note for each run that is up.
 
-Everything is under `$XDG_STATE_HOME/shoal` (`~/.local/state/shoal`), because it is state that a restart wants back
-(identity, highest plan obeyed, snapshots) and not configuration. Nobody else on this machine may read it: whoever
-reads an invite may join, and whoever reads a snapshot has the weights.
+Everything is under `$XDG_STATE_HOME/shoal` (`~/.local/state/shoal`), because it is state needed by a restart (identity,
+highest plan obeyed, snapshots) and not configuration. No other user may read it: an invite lets its reader join, and a
+snapshot contains the weights.
 """
 
 import contextlib
@@ -24,25 +24,24 @@ from shoal.protocol.errors import LocalError
 logger = logging.getLogger(__name__)
 
 _IDENTITY = "identity.key"
-"""The file in a peer's folder that has its key."""
 _OTHERS = 0o077
-"""Permissions of the group and of everybody."""
+"""Permission bits of the group and of others."""
 
 
 def state_root() -> Path:
-    """The folder of everything shoal remembers for this user."""
+    """Return the folder of all state of this user."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "shoal"
 
 
 def cache_root() -> Path:
-    """The folder of what can be made again: prepared text."""
+    """Return the folder of reproducible files: prepared text."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "shoal"
 
 
 class FolderLock:
-    """Holds a peer's folder for one process; two peers with one identity would look like a replay to the others."""
+    """Locks a peer's folder for one process: messages of two peers with one identity would look like replays."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -53,12 +52,10 @@ class FolderLock:
 
 
 def claim_folder(path: Path) -> FolderLock:
-    """Make `path` and hold it. It is closed to other users, with all that is in it, and so is the whole state folder.
+    """Create and lock `path`. Close it, its content and the state root to other users, and set this process's umask to
+    077, which children inherit.
 
-    From now on this process makes files and folders for its own user alone (its umask is 077), whoever of its parts or
-    of its children makes them.
-
-    Raises: LocalError: another process holds it, it cannot be made, or its path is not UTF-8, as our notes are.
+    Raises: LocalError: another process holds it, it cannot be made, or its path is not UTF-8, which our notes need.
     """
     os.umask(_OTHERS)
     try:
@@ -81,14 +78,14 @@ def claim_folder(path: Path) -> FolderLock:
 
 
 def close_to_others(folder: Path) -> None:
-    """Take from other users what they may do with a folder of shoal's and with what an older shoal left in it.
+    """Remove other users' permissions on a folder of shoal's and on files that an older shoal left in it.
 
-    The folder itself is the last: a closed one needs no second look, and an interrupted one gets it. What belongs to
-    another user, as a volume of Kubernetes does, stays as it is, and so does what a link leads to.
+    The folder itself is closed last: a closed folder needs no second look, and an interrupted pass is repeated. Files
+    of another user (as in a Kubernetes volume) and targets of links stay unchanged.
     """
     if not _is_open(folder):
         return
-    # With `--state-dir` somebody may name a folder that has more than shoal's files in it.
+    # `--state-dir` may name a folder with other files than shoal's in it.
     ours = folder == state_root() or (folder / _IDENTITY).exists()
     if ours and not Path.home().is_relative_to(folder.absolute()):
         for parent, folders, files in os.walk(folder, topdown=False):
@@ -98,10 +95,10 @@ def close_to_others(folder: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether other users may do anything with the file, and we may change that."""
+    """True if other users have any permission on the file and we may change that."""
     try:
         found = path.lstat()
-    except FileNotFoundError:  # it was removed meanwhile by the peer that runs there
+    except FileNotFoundError:  # removed meanwhile by the peer that runs there
         return False
     return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and bool(found.st_mode & _OTHERS)
 
@@ -113,7 +110,7 @@ def _close(path: Path) -> None:
 
 
 def claim_first_free(parent: Path, prefix: str) -> FolderLock:
-    """Hold the first of `parent/prefix-1`, `parent/prefix-2`, … that nobody holds, so that a restart finds itself.
+    """Lock the first free one of `parent/prefix-1`, `parent/prefix-2`, …, so that a restart gets its former folder.
 
     Raises: LocalError: the folder cannot be made.
     """
@@ -129,7 +126,7 @@ def claim_first_free(parent: Path, prefix: str) -> FolderLock:
 
 
 def note_folder(folder: Path) -> None:
-    """Remember a peer's folder that is not where shoal puts one by itself, so that the commands find its runs."""
+    """Note a peer's folder that is outside shoal's usual places, so that commands find its runs."""
     folder, root = folder.resolve(), state_root().resolve()
     if any(folder.is_relative_to(root / usual) for usual in ("hosts", "runs", "demo")):
         return
@@ -142,12 +139,12 @@ def note_folder(folder: Path) -> None:
 
 
 def forget_folder(folder: Path) -> None:
-    """Drop the note of a folder that is gone."""
+    """Delete the note of a removed folder."""
     _remove(_elsewhere(folder.resolve()))
 
 
 def folders_elsewhere() -> list[Path]:
-    """The noted folders that still exist."""
+    """Return the noted folders that still exist."""
     found = []
     for note in sorted((state_root() / "elsewhere").glob("*.txt")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -162,26 +159,27 @@ def _elsewhere(folder: Path) -> Path:
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A run that a process of this user takes part in now."""
+    """A note of one process of this user that takes part in a run."""
 
     pid: int
     created_s: float
-    """When the process began, which tells it from a later process with the same number."""
+    """The process's start time, which distinguishes it from a later process with the same number."""
     started_s: float
     invite: str
-    """An invite for commands on this machine: it may name addresses that only they can use."""
+    """An invite for commands on this machine; it may name local addresses."""
     folder: str = ""
-    """The peer's own folder, which has its control socket."""
+    """The peer's folder, which contains its control socket."""
     name: str = ""
-    """The name of the peer, as others see it."""
+    """The peer's name, as shown to others."""
     run_name: str = ""
 
 
 @contextlib.contextmanager
 def announced(invite: str, folder: Path | None = None, *, name: str = "", run_name: str = "") -> Iterator[None]:
-    """Let `shoal status` without an argument find the run, and `shoal leave` the peer in `folder`, while this lasts.
+    """Keep a note inside the context by which `shoal status` without an argument finds the run, and `shoal leave` the
+    peer.
 
-    A disk that does not take the note is no reason not to take part: the peer's own folder may be on another.
+    If the note cannot be written, that is only logged: the peer's own folder may be on another disk.
     """
     path = state_root() / "running" / f"{os.getpid()}.json"
     try:
@@ -195,18 +193,18 @@ def announced(invite: str, folder: Path | None = None, *, name: str = "", run_na
 
 
 def last_running() -> Running | None:
-    """The run that came up last among those whose process still lives."""
+    """Return the newest note of a live process."""
     return next(iter(all_running()), None)
 
 
 def all_running() -> list[Running]:
-    """Peers of this user whose process still lives, the newest first; notes of dead ones are swept."""
+    """Return the notes of this user's live peers, newest first; delete those of dead ones."""
     alive = []
     for path in sorted((state_root() / "running").glob("*.json")):
         try:
             note = msgspec.json.decode(path.read_bytes(), type=Running)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            continue  # being removed by its owner, or of another version
+            continue  # being removed by its owner, or written by another version
         if _lives(note):
             alive.append(note)
         else:
@@ -235,15 +233,13 @@ def _remove(path: Path) -> None:
 def _lives(note: Running) -> bool:
     try:
         return _created_s(note.pid) == note.created_s
-    except (FileNotFoundError, ProcessLookupError, PermissionError, psutil.NoSuchProcess):  # or is not ours to see
+    except (FileNotFoundError, ProcessLookupError, PermissionError, psutil.NoSuchProcess):  # or hidden from us
         return False
 
 
 def _created_s(pid: int) -> float:
-    """When a process began: on Linux since the boot, where psutil adds when that was, which is another moment each time
-    the clock is set.
-    """
+    """Return a process's start time, on Linux since boot: psutil's changes when the clock is set."""
     if not psutil.LINUX:
         return psutil.Process(pid).create_time()
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # a name may have blanks in it
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the process name may contain blanks
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,15 +1,15 @@
-"""What one peer of this machine remembers of one run: `RUN/` in the peer's folder.
+"""Reads and writes one peer's files about one run: `RUN/` in the peer's folder.
 
-| file | what it says |
+| file | content |
 |---|---|
-| `spec.record` | the newest revision of the run's spec that the peer has seen, as the owner signed it |
+| `spec.record` | the newest revision of the run's spec that the peer has seen, signed by the owner |
 | `era` | the version of the last snapshot, among others (`shoal.peer.archive`) |
-| `standing.json` | how far the run was when the peer last looked, in which role, and whether it is over |
+| `standing.json` | step, role and end of the run when the peer last looked |
 | `snapshots/` | layers (`shoal.peer.archive`) |
-| the others | what `coordinator/store.py`, `known_peers.py` and `../record/` keep |
+| the others | the files of `coordinator/store.py`, `known_peers.py` and `../record/` |
 
-Whoever asks needs no torch. A file that is missing or damaged is as if the peer had never looked: nothing depends on
-`standing.json` but what commands say, and the spec stands in the snapshots too.
+Reading needs no torch. A missing or damaged file counts as absent: only what commands print depends on `standing.json`,
+and the spec is in the snapshots too.
 """
 
 import contextlib
@@ -41,44 +41,40 @@ Role = Literal["host", "volunteer"]
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer last saw its run."""
+    """The run's state when the peer last looked."""
 
     name: str
-    """The name of the run, for people."""
     role: Role
     step: int = 0
-    """Steps that every stage had committed."""
+    """The number of steps that every stage had committed."""
     steps: int
-    """How many steps the whole run has."""
     loss: float | None = None
     finished: bool = False
     used_s: float
-    """Seconds since 1970."""
+    """When the peer last looked, in seconds since 1970."""
     directory: str = ""
-    """Where the host was started: paths in its run file begin there."""
+    """The host's working directory, to which paths in its run file are relative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What is left of a run's snapshots in one peer's folder."""
+    """The state of a run's snapshots in one peer's folder."""
 
     layers: Mapping[tuple[int, int], Collection[str]]
-    """The layers that can be read, by (era, version)."""
+    """(era, version) -> readable layers."""
     damaged: Sequence[str]
-    """A sentence for each snapshot that cannot be read."""
+    """A sentence for each unreadable snapshot."""
     saved: int
-    """The version of the last snapshot that was written here; 0: none was."""
+    """The version of the last snapshot written here; 0: none was."""
 
     def newest_whole(self, keys: Collection[str]) -> int | None:
-        """The version of the newest snapshot that has all layers of the model, `keys`; None: there is none."""
+        """Return the version of the newest snapshot that contains all the layers `keys`; None if there is none."""
         whole = [age for age, layers in self.layers.items() if set(keys) <= set(layers)]
         return max(whole)[1] if whole else None
 
 
 class RunFolder:
-    """Args:
-    peer_folder: the peer's own, which has its key.
-    """
+    """One run in one peer's folder. Args: peer_folder: the folder with the peer's key."""
 
     def __init__(self, peer_folder: Path, run: str) -> None:
         self.peer_folder, self.run = peer_folder, run
@@ -87,12 +83,12 @@ class RunFolder:
     # --- the spec ---
 
     def spec(self) -> RunSpec | None:
-        """The newest revision that this peer knows of."""
+        """Return the newest revision that this peer knows."""
         kept = self.record()
         return kept[0] if kept is not None else self._spec_of_snapshots()
 
     def record(self) -> tuple[RunSpec, bytes] | None:
-        """The spec as the run's owner signed it. It proves itself: the run is named after it and its owner."""
+        """Return the spec and its signed record. It proves itself: the run is named after the spec and its owner."""
         try:
             data = (self.path / RECORD).read_bytes()
             owner = msgspec.msgpack.decode(data, type=Envelope).sender
@@ -104,7 +100,7 @@ class RunFolder:
             return None
 
     def keep_record(self, spec: RunSpec, record: bytes) -> None:
-        """Remember this revision, unless a newer one is there already. A full disk is no reason not to take part."""
+        """Write this revision unless a newer one is kept. A full disk is only logged."""
         kept = self.record()
         if kept is not None and not is_newer(spec, kept[0]):
             return
@@ -133,13 +129,12 @@ class RunFolder:
             logger.debug("no note of how far the run is: %s", error)
 
     def version(self) -> int:
-        """The version of the newest snapshot here; 0: there is none. Others may or may not have the rest of it."""
+        """Return the version of the newest snapshot here, whole or not; 0 if there is none."""
         return max((name.version for name, _ in self._snapshots()), default=0)
 
     def kept(self) -> "Kept":
-        """The snapshots here that can be read. Reads the newest, byte by byte. Raises: LocalError: their folder cannot
-        be read."""
-        from shoal.peer import snapshot  # which brings torch: commands that only look do without
+        """Read the newest snapshots to see which are sound. Raises: LocalError: their folder cannot be read."""
+        from shoal.peer import snapshot  # imports torch: not for commands that only look
         from shoal.protocol.live.disk import LiveDisk
 
         disk, folder = LiveDisk(self.peer_folder), PurePosixPath(self.run, "snapshots")
@@ -159,14 +154,14 @@ class RunFolder:
         return Kept(layers=layers, damaged=tuple(map(str, damaged)), saved=saved)
 
     def has_met_others(self) -> bool:
-        """Whether another peer has taken part, as far as this one remembers."""
+        """True if this peer remembers another one."""
         from shoal.deploy.state.known_peers import KnownPeers
         from shoal.protocol.live.disk import LiveDisk
 
         return bool(KnownPeers(LiveDisk(self.peer_folder), self.run).read())
 
     def reached(self) -> int:
-        """The step that the run has come to, as far as is known here."""
+        """Return the last step of the run that is known here."""
         standing = self.standing()
         return max(self.version(), standing.step if standing is not None else 0)
 
@@ -178,7 +173,7 @@ class RunFolder:
         return said or self.version() >= spec.training.steps
 
     def last_loss(self) -> float | None:
-        """The last known loss: from the run's record if this peer keeps one, else from when the peer last looked."""
+        """Return the last known loss: from the run's record if this peer keeps one, else from `standing.json`."""
         with contextlib.suppress(OSError), (self.path / _LOSSES).open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
@@ -200,7 +195,7 @@ class RunFolder:
                         yield name, folder
 
     def _write(self, name: str, data: bytes) -> None:
-        from shoal.protocol.live.disk import LiveDisk  # which brings numpy: commands that only look do without
+        from shoal.protocol.live.disk import LiveDisk  # imports numpy: not for commands that only look
 
         replace_file(LiveDisk(self.peer_folder), PurePosixPath(self.run, name), data)
 
@@ -210,7 +205,7 @@ class _WithSpec(msgspec.Struct):
 
 
 def runs_in(peer_folder: Path) -> list[RunFolder]:
-    """The runs that a peer has taken part in, in the order of their names."""
+    """Return the runs in a peer's folder, ordered by name."""
     try:
         names = sorted(entry.name for entry in peer_folder.iterdir() if entry.is_dir())
     except OSError:

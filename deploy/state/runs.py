@@ -1,7 +1,7 @@
-"""The runs of this machine: which there are, how large they are, and removing one.
+"""Lists, finds and removes the runs of this machine.
 
-A run is in a peer's folder (`hosts/NAME`, `runs/RUN/peer-1`, or wherever `--state-dir` said), or in a demo's, which has
-the folders of several peers and a snapshot of the whole model.
+A run is in a peer's folder (`hosts/NAME`, `runs/RUN/peer-1`, or the `--state-dir`), or in a demo's, which has the
+folders of several peers and a snapshot of the whole model.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run in one folder."""
 
     name: str
-    """The name of the run; empty: nothing that is left of the run says it."""
+    """The run's name; empty: unknown."""
     run: str
     role: str
     """host, volunteer or demo."""
@@ -40,26 +40,26 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     size_bytes: int
     used_s: float
-    """Seconds since 1970 when a peer last wrote there."""
+    """When a peer last wrote there, in seconds since 1970."""
     running: bool
-    """A peer takes part in it from this folder now."""
+    """True if a peer is taking part from this folder."""
     folder: str
-    """The folder of the peer, or of the demo."""
+    """The peer's or the demo's folder."""
 
     @property
     def path(self) -> Path:
-        """The folder that has this run and no other."""
+        """The folder of this run alone."""
         return Path(self.folder) if self.role == "demo" else Path(self.folder, self.run)
 
 
 def all_runs() -> list[FoundRun]:
-    """All runs, those used last first. Raises: LocalError: the state folder cannot be read."""
+    """Return all runs, last used first. Raises: LocalError: the state folder cannot be read."""
     demos, up = (places.state_root() / "demo").glob("*"), _running()
     return _in_order([run for folder in (*peer_folders(), *demos) for run in _runs_at(folder, up)])
 
 
 def peer_folders() -> list[Path]:
-    """The folders of all peers of this user on this machine, wherever `--state-dir` has put them."""
+    """Return the folders of all peers of this user, those in a `--state-dir` included."""
     root = places.state_root()
     return [*sorted((root / "hosts").glob("*")), *sorted((root / "runs").glob("*/*")), *places.folders_elsewhere()]
 
@@ -68,10 +68,10 @@ def peer_folders() -> list[Path]:
 
 
 def find(wanted: str, runs: Iterable[FoundRun]) -> list[FoundRun]:
-    """The run that `wanted` means, in each folder that has it.
+    """Return the run that `wanted` means, once for each folder that has it.
 
     Args: wanted: a name, an id or its first letters; or the folder of a run, of a peer or of a demo.
-    Raises: LocalError: it means none, or several.
+    Raises: LocalError: no run matches, or several do.
     """
     runs = list(runs)
     path = Path(wanted).expanduser()
@@ -86,14 +86,13 @@ def find(wanted: str, runs: Iterable[FoundRun]) -> list[FoundRun]:
 
 
 def look_for(what: str, wanted: str, *, has: Callable[[Path], bool]) -> tuple[Path, ...]:
-    """The folders in which a command looks for what it reads of a run.
+    """Return the folders in which a command looks for its input.
 
     Args:
-        what: that which it reads, for people.
-        wanted: as of `find`, or any other path; empty: the run that was used last among those that have `what`. A line
-            says so if there are others.
-        has: whether there is any of it in a folder.
-    Raises: LocalError: there is none, or `wanted` may mean several.
+        what: the input's name, for people.
+        wanted: as in `find`, or any other path; empty: the last used run that has `what` (logged if there are others).
+        has: True if a folder contains such input.
+    Raises: LocalError: there is none, or `wanted` is ambiguous.
     """
     runs = all_runs()
     if not wanted:
@@ -126,7 +125,7 @@ def _used_last(what: str, runs: Sequence[FoundRun]) -> tuple[Path, ...]:
 
 
 def _named(wanted: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
-    """The runs of this id, or else of this name."""
+    """Return the runs of this id, or else of this name."""
     return [run for run in runs if wanted and run.run == wanted] or [
         run for run in runs if wanted and run.name == wanted
     ]
@@ -138,9 +137,9 @@ def _listed(runs: Sequence[FoundRun]) -> str:
 
 
 def find_hosted(wanted: str, state_dir: Path | None) -> tuple[RunFolder, RunSpec]:
-    """A run that was hosted on this machine, and the newest revision of its spec.
+    """Return a run that was hosted on this machine, and the newest revision of its spec.
 
-    Raises: LocalError: there is none such, or others host it.
+    Raises: LocalError: there is no such run, or it was hosted elsewhere.
     """
     found = find(wanted, all_runs() if state_dir is None else _runs_at(state_dir.resolve(), _running()))
     hosted = [run for run in found if run.role == "host"]
@@ -161,12 +160,12 @@ def find_hosted(wanted: str, state_dir: Path | None) -> tuple[RunFolder, RunSpec
 
 
 def hosted_names(incomplete: str) -> list[str]:
-    """The names that a shell completes."""
+    """Return the names of hosted runs for shell completion."""
     return sorted({run.name for run in all_runs() if run.role == "host" and run.name.startswith(incomplete)})
 
 
 def all_names(incomplete: str) -> list[str]:
-    """What a shell completes: names, and ids where a name is not enough."""
+    """Return names for shell completion, and ids of runs with a missing or ambiguous name."""
     runs = all_runs()
     names = [run.name for run in runs]
     words = {run.name if names.count(run.name) == 1 and run.name else run.run for run in runs}
@@ -177,9 +176,9 @@ def all_names(incomplete: str) -> list[str]:
 
 
 def remove(found: Sequence[FoundRun]) -> int:
-    """Delete a run wherever it is on this machine, and the prepared text that only it used.
+    """Delete a run in all its folders, and the prepared text that only it used.
 
-    Returns: bytes that were freed.
+    Returns: freed bytes.
     Raises: LocalError: a process holds one of the folders (then nothing is deleted), or something cannot be deleted.
     """
     with contextlib.ExitStack() as stack:
@@ -208,7 +207,7 @@ def _remove(run: FoundRun) -> None:
     (places.state_root() / "evaluations" / f"{run.run}.jsonl").unlink(missing_ok=True)
     (folder / f"mandated-{run.run}.txt").unlink(missing_ok=True)
     if runs_in(folder):
-        return  # the key is that of the others too
+        return  # the other runs need the key
     shutil.rmtree(folder)
     places.forget_folder(folder)
     parent = folder.parent
@@ -217,7 +216,6 @@ def _remove(run: FoundRun) -> None:
 
 
 def _texts_of(run: FoundRun) -> list[str]:
-    """The digests of the texts on which the run was trained."""
     folder = Path(run.folder)
     known = [RunFolder(folder, run.run)] if run.role != "demo" else _peers_of_demo(folder)
     specs = [spec for one in known if (spec := one.spec()) is not None]
@@ -225,7 +223,6 @@ def _texts_of(run: FoundRun) -> list[str]:
 
 
 def _remove_texts(digests: set[str]) -> int:
-    """Remove these texts from the cache. Returns: bytes that were freed."""
     freed = 0
     for meta in sorted((places.cache_root() / "text").glob("*/meta.json")):
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
@@ -245,9 +242,9 @@ def _in_order(runs: list[FoundRun]) -> list[FoundRun]:
 
 
 def _runs_at(folder: Path, up: set[tuple[str, str]]) -> list[FoundRun]:
-    """The runs in the folder of a peer or of a demo; the one run, if `folder` is that of a run in the folder of a peer.
+    """Return the runs in the folder of a peer or demo; a single one if `folder` is that of a run.
 
-    Args: up: `_running` gives it.
+    Args: up: the result of `_running`.
     """
     try:
         if folder.parent == places.state_root() / "demo" or (folder / "peers").is_dir():
@@ -259,7 +256,7 @@ def _runs_at(folder: Path, up: set[tuple[str, str]]) -> list[FoundRun]:
 
 
 def _running() -> set[tuple[str, str]]:
-    """(folder, run) of the peers that are up."""
+    """Return (folder, run) of the peers that are up."""
     up = set()
     for note in places.all_running():
         with contextlib.suppress(InviteError):
@@ -286,7 +283,7 @@ def _look_at(folder: RunFolder, up: set[tuple[str, str]]) -> FoundRun:
 
 
 def _role_of(peer_folder: Path) -> str:
-    """The role of a peer in a run that an earlier version of shoal took part in."""
+    """Guess the role in a run of an earlier version of shoal, which wrote no `standing.json`."""
     return "host" if peer_folder.parent.name == "hosts" else "volunteer"
 
 
@@ -318,10 +315,10 @@ def _peers_of_demo(folder: Path) -> list[RunFolder]:
 
 
 def _size_of(folder: Path) -> tuple[int, float]:
-    """(bytes of all files below it, when the last one was written)."""
+    """Return (bytes of all files below it, time of the last write)."""
     size, written_s = 0, 0.0
     for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # a peer is just removing it
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile by a peer
             stat = path.lstat()
             written_s = max(written_s, stat.st_mtime)
             size += 0 if path.is_dir() else stat.st_size

@@ -1,4 +1,4 @@
-"""Notes on the disk how far a run has come, for commands that look when no peer is up."""
+"""Notes the run's progress on disk, for commands that look when no peer is up."""
 
 import os
 import time
@@ -16,10 +16,9 @@ _EVERY_S: Final = 20.0
 
 
 class StandingNote:
-    """Writes the note when the peer begins, every 20 s while the run moves, and when the peer ends.
+    """Writes the note when the peer starts, every 20 s while the run moves, and when the peer ends.
 
-    Args:
-        standing: at the beginning.
+    Args: standing: the initial one.
     """
 
     def __init__(self, folder: RunFolder, standing: Standing) -> None:
@@ -44,7 +43,7 @@ class StandingNote:
         return cls(run_folder, standing)
 
     def beside(self, output: Output) -> Output:
-        """An output whose reports are noted too."""
+        """Return an output that passes its reports to this note as well."""
         return Beside(hear=self.heard, output=output)
 
     def heard(self, report: Report) -> None:

@@ -1,5 +1,4 @@
-"""How far a peer is with joining, and with fetching its state: as reports, and as the line that a newcomer sees before
-there is a view of the run."""
+"""Reports a peer's progress in joining and fetching its state; draws it as a line before the view opens."""
 
 import time
 from collections.abc import Callable
@@ -19,11 +18,11 @@ _USUAL_S = {
     "reading the text": 2.0,
     "measuring this machine": 4.0,
 }
-"""How long each phase takes on an idle machine of two cores, with peers that answer. Only the bar follows from it."""
+"""The duration of each phase on an idle machine with two cores and responsive peers; only the bar depends on it."""
 
 
 def expected(name: str, spent_s: float) -> Phase:
-    """How far joining has come, `spent_s` after it began with the phase `name`; a phase that lasts holds the bar up."""
+    """Return the progress `spent_s` seconds into the phase `name`; an overlong phase stops the bar at its end."""
     names = list(_USUAL_S)
     index = names.index(name)
     before_s = sum(_USUAL_S[other] for other in names[:index])
@@ -33,14 +32,14 @@ def expected(name: str, spent_s: float) -> Phase:
 
 
 class FetchWatch:
-    """How long a fetch of state still takes, by its pace so far."""
+    """Estimates the remaining time of a state fetch from its pace so far."""
 
     def __init__(self) -> None:
         self._progress: FetchProgress | None = None
         self._began_s = 0.0
 
     def look(self, progress: FetchProgress | None, now_s: float) -> Phase | None:
-        """What to say now. None: there is nothing new. A phase without a part says that the fetch is over."""
+        """Return new progress to report, or None. A phase without `part` means that the fetch is over."""
         if progress is not self._progress:
             over = progress is None
             self._progress, self._began_s = progress, now_s
@@ -54,7 +53,7 @@ class FetchWatch:
 
 
 class JoiningView:
-    """One line that is redrawn while a peer joins. `tell` begins the next phase; closing wipes the line away."""
+    """One line that is redrawn while a peer joins. `tell` begins the next phase; `close` erases the line."""
 
     def __init__(
         self, *, reports: bool, console: Console | None = None, now_s: Callable[[], float] = time.monotonic
@@ -72,7 +71,7 @@ class JoiningView:
         self.close()
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Erase the line. Safe to call twice."""
         self._screen.close()
 
     def tell(self, name: str) -> None:
@@ -83,11 +82,11 @@ class JoiningView:
             self._screen.draw(self._row, frames_per_s=_FRAMES_PER_S, stays=False)
 
     def reached(self, part: float) -> None:
-        """The share of this phase that is done. From then on the bar is of this phase alone. Any thread may call it."""
+        """Set the done share of this phase; from then on the bar shows this phase alone. Thread-safe."""
         self._part = part
 
     def now(self) -> Phase:
-        """What to show."""
+        """Return the present progress."""
         spent_s, part = self._now_s() - self._since_s, self._part
         if part <= 0:
             return expected(self._name, spent_s)

@@ -1,4 +1,4 @@
-"""A run in plain lines, for a log, a pipe and the head of `shoal status`. Pure."""
+"""Formats a run as plain lines for a log, a pipe and the head of `shoal status`. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _SPAN = re.compile(r", for \d+ (s|min|h)")
 
 
 def status_lines(view: View) -> Sequence[str]:
-    """What `shoal status` prints above its tables; one line before the first plan."""
+    """Return the lines above the tables of `shoal status`; a single one before the first plan."""
     if view.sequence == 0:
         return (f"run {view.run} ({view.name}): {view.phase}",)
     left = f", {duration(view.left_s)} left" if view.left_s is not None and view.step < view.steps else ""
@@ -28,7 +28,7 @@ def status_lines(view: View) -> Sequence[str]:
 
 
 def step_line(view: View, step: StepDone | None = None) -> str:
-    """One step with the run's figures. Args: step: the step to tell; None: the newest one that the view knows."""
+    """Return a line about a step with the run's figures. Args: step: the step; None: the view's newest."""
     done, loss, staleness = view.step, view.loss, view.staleness_steps_mean
     if step is not None:
         done, loss, staleness = step.step + 1, step.loss, step.staleness_mean
@@ -45,8 +45,7 @@ def step_line(view: View, step: StepDone | None = None) -> str:
 
 
 def said_rate(view: View) -> str:
-    """The rate in words; a dash where none is known: after the first step, or if the coordinator has not answered for
-    long."""
+    """Return the rate in words; a dash if unknown: after the first step, or without a recent status."""
     known = view.tokens_per_s or (view.tokens_per_s is not None and view.standstill)
     return f"{view.tokens_per_s:,.0f} tokens/s" if known else "- tokens/s"
 
@@ -56,23 +55,22 @@ def _loss(loss: float | None) -> str:
 
 
 def current_pace(view: View) -> tuple[str, ...]:
-    """Returns: one sentence on how fast the run should be and is, and one on the formats in which its tensors travel;
-    nothing once the run is done."""
+    """Return a sentence about predicted and actual speed and one about wire formats; nothing once the run is done."""
     return tuple(said for said in (view.foreseen, view.formats) if said and view.step < view.steps)
 
 
 def current_risks(view: View) -> tuple[str, ...]:
-    """What would be lost with one peer. A run that is done risks nothing."""
+    """Return the view's risks; none once the run is done."""
     return view.risks if view.step < view.steps else ()
 
 
 def trouble(view: View) -> str:
-    """What the run stands still for, without how long that has lasted, which changes every second. Empty: it moves."""
+    """Return what the run stands still for, without the elapsed time, which changes every second; empty if it moves."""
     return _SPAN.sub("", view.phase) if view.standstill else ""
 
 
 def expert_lines(view: View) -> list[str]:
-    """One line for each stage with experts: their loads and how many copies each has or gets."""
+    """Return a line for each stage with experts: loads and present plus coming copies."""
     lines = []
     for stage, experts in experts_by_stage(view):
         shown = busiest(experts)

@@ -1,4 +1,4 @@
-"""Writes log lines to standard error, and what repeats once: a stranger's record is read again every few seconds."""
+"""Writes log lines to standard error without repeats: a stranger's bad record is read every few seconds."""
 
 import copy
 import logging
@@ -23,13 +23,13 @@ class _Cause:
 
 
 class LogLines(logging.StreamHandler[Any]):
-    """Writes to what standard error is at that time: a live view takes it over, to write above itself.
+    """A log handler that suppresses repeats.
 
-    Lines that come from one place of the code have one cause, whichever peer or step they name. A cause is said at most
-    once in `REPEATS_S`, and next time with how often it came meanwhile. A control character becomes `?`: a line
-    may name what other peers have sent.
+    It looks up `sys.stderr` at each line, because a live view replaces it to write above itself. Lines from one place
+    in the code count as one cause, whichever peer or step they name. A cause is written at most once in `REPEATS_S`,
+    with the number of suppressed lines since. Control characters become `?`: a line may contain other peers' text.
 
-    Args: every: write each line, as `--verbose` wants it.
+    Args: every: write each line (`--verbose`).
     """
 
     def __init__(self, *, every: bool, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -59,10 +59,10 @@ class LogLines(logging.StreamHandler[Any]):
             super().emit(record)
 
     def _repeats(self, record: logging.LogRecord) -> int | None:
-        """How many lines of this cause were left out since the last one; None: this one is left out too."""
+        """Return how many lines of this cause were suppressed since the last one; None: suppress this one too."""
         template = str(record.msg)
         words = re.sub(r"%\S*", "", template)
-        text = template if re.search(r"\w", words) else record.getMessage()  # "%s" alone says nothing of the cause
+        text = template if re.search(r"\w", words) else record.getMessage()  # "%s" alone does not identify the cause
         now_s, key = self._now_s(), (record.name, record.levelno, text)
         cause = self._causes.get(key)
         if cause is not None and now_s - cause.said_s < REPEATS_S:

@@ -1,7 +1,7 @@
-"""A run as one panel: the same for a peer, for `shoal demo` and for `shoal status --watch`. Pure; rich draws.
+"""Draws a run as one panel, the same for a peer, `shoal demo` and `shoal status --watch`. Pure; rich renders it.
 
-What peers call themselves and why plans were made has been stripped of control characters where the view was made
-(`dashboard/feed.py`). It is drawn as text here and never read as markup.
+Names of peers and reasons of plans are already free of control characters (`dashboard/feed.py`). They are drawn as text
+and never read as markup.
 """
 
 import itertools
@@ -30,12 +30,12 @@ _SIGNS = {"plan": ("◆", "cyan"), "joined": ("+", "green"), "left": ("-", "red"
 def run_panel(
     view: View, curves: Curves, *, up_s: float | None = None, fetching: Phase | None = None, footer: Sequence[Text] = ()
 ) -> RenderableType:
-    """Everything that a terminal shows of a run.
+    """Return the whole panel.
 
     Args:
-        up_s: how long this view has been up; None: the age of the run is shown instead.
-        fetching: how far this peer is with fetching its state.
-        footer: sentences that stay at the bottom.
+        up_s: how long this view has been up; None: show the run's age instead.
+        fetching: progress of this peer's state fetch.
+        footer: sentences at the bottom.
     """
     parts: list[RenderableType] = [Text(view.phase, style="bold"), _about(view, up_s), _progress(view)]
     if fetching is not None:
@@ -57,13 +57,13 @@ def run_panel(
 
 
 def phase_row(phase: Phase) -> RenderableType:
-    """One line: what is being done, a bar, the time left."""
+    """Return one line: the activity, a bar, the time left."""
     left = "" if phase.left_s is None else f"{duration(phase.left_s)} left"
     return _row(phase.name, ProgressBar(total=1.0, completed=phase.part or 0.0), Text(left))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` averaged into at most `width` bars; the lowest bar is the least of them."""
+    """Return `values` averaged into at most `width` bars; the lowest bar is the minimum."""
     if not values:
         return ""
     columns = min(width, len(values))
@@ -75,7 +75,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Flow:
-    """Parts of a line, on as many lines as they need. No part is cut, and none is broken if it fits on one line."""
+    """Parts of a line, broken over several lines if needed. No part is cut, or broken if it fits on one line."""
 
     def __init__(self, *parts: Text) -> None:
         self._parts = [part for part in parts if part.plain]

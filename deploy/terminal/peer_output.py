@@ -1,4 +1,4 @@
-"""What the person at a peer's terminal reads: an invite to hand on, how to stop, the run, and in the end what came."""
+"""Prints for the person at a peer's terminal: an invite to pass on, how to stop, the run, and a final summary."""
 
 from rich.console import Console
 from rich.text import Text
@@ -16,8 +16,8 @@ _WHAT_NEXT = "`shoal generate -p TEXT` lets the model write, `shoal export FOLDE
 class PeerOutput:
     """Implements `Output` for a person.
 
-    Steps come from the coordinator's status, about one a second: on a peer that does not coordinate nothing else
-    knows of the whole run.
+    Steps come from the coordinator's status, about one a second: a peer that does not coordinate has no other source
+    for the whole run.
     """
 
     polls = True
@@ -25,11 +25,11 @@ class PeerOutput:
     def __init__(self, facts: RunFacts, *, title: str, console: Console | None = None) -> None:
         self._facts = facts
         self._first_step = -1
-        """Steps that were done when this peer first heard of the run; -1: it has not heard yet."""
+        """The run's step when this peer first heard of it; -1: not yet."""
         self.presenter = Presenter(facts, title=title, console=console)
         self._hosts = False
         self._phase = ""
-        """The last phase that has a line."""
+        """The last printed phase."""
         self._given: Contribution | None = None
         self._has_status = self._has_left = self._is_summed_up = False
         self.presenter.draw()
@@ -68,7 +68,7 @@ class PeerOutput:
             case Left():
                 self._take_leave(report)
             case Summary():
-                presenter.close()  # the panel's last frame stands above the summary
+                presenter.close()  # keeps the panel's last frame above the summary
                 self._is_summed_up = True
                 for line in report.lines:
                     presenter.say(line)
@@ -81,7 +81,7 @@ class PeerOutput:
             self.presenter.say(f"the run: step {view.step:,} of {view.steps:,}{loss}")
 
     def _tell_phase(self, phase: Phase) -> None:
-        """Where nothing is redrawn: what this peer does before it trains, each phase once."""
+        """Print each phase before training once, unless a panel shows it."""
         if phase.part is None and not self.presenter.view().step:
             if phase.name != self._phase and not self.presenter.redraws:
                 self.presenter.say(phase.name)
@@ -99,7 +99,7 @@ class PeerOutput:
 
 
 def given(mine: Contribution, facts: RunFacts, *, steps: int) -> str:
-    """What this peer has done for the run since it came. Args: steps: that the run has done meanwhile."""
+    """Return a sentence about this peer's contribution. Args: steps: done by the run meanwhile."""
     tokens, trained = mine.microbatches_total * facts.tokens_per_microbatch, steps * facts.tokens_per_step
     share = f": {min(1.0, tokens / trained):.0%} of what the run trained on meanwhile" if trained else ""
     work = counted(mine.microbatches_total, "microbatch", "microbatches")

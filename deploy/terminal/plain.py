@@ -1,4 +1,4 @@
-"""Plain lines for a person, from commands that draw nothing."""
+"""Prints plain lines for a person, in commands that draw nothing."""
 
 import re
 import shutil
@@ -9,16 +9,16 @@ import typer
 from shoal.deploy.words import printable
 
 _UNIT = re.compile(r"(\s*)((?:[^\s`]*`[^`]*`\S*)|shoal join \S+|\S+)")
-"""Blanks and what follows them: a word, or a command that a person may copy."""
+"""Blanks and the word, or the copyable command, after them."""
 _LABEL = re.compile(r"\s*(?:\S+ {2,})?")
-"""Later lines of a sentence begin below its first word, not below its label."""
+"""The label of a line: continuation lines are indented to the word after it."""
 
 
 def say(text: str, *, err: bool = False, whole: bool = False) -> None:
-    """Print lines: wrapped at blanks on a terminal, unbroken anywhere else. What they name may be another peer's or a
-    file's: their control characters are gone.
+    """Print lines, wrapped at blanks on a terminal and unbroken elsewhere, without control characters, since other
+    peers' texts and file names may contain them.
 
-    Args: err: to standard error. whole: it is a file to copy, so no line of it is wrapped.
+    Args: err: to standard error. whole: a file to copy; do not wrap its lines.
     """
     lines = [printable(line) for line in text.split("\n")]
     if not whole and (sys.stderr if err else sys.stdout).isatty():
@@ -28,7 +28,7 @@ def say(text: str, *, err: bool = False, whole: bool = False) -> None:
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """Break `line` at blanks. A word or a command that is longer than `width` stays whole."""
+    """Break `line` at blanks. Words and commands longer than `width` stay whole."""
     if len(line) <= width:
         return [line]
     label = _LABEL.match(line)

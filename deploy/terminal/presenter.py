@@ -1,7 +1,7 @@
-"""The one presenter of a run on a terminal. A peer, `shoal demo` and `shoal status --watch` tell it what they hear.
+"""Shows a run on a terminal, for a peer, `shoal demo` and `shoal status --watch`, which pass their reports to it.
 
-Where the terminal can be redrawn, the presenter draws a panel twice a second. Elsewhere it prints a line for each step,
-for each standstill with its end, and for each risk. Both are made of the same `View` as the dashboard's page.
+If the terminal can be redrawn, it draws a panel twice a second. Otherwise it prints a line for each step, for each
+standstill and its end, and for each risk. Both use the same `View` as the dashboard's page.
 """
 
 import threading
@@ -22,15 +22,17 @@ from shoal.deploy.terminal.screen import Screen
 from shoal.deploy.terminal.tables import tables
 
 RECOVERED_STEPS: Final = 3
-"""A run goes on once it has made so many steps without standing still: one alone may be followed by another wait."""
+"""A standstill is over after this many steps without another: a single step may be followed by another wait."""
 
 
 class Presenter:
-    """Args:
-    title: of the panel; empty: the run's name.
-    counts_up: the panel says how long this view has been up, not how old the run is.
-    shows_mine: the panel says what this process's own peer gives.
-    now_s: seconds of a clock that never goes back.
+    """Takes reports, and draws or prints the run.
+
+    Args:
+        title: of the panel; empty: the run's name.
+        counts_up: show how long this view has been up instead of the run's age.
+        shows_mine: show the contribution of this process's own peer.
+        now_s: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -44,21 +46,20 @@ class Presenter:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.footer: Sequence[Text] = ()
-        """Sentences that stay at the bottom of the panel."""
         self.doing = ""
-        """What this process does, where that says more than the phase of the run; empty: the phase is shown."""
+        """This process's activity, where it says more than the run's phase; empty: show the phase."""
         self._screen = Screen(console)
         self._feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - now_s())
         self._now_s, self._started_s = now_s, now_s()
         self._counts_up, self._shows_mine = counts_up, shows_mine
-        self._lock = threading.Lock()  # the panel is drawn from a thread of its own
+        self._lock = threading.Lock()  # the panel is drawn in another thread
         self._fetching: Phase | None = None
         self._step_told = (0, 0)
-        """(era, steps done) of the last step that has a line."""
+        """(era, steps done) of the last printed step."""
         self._trouble = ""
-        """What the run stands still for, as the last line about it says; empty: the run moves."""
+        """The last printed cause of a standstill; empty: the run moves."""
         self._stood_at = 0
-        """The step at which it was last seen to stand still."""
+        """The step of the last standstill."""
         self._risks: Sequence[str] = ()
 
     @property
@@ -66,11 +67,11 @@ class Presenter:
         return self._screen.redraws
 
     def draw(self) -> None:
-        """Begin with the panel, if the terminal can be redrawn."""
+        """Show the panel if the terminal can be redrawn."""
         self._screen.draw(self.panel)
 
     def close(self) -> None:
-        """The panel's last frame stays."""
+        """Stop drawing; the panel's last frame stays."""
         self._screen.close()
 
     def view(self) -> View:
@@ -78,7 +79,7 @@ class Presenter:
             return self._feed.view(self._now_s())
 
     def panel(self) -> RenderableType:
-        """The panel as it is now."""
+        """Return the present panel."""
         view = self.view()
         if self.doing:
             view = msgspec.structs.replace(view, phase=self.doing)
@@ -91,14 +92,14 @@ class Presenter:
     # --- what comes ---
 
     def take(self, report: Report) -> None:
-        """The panel and the later lines know it from now on; nothing is printed."""
+        """Take a report for the panel and later lines; print nothing."""
         if isinstance(report, Phase):
             self._fetching = report if report.part is not None else None
         with self._lock:
             self._feed.take(report, self._now_s())
 
     def note(self, text: str) -> None:
-        """A sentence about what happened: a change in the panel, or a line."""
+        """Show a sentence about an event: as a change in the panel, or as a line."""
         self.take(Note(text=text))
         if not self.redraws:
             self.say(text)
@@ -106,18 +107,18 @@ class Presenter:
     # --- what is printed ---
 
     def say(self, text: str) -> None:
-        """One line that stays on the terminal, above the panel if there is one."""
+        """Print one permanent line, above the panel if there is one."""
         self._screen.say(text)
 
     def tell_step(self, step: StepDone) -> None:
-        """A line for `step`, where nothing is redrawn."""
+        """Print a line for `step`, unless a panel shows it."""
         if not self.redraws:
             self.say(step_line(self.view(), step))
 
     def tell_status(self, *, again: bool = False) -> None:
-        """Where nothing is redrawn: a line if there is a new step, and lines for what has begun or ended since.
+        """Print a line for a new step, and lines for changes since the last call, unless a panel shows them.
 
-        Args: again: a line for the step in any case.
+        Args: again: print the step even if it is not new.
         """
         if self.redraws:
             return
@@ -128,7 +129,7 @@ class Presenter:
         self._tell_trouble(view)
 
     def show_once(self) -> None:
-        """The head and the tables, for who looks once."""
+        """Print the head and the tables once."""
         view = self.view()
         for line in status_lines(view):
             self.say(line)
@@ -136,7 +137,7 @@ class Presenter:
             self._screen.show(table)
 
     def tell_experts(self) -> None:
-        """Where nothing is redrawn: a line for each stage that has experts."""
+        """Print a line for each stage with experts, unless a panel shows them."""
         if not self.redraws:
             for line in expert_lines(self.view()):
                 self.say(line)
@@ -158,5 +159,5 @@ class Presenter:
 
 
 def _has_recovered(view: View, stood_at: int) -> bool:
-    """Whether the run has made enough steps since it stood at step `stood_at`, so that the next slow one is news."""
+    """True if the run has made enough steps since `stood_at` that the next standstill is news."""
     return view.step >= min(stood_at + RECOVERED_STEPS, view.steps) or view.step < stood_at

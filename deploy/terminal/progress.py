@@ -1,4 +1,4 @@
-"""Shows one bar with the time left on standard error while something takes long, if that is a terminal."""
+"""Shows a bar with the time left on standard error during long work, if that is a terminal."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 OnShare = Callable[[float], None]
-"""A function that is told which share is done, in [0, 1]; 0 while nobody knows."""
+"""Takes the done share, in [0, 1]; 0 means unknown."""
 
 
 @contextlib.contextmanager
 def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]:
-    """Show that something goes on while this lasts, where nobody can say how many seconds are left."""
+    """Show a spinner inside the context, for work of unknown length."""
     console = console or Console(stderr=True, highlight=False)
     with console.status(what) if console.is_terminal else contextlib.nullcontext():
         yield
@@ -20,7 +20,7 @@ def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]
 
 @contextlib.contextmanager
 def progress_bar(what: str, *, console: Console | None = None) -> Iterator[OnShare]:
-    """Show a bar while this lasts, with `what`, a word or two, in front of it."""
+    """Show a bar inside the context, labelled `what`, a word or two."""
     console = console or Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda share: None

@@ -1,4 +1,4 @@
-"""A person's terminal: lines that stay, and one picture below them that is drawn again in place."""
+"""Writes to a person's terminal: permanent lines, and one picture below them that is redrawn in place."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ _WIDTH_OF_A_PIPE = 10_000
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that leaves tables as wide as they are where no terminal bounds them: in a file or a pipe."""
+    """Return a console that does not narrow tables in a file or pipe."""
     console = Console(highlight=False, stderr=stderr, quiet=quiet)
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_PIPE
@@ -21,8 +21,7 @@ def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def tell(console: Console, text: str, *, style: str = "") -> None:
-    """Print lines: wrapped at blanks on a terminal, unbroken anywhere else, so that they can be copied. Rich reads no
-    markup in them. Control characters, which may be another peer's, are gone."""
+    """Print lines without markup and control characters, wrapped on a terminal, else unbroken for copying."""
     for line in text.split("\n"):
         said = printable(line)
         for each in wrapped(said, console.width) if console.is_terminal else [said]:
@@ -30,7 +29,7 @@ def tell(console: Console, text: str, *, style: str = "") -> None:
 
 
 class Screen:
-    """The only owner of rich's console and of its live display."""
+    """Owns rich's console and its live display."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or open_console()
@@ -38,13 +37,13 @@ class Screen:
 
     @property
     def redraws(self) -> bool:
-        """Whether a picture can be drawn again in place. In a file or a pipe there are only lines."""
+        """True if a picture can be redrawn in place; false in a file or pipe."""
         return self._console.is_terminal
 
     def draw(
         self, picture: Callable[[], RenderableType], *, frames_per_s: float = FRAMES_PER_S, stays: bool = True
     ) -> None:
-        """Draw `picture` at this rate until `close`. A screen that does not redraw ignores this call.
+        """Draw `picture` at this rate until `close`; no effect if the screen does not redraw.
 
         Args: stays: the last frame remains on the terminal after `close`.
         """
@@ -55,15 +54,14 @@ class Screen:
             self._live.start()
 
     def say(self, text: str) -> None:
-        """Print one sentence above the picture, as `tell` does. No peer's words begin a line of their own."""
+        """Print one sentence above the picture, as `tell` does; line breaks, maybe another peer's, become `?`."""
         tell(self._console, printable(text))
 
     def show(self, drawing: RenderableType) -> None:
-        """Print a drawing once."""
         self._console.print(drawing)
 
     def close(self) -> None:
-        """Stop drawing. A second call does nothing."""
+        """Stop drawing. Safe to call twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,4 +1,4 @@
-"""`shoal status` for a person: a run as it is now, or again and again until Ctrl-C."""
+"""Shows a run to a person (`shoal status`), once or repeatedly until Ctrl-C."""
 
 import asyncio
 
@@ -16,24 +16,24 @@ from shoal.protocol.messages import SwarmStatus
 
 PERIOD_S = 1.0
 PEERS_PER_SECOND = 20
-"""A larger swarm is asked more rarely, because its answer is long."""
+"""A larger swarm is asked more rarely, because its answer is longer."""
 
 
 def show(status: SwarmStatus, console: Console) -> None:
-    """Print it once."""
+    """Print a status once."""
     presenter = Presenter(RunFacts.of_status(status), console=console)
     presenter.take(Status(status=status))
     presenter.show_once()
 
 
 async def watch(invite: Invite, console: Console, *, as_json: bool) -> None:
-    """Ask and show until Ctrl-C. Raises: LocalError: nobody answers at first."""
+    """Ask and show until Ctrl-C. Raises: LocalError: the first request gets no answer."""
     async with asking(invite) as ask:
         await Watch(await ask(), console, as_json=as_json).run(ask)
 
 
 class Watch:
-    """Shows each answer: in the panel, as a line where nothing can be redrawn, or as a line of JSON for a script."""
+    """Shows each answer: in the panel, as a line where no panel can be drawn, or as JSON for a script."""
 
     def __init__(self, first: SwarmStatus, console: Console, *, as_json: bool) -> None:
         self._console, self._as_json = console, as_json
@@ -51,7 +51,7 @@ class Watch:
         self._presenter.tell_status(again=True)
 
     async def run(self, ask: Ask) -> None:
-        """Ask until cancelled. A run that does not answer now may answer later."""
+        """Ask until cancelled, whether or not the run answers."""
         if not self._as_json:
             self._presenter.draw()
         try:

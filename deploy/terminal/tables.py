@@ -1,4 +1,4 @@
-"""Draws who holds what, as tables for a terminal: stages with their peers, and experts with theirs. Pure."""
+"""Draws stages and experts with their holders as tables for a terminal. Pure."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,11 +13,11 @@ from shoal.deploy.dashboard.view import ExpertView, PeerState, PeerView, View
 from shoal.deploy.words import duration, quantity
 
 EXPERTS_SHOWN = 16
-"""The most experts of a stage that are shown; of more, the busiest."""
+"""The most experts shown per stage; of more, the busiest."""
 PEERS_SHOWN = 8
-"""The most peers of a stage that have a row each in the table of experts."""
+"""The most peers of a stage for which the expert table has a row each."""
 _HOT = 1.5
-"""An expert with this many times the usual load stands out."""
+"""An expert with this multiple of the average load is highlighted."""
 _WIDTH_MAX = 10_000
 _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
     ("stage", "left"),
@@ -38,13 +38,13 @@ _STATES: Mapping[PeerState, tuple[str, str]] = {
     "spare": ("standing by", "dim"),
     "unheard": ("not heard yet", "dim"),
     "fetching": ("fetching state", "yellow"),
-    "light": ("training, its state comes", "green"),
+    "light": ("training, state downloading", "green"),
     "training": ("training", "green"),
 }
 
 
 def tables(view: View) -> list[RenderableType]:
-    """Who holds which stage, and which expert where experts are spread over peers."""
+    """Return the table of stages, and that of experts if they are spread over peers."""
     shown: list[RenderableType] = [stage_table(view)] if view.stages or view.peers else []
     return [*shown, expert_table(view)] if view.experts else shown
 
@@ -53,13 +53,13 @@ def tables(view: View) -> list[RenderableType]:
 
 
 def stage_table(view: View) -> RenderableType:
-    """The table has as many columns as there is room for."""
+    """Return the table of stages, with as many columns as there is room for."""
     numbers = range(len(_LEFT_OUT_FIRST) + 1)
     return _Fitting([partial(_stage_table, view, _LEFT_OUT_FIRST[:number]) for number in numbers])
 
 
 class _Fitting:
-    """The first of these tables for which there is room; else the last one. Each shows less than the one before."""
+    """Draws the first of these tables that fits, else the last. Each shows less than the one before."""
 
     def __init__(self, tables: Sequence[Callable[[], Table]]) -> None:
         self._tables = tables
@@ -120,8 +120,8 @@ def _peer_cells(peer: PeerView) -> tuple[Text, str, str, str, str, str, Text]:
 
 
 def expert_table(view: View) -> RenderableType:
-    """A column for each expert: its share of the stage's tokens, its copies, and which peer holds it (●) or fetches
-    it (○). The table shows as many of the busiest as there is room for."""
+    """Return a table with a column per expert: its share of the stage's tokens, its copies, and the peers that hold (●)
+    or fetch (○) it. It shows as many of the busiest experts as there is room for."""
     return _Fitting([partial(_expert_table, view, most) for most in range(EXPERTS_SHOWN, 0, -1)])
 
 
@@ -145,14 +145,14 @@ def _expert_table(view: View, most: int) -> Table:
 
 
 def experts_by_stage(view: View) -> Iterator[tuple[int, list[ExpertView]]]:
-    """The stages that have experts, in order."""
+    """Yield the stages with experts, in order."""
     ordered = sorted(view.experts, key=lambda expert: expert.stage)
     for stage, experts in groupby(ordered, key=lambda expert: expert.stage):
         yield stage, list(experts)
 
 
 def busiest(experts: Sequence[ExpertView], most: int = EXPERTS_SHOWN) -> list[ExpertView]:
-    """The experts that are shown, in the order of their numbers."""
+    """Return the busiest experts, ordered by number."""
     ranked = sorted(experts, key=lambda expert: (-(expert.load or 0.0), expert.expert))
     return sorted(ranked[:most], key=lambda expert: expert.expert)
 

@@ -1,4 +1,4 @@
-"""A visitor's way into a run: a throwaway identity on libp2p, the run's directory and its spec."""
+"""Connects a visitor to a run: a throwaway identity on libp2p, the run's directory and its spec."""
 
 import contextlib
 import time
@@ -15,10 +15,9 @@ from shoal.protocol.ports import Directory
 from shoal.protocol.spec import RunSpec
 
 FIND_S = 20.0
-"""How long to look for anybody at all; a directory that was just joined may be empty for a moment."""
+"""The time to look for any peer; a directory that was just joined may be empty for a moment."""
 NOBODY_S = 7.0
-"""How long a visitor looks where no peer of the invite has answered its first dials: the redials of that time may reach
-one. Three more seconds go to libraries and the network daemon."""
+"""The time to look if no peer of the invite answered the first dial; redials within it may reach one."""
 
 
 _OWNERS_VISIT_S = 24 * 3600
@@ -26,23 +25,23 @@ _OWNERS_VISIT_S = 24 * 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """What a visitor has of a run for as long as its visit lasts."""
+    """A visitor's connection to a run, valid inside `entering`."""
 
     endpoint: Endpoint
     directory: Directory
     spec: RunSpec
     peers: tuple[PeerID, ...]
-    """They are named by the invite or were met by this machine; those come first to whom there is a connection."""
+    """Peers named by the invite or met by this machine; connected ones first."""
 
 
 @contextlib.asynccontextmanager
 async def entering(invite: Invite, *, owner: Identity | None = None) -> AsyncIterator[Entrance]:
-    """Connect to a run's network for as long as the context lasts, without holding a stage.
+    """Connect to a run's network inside the context, without holding a stage.
 
-    Args: owner: of the run, if it is the visitor, for whom an invite does not expire.
+    Args: owner: the run's owner, if it is the visitor: for the owner an invite does not expire.
     Raises: LocalError: the run cannot be found.
     """
-    # hivemind takes a second: who does not visit does not need it.
+    # Importing hivemind takes a second; only visits need it.
     from shoal.deploy.run.directory_rules import record_rules
     from shoal.deploy.run.spec_record import fetch_spec
     from shoal.deploy.state.known_peers import ways_to

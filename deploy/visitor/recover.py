@@ -1,14 +1,14 @@
-"""`shoal recover`: when half of a plan's members are gone for good, the run's owner lets the others go on.
+"""Implements `shoal recover`: when half of a plan's members are gone for good, the run's owner lets the others go on.
 
-Nobody has a majority then, and nobody may take one: those that are missing may be alive on the other side of a cut
-network, training on. So a person decides, with the owner's key: one peer in reach is mandated to make a plan without
-votes. It begins a *reign*, which counts before terms, so that whoever comes back from the other side adopts it,
-whatever they have agreed on among themselves meanwhile; what they trained meanwhile is lost.
+No side has a majority then, and none may be assumed: missing members may be alive on the other side of a network
+partition, still training. So a person decides, with the owner's key, and mandates one reachable peer to make a plan
+without votes. The mandate begins a new *reign* (override epoch). Reigns are compared before terms, so a peer that
+returns from the other side adopts the mandated plan, and what it trained meanwhile is lost.
 
-With an era to go back to, the same mandate undoes what became of the run since, a majority in reach or not: peers keep
+With an era to go back to, the same mandate undoes the training since, whether or not a majority is in reach: peers keep
 the last snapshots of an older era for a week (`peer/archive.py`).
 
-Open `assess` first: it says what there is to recover. `Recovery` looks and acts on any of the two worlds' ports.
+Open `assess` first: it says what there is to recover. `Recovery` looks and acts on the ports of either world.
 """
 
 import asyncio
@@ -43,45 +43,43 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 RESET_TERMS = 1000
-"""How far a reset's term is above all known ones, so that people see in a term that the owner stepped in. What counts
-is the reign."""
+"""A reset's term is this far above all known ones, to show people that the owner intervened."""
 ASK_TIMEOUT_S = 5.0
 ASKED_MAX = 32
-"""How many peers are asked at the same time."""
+"""Concurrent requests."""
 FOLLOW_S = 30.0
-"""How long to wait for those in reach to obey the new plan."""
+"""The time to wait until the reachable peers obey the new plan."""
 _LOOK_AGAIN_S = 0.5
 _ENVELOPE_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One peer in reach."""
+    """One reachable peer."""
 
     peer: PeerID
     advert: Advert
     standing: Standing
     plan: SignedPlan | None
-    """The plan that the peer obeys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """A run whose highest known plan has lost its majority."""
+    """A run without a majority of its newest plan's members."""
 
     base: SignedPlan
     found: tuple[Found, ...]
-    """The peers in reach, in the order of their identifiers."""
+    """The reachable peers, ordered by identifier."""
     missing: tuple[PeerID, ...]
-    """Members of `base` that are not in reach."""
+    """Unreachable members of `base`."""
     term_max: int
-    """The highest term that anybody in reach has promised, of those that can be believed."""
+    """The highest plausible term that a reachable peer has promised."""
     beginning: Beginning | None = None
-    """Where the run is to go back to; None: it goes on as it is."""
+    """The snapshot to which the run goes back; None: it goes on as it is."""
 
     @property
     def version(self) -> int:
-        """The highest version in the plan's era."""
+        """The highest version of the plan's era."""
         era = self.base.plan.era
         return max((found.standing.version for found in self.found if found.standing.era == era), default=0)
 
@@ -89,10 +87,10 @@ class Situation:
     def term(self) -> int:
         """The term of the next plan."""
         term = self.term_max + RESET_TERMS
-        return term if term < TERM_MAX // 2 else 1  # in a new reign terms may begin anew
+        return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 
     def coordinator(self, term: int) -> PeerID:
-        """The peer that is to make the next plan."""
+        """Return the peer that will make the next plan."""
         obey = [found for found in self.found if found.plan is not None and found.plan.digest == self.base.digest]
         willing = [found.peer for found in obey if found.advert.willing_to_coordinate] or [found.peer for found in obey]
         return election.rank(self.base.plan.run, term, willing)[0]
@@ -100,21 +98,19 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """The plan that the run goes on with."""
+    """The result of a recovery: the plan with which the run goes on."""
 
     plan: Plan
     following: tuple[PeerID, ...]
-    """The peers in reach that obey the plan by now."""
+    """The reachable peers that already obey the plan."""
     status: SwarmStatus | None
-    """The run as its coordinator sees it."""
 
 
 def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, layers: Collection[str] = ()) -> Situation:
-    """What there is to recover.
+    """Say what there is to recover.
 
-    Args: era: to which the run is to go back, whoever is in reach; layers: of which a snapshot consists.
-
-    Raises: LocalError: nothing; the sentence says why.
+    Args: era: go back to this era, with or without a majority; layers: all layers of a whole snapshot.
+    Raises: LocalError: there is nothing to recover; the sentence says why.
     """
     peers = sorted(found, key=lambda each: each.peer)
     if not peers:
@@ -122,7 +118,7 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
     plans = [each.plan for each in peers if each.plan is not None]
     if not plans:
         raise LocalError("nothing to recover: the run has no plan yet, it begins by itself once enough peers are there")
-    # What most obey, and not the highest: that may be the invention of one of them, who would get the mandate for it.
+    # Take the plan that most peers obey, not the highest: one peer may have invented that to get the mandate.
     obeying = Counter(plan.digest for plan in plans)
     base = max(plans, key=lambda plan: (obeying[plan.digest], plan.plan.height))
     here = {each.peer for each in peers}
@@ -146,7 +142,7 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
 
 
 def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[str]) -> Beginning:
-    """The newest snapshot of `era` that is whole on the disks in reach. Raises: LocalError: there is none."""
+    """Return the newest snapshot of `era` that is whole on the reachable disks. Raises: LocalError: there is none."""
     disks = Disks.of((each.peer, each.standing.holdings) for each in found)
     whole = [version for of_era, version in disks.parts if of_era == era and disks.covers((era, version), layers)]
     if not whole:
@@ -159,10 +155,9 @@ def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[
 
 
 class Recovery:
-    """Looks at what is left of a run and, if told to, has it go on.
+    """Examines a run and, on request, makes it go on.
 
-    Args:
-        endpoint: of a throwaway identity; takes no part in the run.
+    Args: endpoint: of a throwaway identity that takes no part in the run.
     """
 
     def __init__(self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, spec: RunSpec) -> None:
@@ -171,9 +166,9 @@ class Recovery:
         self._clock = clock
 
     async def look(self, *, era: int | None = None) -> Situation:
-        """Ask everybody whom the directory knows.
+        """Ask all peers in the directory.
 
-        Args: era: to go back to; None: the run is to go on where it is.
+        Args: era: to go back to; None: the run goes on where it is.
         Raises: LocalError: there is nothing to recover.
         """
         until_s = self._clock.now_s() + FIND_S
@@ -186,10 +181,10 @@ class Recovery:
         return assess(found, self._owner, era=era, layers=keys)
 
     async def reset(self, situation: Situation, owner: Identity, folder: Path) -> Recovered:
-        """Mandate a plan for those in reach, and wait until they obey it.
+        """Mandate a plan for the reachable peers, and wait until they obey it.
 
-        Args: folder: where the owner keeps how many reigns were begun: none may ever begin twice.
-        Raises: LocalError: it did not come about; the sentence says why.
+        Args: folder: the owner's folder, which records the last reign: no reign may begin twice.
+        Raises: LocalError: the reset failed; the sentence says why.
         """
         assert owner.peer_id == self._owner
         run, disk = self._endpoint.run, LiveDisk(folder)
@@ -228,7 +223,7 @@ class Recovery:
             if len(following) == len(adverts) or (following and self._clock.now_s() >= until_s):
                 break
             if self._clock.now_s() >= until_s:
-                raise LocalError("nobody obeys the new plan: look again with `shoal recover`")
+                raise LocalError("no peer obeys the new plan: look again with `shoal recover`")
             await asyncio.sleep(_LOOK_AGAIN_S)
         plan = max((each.plan for each in following if each.plan), key=lambda plan: plan.plan.height).plan
         status: SwarmStatus | None = None
@@ -261,7 +256,7 @@ class Recovery:
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
-    """The peers that fit in the message, those with state first. The others are planned as newcomers right after."""
+    """Return the peers that fit into the message, those with state first; the next plan takes in the others."""
     roster = []
     for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
         spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))
@@ -275,10 +270,7 @@ def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Ad
 
 
 def find_owner(invite: Invite, folders: Iterable[Path]) -> tuple[Identity, Path]:
-    """The owner's key and the state folder that it is in.
-
-    Raises: LocalError: it is in none of them.
-    """
+    """Return the owner's key and its state folder. Raises: LocalError: none of the folders has it."""
     for folder in folders:
         path = folder / "identity.key"
         if path.exists():
@@ -296,7 +288,7 @@ def _reign_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """The last reign that was begun, which a plan that nobody in reach knows may be of."""
+    """Return the last reign that the owner mandated: no reachable peer may know its plan."""
     path = _reign_file(run)
     try:
         return int(disk.read(path))
@@ -316,9 +308,9 @@ def _remember(disk: Disk, run: str, reign: int) -> None:
 
 @contextlib.asynccontextmanager
 async def recovery(invite: Invite, owner: Identity) -> AsyncIterator[Recovery]:
-    """Begin a recovery on libp2p, with an identity of its own. Raises: LocalError: the run cannot be found."""
+    """Open a recovery on libp2p with a throwaway identity. Raises: LocalError: the run cannot be found."""
     async with entering(invite, owner=owner) as entrance:
-        # hivemind takes a second: what only looks at a situation does not need it.
+        # Importing hivemind takes a second; `assess` does not need it.
         from shoal.protocol.live.loop import LoopClock
 
         yield Recovery(

@@ -1,4 +1,4 @@
-"""What `shoal recover` shows: who is in reach, who is missing, and what came of it."""
+"""Formats the output of `shoal recover`: reachable and missing peers, and the result."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ WARNING = (
 
 
 def situation_table(situation: Situation) -> Table:
-    """A table with one line for each peer."""
+    """Return a table with one row per peer."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("peer", "name", "stage", "version", "plan", "state"):
-        table.add_column(column, no_wrap=column != "name", overflow="ellipsis")  # a long name makes room for the rest
+        table.add_column(column, no_wrap=column != "name", overflow="ellipsis")  # a long name is shortened first
     for found in situation.found:
         standing = found.standing
         table.add_row(
@@ -45,7 +45,7 @@ def headline(situation: Situation) -> str:
 
 
 def going_back(situation: Situation) -> str:
-    """A sentence about what `--era` would do."""
+    """Return a sentence about the effect of `--era`."""
     back = situation.beginning
     assert back is not None
     return (
@@ -63,7 +63,7 @@ def outcome(recovered: Recovered, situation: Situation) -> str:
 
 
 def as_json(situation: Situation, recovered: Recovered | None) -> dict[str, Any]:
-    """The situation, and what came of it, for scripts."""
+    """Return the situation and the result, for scripts."""
     plan = situation.base.plan
     return {
         "run": plan.run,

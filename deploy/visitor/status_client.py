@@ -1,7 +1,7 @@
-"""`shoal status`: asks a run for its status without taking part in it, once or again and again.
+"""Asks a run for its status without taking part in it, once or repeatedly (`shoal status`).
 
-The client has a throwaway identity that joins nothing, with a certificate by the invite. Any peer answers a
-`StatusRequest`, by asking the coordinator if need be.
+The client has a throwaway identity with a certificate from the invite. Any peer answers a `StatusRequest`, if need be
+by asking the coordinator.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from shoal.protocol.messages import StatusRequest, SwarmStatus
 _ASK_TIMEOUT_S = 10.0
 
 Ask = Callable[[], Awaitable[SwarmStatus]]
-"""Asks the run once, and raises LocalError where nobody can say."""
+"""Asks the run once; raises LocalError if no peer can answer."""
 
 
 async def ask_swarm(invite: Invite) -> SwarmStatus:
-    """Ask whoever the invite names, or a peer of this machine has met in the run.
+    """Ask the peers that the invite names or that this machine has met in the run.
 
-    Raises: LocalError: none of them can say; the sentence has the last reason.
+    Raises: LocalError: none can answer; the sentence has the last reason.
     """
     async with asking(invite) as ask:
         return await ask()
@@ -34,7 +34,7 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 
 @contextlib.asynccontextmanager
 async def asking(invite: Invite) -> AsyncIterator[Ask]:
-    """Give a function that asks once a call, first the peer that answered last. It raises LocalError as `ask_swarm`."""
+    """Yield `ask_swarm` on one connection: each call asks first the peer that answered last."""
     identity = Identity.generate()
     async with visiting() as folder:
         await introduce(invite, identity.peer_id)
@@ -58,9 +58,10 @@ async def asking(invite: Invite) -> AsyncIterator[Ask]:
                     peers.sort(key=lambda other: other != peer)
                     return status
             if refusal:
-                raise LocalError(f"run {invite.run} is up, and cannot say yet how it does: {refusal}")
+                raise LocalError(f"run {invite.run} is up and has no status yet: {refusal}")
             raise LocalError(
-                f"no status of run {invite.run}: {reason or 'it names nobody'}; `shoal doctor` with its invite says why"
+                f"no status of run {invite.run}: {reason or 'no address is known'}; "
+                "`shoal doctor` with its invite says why"
             )
 
         try:

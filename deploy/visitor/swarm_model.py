@@ -1,6 +1,6 @@
-"""The model of a run, asked through the swarm's own stages: nobody needs all of it, least of all who asks.
+"""Evaluates a run's model through the swarm's own stages, so that no peer needs all of it, least of all the caller.
 
-`SwarmModel` asks in an event loop. `in_thread` gives what works without one, an evaluation or lm-eval, the same model.
+`SwarmModel` works in an event loop; `SwarmPredictor` gives the same model to code without one, such as lm-eval.
 
 B rows   T tokens
 """
@@ -38,37 +38,31 @@ Work = TypeVar("Work")
 
 _ASK_TIMEOUT_S: Final = 60.0
 _GIVE_UP_S: Final = 120.0
-"""How long one question is tried: peers leave, and layers are divided otherwise, while it is asked."""
+"""The time to retry one request: meanwhile peers may leave and layers may move to other stages."""
 _AGAIN_S: Final = 0.5
 _TRIES: Final = 5
-"""How often work that wants one version begins."""
+"""The most attempts of work that needs a single version."""
 _KEEP_S: Final = 5.0
-"""A swarm is asked again after so long, so that it keeps the version: a library may load for half a minute."""
+"""The interval of requests that make the swarm keep the version: a library may load for half a minute."""
 _REQUEST_TOKENS: Final = 1024
-"""Rows go in requests of so many tokens, several at once, so that all stages have something to do, and training never
-waits for long."""
+"""Tokens per request. Several requests run at once, so that all stages have work and training never waits long."""
 
 
 class VersionGone(LocalError):
-    """The swarm has answered with weights of a second version: no stage has the first one any more, because the layers
-    have been divided into other stages."""
+    """The swarm answers with a second version: no stage has the first, because layers were repartitioned."""
 
 
 class _Anew(Exception):
-    """The stages remember nothing of the session any more: it has to begin with its first token."""
+    """The stages have lost the session; it must restart from its first token."""
 
 
 class SwarmModel:
-    """Asks one run.
-
-    Args:
-        peers: any of its members; one after the other is asked until one answers.
-    """
+    """Asks one run. Args: peers: any of its members; they are asked in turn until one answers."""
 
     def __init__(self, endpoint: Endpoint, peers: Sequence[PeerID], model: ModelSpec) -> None:
         self._endpoint, self._peers, self.model = endpoint, list(peers), model
         self.answered: set[tuple[int, int]] = set()
-        """(era, version) of all weights that have answered."""
+        """(era, version) of all answers so far."""
         self._version = -1
         self._way = _new_number()
         self._asked_s = -math.inf
@@ -77,11 +71,11 @@ class SwarmModel:
     async def log_likelihoods(
         self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`Predictor` documents it. Raises: LocalError: nobody answers; the sentence has the last reason."""
+        """Return what `Predictor` documents. Raises: LocalError: no peer answers; the sentence has the last reason."""
         B, T = tokens_BT.shape
         if T > INFERENCE_TOKENS_MAX:
             if begins_BT is not None:
-                raise LocalError(f"documents that share {T:,} tokens cannot be asked about through a swarm")
+                raise LocalError(f"packed documents of {T:,} tokens cannot be evaluated through a swarm")
             found = [await self._long_row(tokens_BT[row], targets_BT[row]) for row in range(B)]
         else:
             rows = max(1, _REQUEST_TOKENS // T)
@@ -94,11 +88,11 @@ class SwarmModel:
         return torch.cat(values), torch.cat(likeliest)
 
     async def candidates(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
-        """Return the logits of the token that follows `tokens`, float32 [V]; -inf for tokens that the swarm left out of
-        its answer, which are the least likely ones of a large vocabulary.
+        """Return the logits of the token after `tokens`, float32 [V]. Tokens that the answer leaves out, the least
+        likely ones of a large vocabulary, have -inf.
 
-        Args: session, position: `InferenceRequest` documents them.
-        Raises: _Anew: the session is gone. LocalError: nobody answers.
+        Args: session, position: as in `InferenceRequest`.
+        Raises: _Anew: the session is lost. LocalError: no peer answers.
         """
         answer = await self._ask(InferenceRequest(session=session, position=position, tokens=_ints(tokens)))
         num = len(answer.payload) // 8
@@ -115,7 +109,7 @@ class SwarmModel:
         return torch.full((self.model.vocab_size,), -math.inf).scatter(0, token_K, logit_K)
 
     async def keep_version(self) -> None:
-        """Ask now and then for as long as nobody else asks, so that the stages keep the version that has answered."""
+        """Send a small request whenever no other has been sent for a while, so that the stages keep the version."""
         while True:
             await asyncio.sleep(_KEEP_S)
             is_idle = asyncio.get_running_loop().time() - self._asked_s >= _KEEP_S
@@ -125,14 +119,14 @@ class SwarmModel:
                     await self._ask(nothing)
 
     async def stream(self, prompt: Sequence[int], sampler: Sampler) -> AsyncIterator[int]:
-        """`Predictor` documents it. Raises: LocalError: nobody answers."""
+        """Yield what `Predictor` documents. Raises: LocalError: no peer answers."""
         if not prompt:
             raise ValueError("the prompt must have at least one token")
         tokens, context = list(prompt), self.model.context
         session, known = 0, 0
         while True:
             if len(tokens) > context:
-                # Every further token moves all others by one place, so nothing that is remembered holds.
+                # Each new token shifts the window by one, so no cached state is valid.
                 window = tokens[-context:]
                 session = 0 if context <= INFERENCE_TOKENS_MAX else _new_number()
                 logits_V = await self._logits(session, 0, window)
@@ -148,7 +142,7 @@ class SwarmModel:
             yield tokens[-1]
 
     async def _logits(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
-        """Many tokens go in parts, of which the answer to the last counts."""
+        """Send long inputs in parts; the answer to the last one counts."""
         for at in range(0, len(tokens), INFERENCE_TOKENS_MAX):
             part = tokens[at : at + INFERENCE_TOKENS_MAX]
             logits_V = await self.candidates(session, position + at, part)
@@ -188,16 +182,16 @@ class SwarmModel:
         return value_BT, likeliest_BT
 
     async def _ask(self, request: InferenceRequest) -> InferenceAnswer:
-        """Ask until somebody answers. Raises: _Anew, LocalError."""
+        """Ask until a peer answers. Raises: _Anew, LocalError."""
         async with self._few:
             if self._version < 0:
-                async with self._finding:  # whoever asks first says which version the others ask
+                async with self._finding:  # the first request fixes the version of the others
                     if self._version < 0:
                         return await self._ask_until_answered(request)
             return await self._ask_until_answered(request)
 
     async def _ask_until_answered(self, request: InferenceRequest) -> InferenceAnswer:
-        until_s, why, told = asyncio.get_running_loop().time() + _GIVE_UP_S, "it names nobody", ""
+        until_s, why, told = asyncio.get_running_loop().time() + _GIVE_UP_S, "no peer is known", ""
         while self._peers:
             peer, way, version = self._peers[0], self._way, self._version
             self._asked_s = asyncio.get_running_loop().time()
@@ -217,8 +211,8 @@ class SwarmModel:
             if why != told:
                 logger.info("asking again: %s", why)
                 told = why
-            if self._way == way:  # else another question has found out before
-                self._version, self._way = -1, _new_number()  # the newest, of others maybe
+            if self._way == way:  # else another request has noticed first
+                self._version, self._way = -1, _new_number()  # the newest version, maybe of other peers
             if asyncio.get_running_loop().time() >= until_s:
                 break
             await asyncio.sleep(_AGAIN_S)
@@ -229,7 +223,7 @@ class SwarmModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmPredictor:
-    """Implements `Predictor` for a thread that has no event loop, beside the loop that asks."""
+    """Implements `Predictor` for a thread without an event loop; requests run in `loop`."""
 
     asked: SwarmModel
     spec: RunSpec
@@ -237,7 +231,7 @@ class SwarmPredictor:
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
     keeps_version: bool = False
-    """Whether an answer with weights of a second version raises VersionGone. Else it is taken."""
+    """True: an answer of a second version raises VersionGone; false: it is accepted."""
 
     @property
     def model(self) -> ModelSpec:
@@ -273,7 +267,7 @@ class SwarmPredictor:
     def _wait(self, asking: Coroutine[Any, Any, Work]) -> Work:
         found = asyncio.run_coroutine_threadsafe(asking, self.loop).result()
         if self.keeps_version and len(self.asked.answered) > 1:
-            raise VersionGone("the stages of the run were divided otherwise while they were asked")
+            raise VersionGone("the layers of the run were repartitioned meanwhile")
         return found
 
 
@@ -284,10 +278,10 @@ async def through_swarm(
     tokenizer: Callable[[RunSpec], Tokenizer],
     keeps_version: bool = False,
 ) -> Work:
-    """Do `work`, in a thread, with the model of the run.
+    """Run `work` in a thread with the run's model.
 
-    Args: keeps_version: with one version of it: where that is lost, `work` begins again with the newest.
-    Raises: LocalError: the run cannot be found, or does not answer, or loses each version; whatever `work` raises.
+    Args: keeps_version: use a single version; if it is lost, `work` starts again with the newest.
+    Raises: LocalError: the run cannot be found, does not answer, or loses each version; whatever `work` raises.
     """
     async with entering(invite) as entrance:
         vocabulary, left = tokenizer(entrance.spec), _TRIES

@@ -1,8 +1,8 @@
-"""A command that asks a run something without taking part: its folder, and its end, whoever ends it.
+"""Gives a command that only asks a run a folder of its own, and cleans up after it.
 
-Its network daemon has sockets in the system's temporary folder. A command that is told to end (SIGTERM, a closed
-terminal) ends its daemon and removes them. What a killed one leaves is removed by the next shoal of this user: the
-names of the sockets are in the folder, and the folder's lock is free.
+The command's network daemon has sockets in the system's temporary folder. On SIGTERM or a closed terminal the command
+stops the daemon and removes them. If it was killed, the next shoal command of this user does so: the sockets' names are
+in the folder, and the folder's lock is free.
 """
 
 import asyncio
@@ -28,13 +28,12 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.asynccontextmanager
 async def visiting() -> AsyncIterator[Path]:
-    """Give this process a folder while this lasts. SIGTERM and SIGHUP cancel the task that entered, where nobody else
-    has an answer to them."""
+    """Give this process a folder inside the context. SIGTERM and SIGHUP, if unhandled, cancel the entering task."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         try:
             lock = await asyncio.to_thread(places.claim_first_free, _visits(), _PREFIX)
-        except LocalError as error:  # a state folder that cannot be written is for `shoal doctor` to find
+        except LocalError as error:  # `shoal doctor` reports an unwritable state folder
             logger.info("%s", error)
             yield Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-visit-")))
             return
@@ -44,7 +43,7 @@ async def visiting() -> AsyncIterator[Path]:
 
 
 async def introduce(invite: Invite, me: PeerID) -> None:
-    """Have the peer of this machine let in a command that goes by its note: the peer's invite may have expired."""
+    """Register `me` as a guest at this machine's peer if `invite` is its note's: that peer's own may have expired."""
     await asyncio.to_thread(_introduce, invite, me)
 
 
@@ -56,14 +55,14 @@ def _introduce(invite: Invite, me: PeerID) -> None:
 
 
 async def sweep() -> None:
-    """Remove what killed visitors have left. Of a peer's own folder that is seen to at its next start."""
+    """Remove what killed visitors have left. A peer's own folder is cleaned at its next start."""
     from shoal.protocol.live import leftovers
 
     for folder in sorted(_visits().glob(f"{_PREFIX}-*")):
         try:
             lock = places.claim_folder(folder)
         except LocalError:
-            continue  # it is still there; or it is our own
+            continue  # in use, maybe by us
         try:
             await leftovers.clear(folder)
         finally:

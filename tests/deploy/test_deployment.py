@@ -278,7 +278,7 @@ def test_a_system_without_user_namespaces_gets_a_service_that_sees_all(home: Pat
     (home / "plain").touch()
     result = CliRunner().invoke(cli.app, ["service", "install", "-"], input=f"{invite}\n")
     assert result.exit_code == 0, result.output
-    assert "its own view of the files" in result.stdout
+    assert "cannot isolate a user" in result.stdout
     told = [line.split()[1] for line in (home / "told").read_text().splitlines()]
     assert told == ["daemon-reload", "enable", "disable", "daemon-reload", "enable"]
     found = unit((home / ".config" / "systemd" / "user" / "shoal.service").read_text())["Service"]

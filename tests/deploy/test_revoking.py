@@ -78,7 +78,7 @@ def test_what_an_invite_lets_its_holder_do_ends_with_it_and_stays_ended_when_the
     assert json.loads(status.output)["name"] == "small"
     looks_on = world.shoal("join", looks["invite"], *common, world.folder / "looks-on")
     assert looks_on.wait(60) == 2
-    assert "only lets you look on" in looks_on.errors
+    assert "only lets you watch" in looks_on.errors
     ask(folder, "invite-revoke", name=looks["name"])
     status = world.shoal("status", looks["invite"], "--json")
     assert status.wait(60) != 0

@@ -43,7 +43,7 @@ def test_a_run_goes_on_where_it_was_with_the_commands_of_yesterday(world: Any) -
     assert [path for path in written if path.lstat().st_mode & 0o077] == [], "for others to read"
 
     first = world.shoal(*joining)
-    first.line('{"event":"Note","text":"nobody else of the run is up yet')
+    first.line('{"event":"Note","text":"no other peer of the run is up yet')
     again = first, world.shoal(*hosting)
     world.until(lambda: all(committed(command) for command in again))
     assert min(committed(command)[0] for command in again) >= had

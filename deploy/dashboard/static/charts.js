@@ -1,4 +1,4 @@
-// What the run did, step by step. uPlot draws; plans are thin marks, so that one sees what a change did.
+// The run's history as plots, drawn by uPlot. Plans are thin marks, which show the effect of each change.
 
 import { save, vector } from "./downloads.js";
 import { byId, compact } from "./format.js";
@@ -6,7 +6,7 @@ import { byId, compact } from "./format.js";
 const HEIGHT = 176;
 const MARKS_TALL_MAX = 12;
 const STEPS_UNSETTLED = 4;
-const LOSS_MAX = 80; // e^80 says no more than "very much"
+const LOSS_MAX = 80; // a perplexity above e^80 is meaningless
 const COLUMNS = ["at", "step", "loss", "pace", "stale", "rate", "norm"];
 const CHARTS = [
   { id: "chart-loss", of: "loss", label: "loss", digits: 3, validates: true, logs: true },
@@ -41,7 +41,7 @@ export class Charts {
     for (const point of growth.points) COLUMNS.forEach((name, index) => this.points[name].push(point[index] ?? null));
     if (growth.validations) this.validations = growth.validations;
     if (growth.points.length || growth.validations) this.version += 1;
-    // The role moves every minute: what is worth a mark is who came, went or moved.
+    // Mark plans in which peers came, went or moved, not the frequent transfers of the coordinator's role.
     this.plans = changes.filter((change) => change.kind === "plan" && !change.text.includes("hand-over from")).map((change) => change.at_s);
   }
 
@@ -54,7 +54,7 @@ export class Charts {
     };
   }
 
-  // Drawing is dear: only what has changed, and only while somebody can see it.
+  // Drawing is expensive: draw only changes, and only while they are visible.
   draw() {
     const style = getComputedStyle(document.documentElement);
     this.colors = ["--quiet", "--line", "--accent", "--second", "--ink", "--card"].map((name) => style.getPropertyValue(name).trim());
@@ -69,7 +69,7 @@ export class Charts {
     for (const chart of this.charts) chart.plot.setData(this.data(chart));
   }
 
-  // x, what was measured, its average, and the validations where they belong.
+  // x, measured values, their average, and validations at their positions.
   data(chart) {
     const { across, perplexity, weight } = this.chosen;
     const x = across === "time" ? rising(this.points.at) : this.points.step;
@@ -96,7 +96,7 @@ export class Charts {
     const label = perplexity && chart.of === "loss" ? "perplexity" : chart.label;
     const logs = log && chart.logs;
     chart.title = label;
-    // Without a pointer the legend says the newest.
+    // Without a pointer the legend shows the newest values.
     const value = (u, said, series) => {
       const shown = said ?? (u.cursor.idx === null || u.cursor.idx === undefined ? newest(u.data[series]) : null);
       return shown === null || shown === undefined ? "–" : number(shown, chart.digits);
@@ -134,13 +134,13 @@ export class Charts {
     return [Math.max(0, low - room), high + room];
   }
 
-  // A pace over one or two steps may be ten times what it will be, and would flatten the rest of the curve.
+  // The rate over the first one or two steps may be ten times too high and would flatten the curve.
   settled(paces, high) {
     const usual = paces.filter((pace, index) => pace !== null && this.points.step[index] > STEPS_UNSETTLED);
     return usual.length ? Math.min(high, usual.reduce((most, pace) => Math.max(most, pace), 0)) : high;
   }
 
-  // Where the pointer is: `step 17, 14:05`.
+  // The pointer's position: `step 17, 14:05`.
   says(x) {
     if (x === null || x === undefined) return "now";
     const { across } = this.chosen;
@@ -179,7 +179,7 @@ export class Charts {
     }
   }
 
-  // What the curves are drawn of; validations have lines of their own.
+  // The plotted data as CSV; validations have their own lines.
   table() {
     const { at, step, loss, pace, stale, rate, norm } = this.points;
     const cell = (value) => (value === null || value === undefined ? "" : String(value));
@@ -190,7 +190,7 @@ export class Charts {
     return [...lines, ...rows.map((row) => row.map(cell).join(","))].join("\n") + "\n";
   }
 
-  // All plots below each other, as they are on the page.
+  // All plots below each other, as on the page.
   picture() {
     const sources = this.charts.map(({ plot, title }) => [title, plot.ctx.canvas]);
     const heading = 26 * devicePixelRatio;
@@ -221,13 +221,13 @@ function power(loss) {
   return loss === null || loss === undefined ? null : Math.exp(Math.min(loss, LOSS_MAX));
 }
 
-// A clock that was set back would make a curve that no axis can hold.
+// x must not decrease: a clock may have been set back.
 function rising(times) {
   let last = -Infinity;
   return times.map((time) => (last = Math.max(last, time)));
 }
 
-// The exponential moving average, with the bias of its beginning taken out, as TensorBoard has it.
+// The exponential moving average with bias correction, as in TensorBoard.
 function averaged(values, weight) {
   let sum = 0, share = 0;
   return values.map((value) => {
@@ -238,7 +238,7 @@ function averaged(values, weight) {
   });
 }
 
-// Index of the last of `sorted` that is not above `value`; -1: none.
+// The index of the last element of `sorted` that is at most `value`; -1: none.
 function nearest(sorted, value) {
   let low = 0, high = sorted.length;
   while (low < high) {
@@ -254,7 +254,7 @@ function newest(values) {
   return null;
 }
 
-// Not all of a logarithmic axis's marks have room for their figures, and its ends are no marks.
+// Label only some marks of a logarithmic axis, for lack of room; its ends are not marks.
 function marked(splits) {
   const ratio = splits[splits.length - 1] / splits[0];
   const fine = ratio < 4 ? [1, 2, 3, 4, 5, 6, 7, 8, 9] : ratio < 12 ? [1, 2, 3, 5] : ratio < 2000 ? [1, 2, 5] : [1];

@@ -1,4 +1,4 @@
-// What a visitor takes home: the figures, or the plots as they are on the page.
+// Downloads: the data, or the plots as on the page.
 
 const HEADING = 24;
 const TICKS = 5;
@@ -13,7 +13,7 @@ export function save(name, type, data) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-// An SVG of all plots, below each other, for papers: lines stay lines.
+// An SVG of all plots below each other, for papers.
 export function vector(charts, colors) {
   const [quiet, grid, , , ink, card] = colors;
   const width = Math.max(...charts.map(({ plot }) => plot.width));

@@ -1,4 +1,4 @@
-// Figures and words for people, and the DOM without markup: text that came from peers is only ever text.
+// Formats figures for people, and builds the DOM without markup: text from peers is always plain text.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -16,7 +16,7 @@ export function svg(tag, attributes = {}, text = "") {
   return made;
 }
 
-// Writing what is already there would cost a layout.
+// Rewriting equal text would cost a layout.
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

@@ -1,4 +1,4 @@
-// The connection to the peer that serves this page: one WebSocket, found again for as long as the page is open.
+// The connection to the serving peer: one WebSocket, reopened while the page is open.
 
 const FIRST_WAIT_MS = 500, LONGEST_WAIT_MS = 8000, SILENCE_MS = 6000;
 
@@ -11,7 +11,7 @@ export function connect(onUpdate, onLink) {
   const open = () => {
     clearTimeout(retry);
     const mine = socket = new WebSocket(url);
-    // A peer that is suspended keeps its sockets open and says nothing.
+    // A suspended peer keeps its sockets open but sends nothing.
     const listen = () => { clearTimeout(silence); silence = setTimeout(() => mine.close(), SILENCE_MS); };
     listen();
     mine.onmessage = (event) => {

@@ -1,4 +1,4 @@
-// Puts the page together: one update a second, drawn while somebody looks.
+// The page: one update a second, drawn while it is visible.
 
 import { Charts } from "./charts.js";
 import { byId, say } from "./format.js";
@@ -21,7 +21,7 @@ function draw() {
   steering(view, steers);
   charts.draw();
   history(view);
-  // Two hundred rows cost half of what the page does: they may be a few seconds old.
+  // Two hundred rows are half of the page's cost, so they may be a few seconds old.
   if (view.peers.length < ROWS_EVERY_UPDATE || updates % 4 === 0 || everyone.view === undefined) everyone.draw(view);
 }
 

@@ -1,8 +1,8 @@
-// Everything in words and figures: tiles, what this peer gives, what changed, everyone.
+// The panels: tiles, this peer's contribution, changes, all peers.
 
 import { ago, byId, compact, duration, element, loss, mark, percent, plural, say } from "./format.js";
 
-const WORDS = { training: "training", light: "training light", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
+const WORDS = { training: "training", light: "training, state downloading", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
 const SIGNS = { plan: "◆", joined: "+", left: "−", turn: "↻", note: "·" };
 
 export function headline(view) {
@@ -26,7 +26,7 @@ export function tiles(view) {
   say(byId("pace"), view.tokens_per_s === null || !view.step ? "–" : compact(view.tokens_per_s));
   say(byId("stepping"), view.standstill ? view.standstill : view.left_s ? `${((view.steps - view.step) / view.left_s * 60).toFixed(1)} steps a minute` : "");
   const part = view.seen_tokens_per_s && view.foreseen_tokens_per_s ? view.seen_tokens_per_s / view.foreseen_tokens_per_s : 0;
-  say(byId("foreseen"), part ? `${Math.round(100 * part)} % of ${compact(view.foreseen_tokens_per_s)} foreseen` : view.foreseen_tokens_per_s ? `${compact(view.foreseen_tokens_per_s)} foreseen` : "");
+  say(byId("foreseen"), part ? `${Math.round(100 * part)} % of ${compact(view.foreseen_tokens_per_s)} predicted` : view.foreseen_tokens_per_s ? `${compact(view.foreseen_tokens_per_s)} predicted` : "");
   mark(byId("foreseen"), "title", view.foreseen);
   say(byId("stale"), view.step ? view.staleness_steps_mean.toFixed(2) : "–");
   say(byId("era"), view.rollbacks ? `went back to a snapshot ${plural(view.rollbacks, "time")}` : "behind the newest weights");
@@ -40,7 +40,7 @@ export function tiles(view) {
 
 let whose = "";
 
-// A peer that has told nothing of itself is not chosen.
+// Only peers with a report of their own can be chosen.
 export function choosePeer(id) {
   const select = byId("whose");
   if (![...select.options].some((option) => option.value === id)) return;
@@ -123,7 +123,7 @@ export function history(view) {
   if (!view.changes.length && !list.children.length) list.append(element("li", "quiet", "nothing yet"));
 }
 
-// Plans of one sort are told from others at a glance; what they say is in the line.
+// The kind of a plan, for its colour.
 function kindOf(change) {
   if (change.kind !== "plan") return change.kind;
   if (change.text.includes("hand-over from")) return "turn";
@@ -133,7 +133,7 @@ function kindOf(change) {
 
 const stateOf = (peer) => {
   if (peer.state === "silent") return `silent for ${duration(peer.seen_s_ago)}`;
-  if (peer.state === "light" && peer.light) return `${WORDS.light}, ${peer.light[0]}/${peer.light[1]} layers of state here`;
+  if (peer.state === "light" && peer.light) return `${WORDS.light}, ${peer.light[0]}/${peer.light[1]} layers done`;
   return peer.state === "paused" && peer.paused_s !== null ? `paused for ${duration(peer.paused_s)}` : WORDS[peer.state];
 };
 

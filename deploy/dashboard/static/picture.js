@@ -1,7 +1,7 @@
 // The swarm as a picture: stages in a row, replicas stacked, links by traffic. In a small swarm every peer is a card and
 // every link a line; in a large one peers are dots in their stage's box. On a narrow screen stages go downwards.
 //
-// The drawing is made anew only when somebody comes, goes or moves; else attributes change in place.
+// The drawing is rebuilt only when a peer comes, goes or moves; otherwise attributes change in place.
 
 import { byId, compact, duration, element, mark, percent, say, svg } from "./format.js";
 
@@ -9,7 +9,7 @@ const CARDS_MAX = 48, STACK_MAX = 9;
 const CARD = { height: 50, gap: 12 }, ROOMY = { height: 74, gap: 54 }, HEAD = 44, MARGIN = 6;
 const COLUMN_MIN = 140, COLUMN_ROOMY = 190, STACK_ROOMY = 3;
 const DOT = 21, DOT_RADIUS = 7.5, DOT_PITCH_ROOMY = 25, ROWS_ROOMY = 10;
-const WORDS = { training: "training", light: "training light", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
+const WORDS = { training: "training", light: "training, state downloading", fetching: "fetching state", paused: "paused", draining: "leaving", silent: "silent", spare: "standing by", unheard: "not heard yet" };
 
 export class Picture {
   constructor() {

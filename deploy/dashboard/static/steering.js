@@ -1,10 +1,10 @@
-// Pausing this peer, for whoever came with the key that the peer has printed: it stands behind the # of its address.
+// Pauses this peer, with the key that the peer has printed after the # of the page's address.
 
 import { byId, say } from "./format.js";
 
 const KEPT = "shoal-key";
 
-// Out of the address bar at once: addresses are copied, and pictures are taken of them.
+// Remove the key from the address bar at once: addresses get copied, and screenshots show them.
 const given = location.hash.slice(1);
 if (given) {
   sessionStorage.setItem(KEPT, given);

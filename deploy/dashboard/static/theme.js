@@ -1,4 +1,4 @@
-// In the head and not deferred, so that a dark page never flashes white.
+// Loaded in the head without defer, so that a dark page never flashes white.
 (() => {
   const THEMES = ["auto", "light", "dark"];
   const stored = () => { try { return localStorage.getItem("theme"); } catch { return null; } };

@@ -1,4 +1,4 @@
-// Draws the plots of a run that is over, or was when this page was written.
+// Draws the plots of a recorded run.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const charts = new Charts();

@@ -62,7 +62,7 @@ def test_on_an_address_of_others_it_says_who_can_read_it(address, warns):
         async with serving(parse_address(address), FACTS, title="") as showing:
             return showing.announcement
 
-    assert ("whoever reaches this address" in asyncio.run(scenario())) == warns
+    assert ("everybody who reaches this address" in asyncio.run(scenario())) == warns
 
 
 def test_a_port_that_another_program_has_is_no_reason_not_to_show_the_run_but_said():

@@ -43,7 +43,7 @@ def test_who_is_alone_fetches_from_nobody_and_who_leaves_fetches_nothing(make_co
     alone = msgspec.structs.replace(alone, peer=mine.peer)
     assert limited_by(mine, [alone], num_stages=1).text == "getting the state of stage 0 ready"
     leaving = msgspec.structs.replace(alone, draining=True)
-    assert limited_by(mine, [leaving], num_stages=1).text == "leaving: the work in hand ends"
+    assert limited_by(mine, [leaving], num_stages=1).text == "leaving: finishing its work"
 
 
 def test_before_the_first_plan_nobody_is_a_spare(make_contribution):

@@ -55,7 +55,7 @@ def test_ctrl_c_ends_it_with_all_its_peers(world: Any) -> None:
     demo.line("step ")
     demo.process.send_signal(signal.SIGINT)
     assert demo.wait(100) == 130, demo.output + demo.errors
-    assert "stopped; what there is lies in" in demo.output
+    assert "stopped; all files so far are in" in demo.output
     assert demo.errors == ""
     assert not world.ours()
 

@@ -70,7 +70,7 @@ def test_a_person_sees_stages_regions_and_parts(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Two pairs" in result.stdout
     assert "here" in result.stdout
-    for word in ("stage", "layers", "at once", "searched", "tokens/s", "tokens a day", "foreseen", "found in"):
+    for word in ("stage", "layers", "at once", "searched", "tokens/s", "tokens a day", "predicted", "found in"):
         assert word in result.stdout
 
 

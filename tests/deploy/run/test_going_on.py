@@ -109,7 +109,7 @@ def test_a_run_file_that_says_what_it_always_said_changes_nothing_of_a_run_that_
 
 @pytest.mark.parametrize("steps", [1, 59, 60])
 def test_fewer_steps_than_there_are_is_one_sentence(steps: int) -> None:
-    with pytest.raises(LocalError, match=rf"has reached step 60, and {steps} is not more: say a higher number"):
+    with pytest.raises(LocalError, match=rf"has reached step 60, and {steps} is not more: give a higher number"):
         going_on(with_changes(SPEC, {"optimizer.warmup_steps": 0}), run_folder(step=60), steps=steps)
 
 

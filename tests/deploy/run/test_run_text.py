@@ -119,7 +119,7 @@ def test_the_host_hears_of_each_source_what_is_learnt_and_what_is_left_out(tmp_p
         "chats.jsonl: 62 conversations, 529 bytes, of which 49.1% are learnt",
         "left out of chats.jsonl: 1 row: an empty answer (line 61)",
         "cut in chats.jsonl: the ends of 1 that are longer than model.context 32",
-        "left out of chats.jsonl: 1 whose answers lie beyond model.context 32",
+        "left out of chats.jsonl: 1 with their answers beyond model.context 32",
     )
 
 

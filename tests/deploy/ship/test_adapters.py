@@ -270,7 +270,7 @@ def test_what_a_peer_keeps_of_the_base_is_enough(model: Path, tmp_path: Path) ->
     write(spec, tmp_path / "bare")
     (bare,) = find_snapshots(tmp_path / "bare")
     bare = _with(bare, moved)
-    with pytest.raises(LocalError, match=r"does not have embed of the model.*--base FOLDER"):
+    with pytest.raises(LocalError, match=r"does not have embed of the adapters' base model.*--base FOLDER"):
         export([bare], tmp_path / "out", form="hf")
     assert not (tmp_path / "out").exists()
     assert export([bare], tmp_path / "out", form="hf", base=model).form == "hf"
@@ -290,7 +290,7 @@ def test_adapters_are_evaluated_and_write_beside_the_model_that_is_named(model: 
     for command in (("eval", tmp_path / "peer", "--text", text), ("generate", tmp_path / "peer", "-p", "f", "-n", 3)):
         missing = shoal(*command)
         assert missing.exit_code == 2
-        assert "say --base FOLDER, where the model is" in missing.stderr
+        assert "say --base FOLDER, with the model" in missing.stderr
         assert shoal(*command, "--base", model).exit_code == 0
     evaluated = shoal("eval", tmp_path / "peer", "--text", text, "--base", model, "--json")
     export(find_snapshots(tmp_path / "peer"), tmp_path / "merged", form="hf", base=model)
@@ -304,7 +304,7 @@ def test_adapters_are_evaluated_and_write_beside_the_model_that_is_named(model: 
 def test_a_base_for_a_whole_model_is_a_mistake_of_who_names_it(model: Path) -> None:
     said = CliRunner().invoke(cli.app, ["eval", str(model), "--text", "x", "--base", str(model), "--device", "cpu"])
     assert said.exit_code == 2
-    assert "is a whole model, beside which no adapters stand: leave --base out" in said.stderr
+    assert "is a whole model without adapters: leave --base out" in said.stderr
 
 
 def _with(snapshot: Any, spec: RunSpec) -> Any:

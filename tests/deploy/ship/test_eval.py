@@ -138,7 +138,7 @@ def test_lines_for_people(tmp_path: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["{peer}"], "this machine is not told where the run's text is: name it with --data"),
+        (["{peer}"], "the run's text is not known on this machine: name it with --data"),
         (["{peer}", "--text", "nowhere.txt"], "there is no file nowhere.txt to evaluate on"),
         (["{peer}", "--text", "{peer}"], "there is no file"),
         (["{peer}", "--data", "/nowhere"], "there is no file or folder /nowhere"),

@@ -121,7 +121,7 @@ def change(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is none of llama, mistral, .*qwen3_moe"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2', only llama, mistral, .*qwen3_moe"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"scales its rotary positions \(dynamic\)"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, r"config.json cannot be read: .*factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "only a part of each head has rotary positions"),
@@ -138,7 +138,7 @@ def change(folder: Path, **changes: Any) -> None:
             "layers of type linear_attent",
         ),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "its attention scores are capped"),
-        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "its tokens look at those behind them"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "its attention is bidirectional"),
         ({"model_type": "qwen3_moe"}, "the weights of a token's experts need not add up to 1"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 2}, "only some of its layers"),
         ({"hidden_size": None}, "config.json cannot be read"),

@@ -102,7 +102,7 @@ def test_a_guest_is_not_told_to_export_what_it_has_a_part_of(output: PeerOutput,
         (0, {}, "computing the first step"),
         (7, {}, "training"),
         (7, {"waits_for": "stage 1: no peer holds it"}, "waiting for stage 1: no peer holds it"),
-        (7, {"stands_s": 30.0}, "waiting, and it is not known for what"),
+        (7, {"stands_s": 30.0}, "waiting for an unknown reason"),
         (100, {"stands_s": 30.0, "waits_for": "stage 1: no peer holds it"}, "the run is done"),
     ],
 )

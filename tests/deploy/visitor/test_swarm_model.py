@@ -56,7 +56,7 @@ def test_an_evaluation_begins_again_with_the_version_that_answers_now(versions: 
 
 def test_one_that_loses_every_version_says_so(versions: list[int]) -> None:
     versions += range(20)
-    with pytest.raises(LocalError, match="divided otherwise while they were asked, 5 times"):
+    with pytest.raises(LocalError, match="repartitioned meanwhile, 5 times"):
         evaluated(keeps_version=True)
 
 

@@ -362,7 +362,7 @@ def test_documents_and_rows_longer_than_a_request_go_through_stages(make_swarm, 
         apart, _ = await model.log_likelihoods(tokens_BT, targets_BT, begins_BT)
         monkeypatch.setattr(swarm_model, "INFERENCE_TOKENS_MAX", 7)
         in_parts, _ = await model.log_likelihoods(tokens_BT, targets_BT)
-        with pytest.raises(LocalError, match="documents that share 32 tokens"):
+        with pytest.raises(LocalError, match="packed documents of 32 tokens"):
             await model.log_likelihoods(tokens_BT, targets_BT, begins_BT)
         await closed(swarm)
         return apart, in_parts, model.answered
