@@ -146,8 +146,11 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, holds: Holds, ar
         if entry.bare not in known and (flaw := _signatures_flaw(entry, base, model, holds, are_enough)):
             return flaw
     at = plan.restore_era, plan.restore_version
-    begins = plan.era != base.era and plan.restore_version > 0 and not plan.mandate
-    if begins and not layers_at(plan.certified, at).keys() >= wanted:
+    if plan.era == base.era or plan.mandate:
+        return ""
+    if plan.restore_version == 0 and newest > (0, 0):
+        return f"era {plan.era} begins anew, though version {newest[1]} is certified: only the owner can order that"
+    if plan.restore_version > 0 and not layers_at(plan.certified, at).keys() >= wanted:
         return f"era {plan.era} begins at version {at[1]} of era {at[0]}, which is not certified"
     return ""
 

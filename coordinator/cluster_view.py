@@ -325,8 +325,8 @@ class ClusterView:
         return tuple(peer if follows(peer.peer) else replace(peer, synced_stage=None) for peer in peers)
 
     def _refused(self, live: Plan) -> set[PeerID]:
-        """Return the members that a stage reports as unsound: a majority of its other members, at least two, and not those
-        of one invite alone."""
+        """Return the members that a stage reports as unsound: a majority of its other members, at least two, and not
+        those of one invite alone."""
         named: dict[PeerID, set[PeerID]] = {}
         for peer, presence in self.roster.presences.items():
             for accused in presence.heartbeat.unsound if presence.heartbeat is not None else ():

@@ -202,8 +202,7 @@ class Tenure(ABC):
                     self._catching_up.mate_lost(peer)
                     self._pieces.forget(peer)
             case Accuse(peer):
-                logger.error("%s restarts without end: it is no member of our group any more", peer[-8:])
-                self._s.listeners.on_unsound(peer)
+                self._accuse(peer, f"{peer[-8:]} restarts without end")
             case Count(counted):
                 apart = self._held.contribute(counted.microbatch, apart=counted.apart)
                 if apart is None:
@@ -522,14 +521,16 @@ class Tenure(ABC):
         self._end(reduction)
 
     def _note_unsound(self, peer: PeerID, step: int, what_comes_of_it: str) -> None:
-        """Log once per peer that it sent numbers into a round that no gradient has, and report the peer."""
+        whose = "we have" if peer == self.core.group.me else f"{peer[-8:]} has sent us"
+        numbers = "a gradient with NaN, infinity or numbers beyond 1e12"
+        self._accuse(peer, f"step {step}: {whose} {numbers}: {what_comes_of_it}")
+
+    def _accuse(self, peer: PeerID, why: str) -> None:
+        """Report a peer whose words are of no use to the group. Log it once."""
         if peer in self._unsound:
             return
         self._unsound.add(peer)
-        whose = "we have" if peer == self.core.group.me else f"{peer[-8:]} has sent us"
-        logger.error(
-            "step %d: %s a gradient with NaN, infinity or numbers beyond 1e12: %s", step, whose, what_comes_of_it
-        )
+        logger.error("%s", why)
         if peer != self.core.group.me:
             self._s.listeners.on_unsound(peer)
 

@@ -207,9 +207,9 @@ HALTED_S_MAX: Final = 30.0
 REPAIRED_SHARE: Final = 0.05
 """Long-run share of the run's microbatches that one member may have repeated, beside `s_max` + 2 whole steps at once:
 what a stage lacks when its only holder dies, requested twice."""
-RESTARTS_MAX: Final = 10.0
-RESTARTS_PER_S: Final = 1 / 60
-"""Restarts of a group member that others follow: a burst, and a rate in the long run. One more, and they refuse it."""
+RESTARTS_MAX: Final = 4.0
+RESTARTS_PER_S: Final = 1 / 300
+"""Restarts of a group member that others follow: a burst, and a rate in the long run."""
 SAVES_OF_ONE_MAX: Final = 4
 """Versions that one leaving member may have us save before it has been away: its stage's, and its experts'."""
 KEEPING_SHARE: Final = 0.5

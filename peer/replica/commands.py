@@ -214,7 +214,7 @@ class ForgetMember:
 
 @dataclass(frozen=True, slots=True)
 class Accuse:
-    """`peer` restarts without end: refuse it as a member, and report it."""
+    """`peer` restarts without end, and is barred from the group: report it."""
 
     peer: PeerID
 

@@ -263,22 +263,23 @@ class Commit:
         peer, ready = event.peer, event.ready
         if self._members.is_barred(peer):
             return []
-        forgotten = [ForgetMember(peer)] if self._has_begun_anew(peer, event.incarnation) else []
         if ready and event.drains and event.has_moved:
             self._members.moves_away(peer, now_s=now_s)
         is_near = self._is_near(peer) or (ready and event.drains and self._members.may_drain(peer, now_s))
         if not is_near or event.incarnation < self._members.incarnation(peer):
-            return [*forgotten]
+            return [ForgetMember(peer)] if self._has_begun_anew(peer, event.incarnation) else []
         reborn = self._reborn(peer, event.incarnation, now_s)
+        if self._members.is_barred(peer):
+            return [*reborn, *self._lead_may_have_changed(now_s)]
         if not ready and (peer not in self.mates or self._members.is_ready(peer)):
             # It has left. Do not wait for it, nor for its part of a round that it has not heard of.
             self._members.has_no_state(peer)
-            return [*forgotten, *reborn, *self._lose(peer, now_s)]
+            return [*reborn, *self._lose(peer, now_s)]
         was_light = peer in self._members.light
         is_news = self._members.state(peer, ready=ready, is_open=event.is_open, light=event.light)
         self._note_whole(peer, was_light=was_light)
         told = self._tell_open_steps(to=peer) if is_news else []
-        return [*forgotten, *reborn, *told, *self._lead_may_have_changed(now_s)]
+        return [*reborn, *told, *self._lead_may_have_changed(now_s)]
 
     def _note_whole(self, peer: PeerID, *, was_light: bool) -> None:
         """Note a light member's promotion. This step's round was perhaps opened before, and the next round's leader may
@@ -290,15 +291,16 @@ class Commit:
         return -1 < self._members.incarnation(peer) < incarnation
 
     def _reborn(self, peer: PeerID, incarnation: int, now_s: float) -> list[CommitCommand]:
-        """Count out the earlier incarnation of a member that speaks as `incarnation`, be it in a Progress or a Hello; bar
-        a member that does so without end. The caller tries a round later, once all that the member says is known: it
-        may be ready again."""
+        """Count out the earlier incarnation of a member that speaks as `incarnation`, be it in a Progress or a Hello. A
+        member that restarts without end is reported, and barred.
+
+        The caller tries a round later, once all that the member says is known: it may be ready again."""
         commands: list[CommitCommand] = []
         if self._has_begun_anew(peer, incarnation):
-            commands = self._count_out(peer, now_s)
+            commands = [ForgetMember(peer), *self._count_out(peer, now_s)]
             if not self._restarts.takes(peer, now_s):
                 self._members.bar(peer)
-                commands += [ForgetMember(peer, died=True), Accuse(peer)]
+                commands.append(Accuse(peer))
         self._members.speaks_as(peer, incarnation)
         return commands
 
@@ -342,15 +344,13 @@ class Commit:
         return [Tell(self._progress(step), can_wait=True, can_rest=can_rest), *self._try_round(now_s)]
 
     def _take_progress(self, source: PeerID, message: Progress, now_s: float) -> list[CommitCommand]:
-        if not self._is_near(source):
+        if not self._is_near(source) or self._members.is_barred(source):
             return []  # A removed member may still send its last Progress.
-        known = self._members.incarnation(source)
-        if message.incarnation < known:
+        if message.incarnation < self._members.incarnation(source):
             return []  # Sent by an earlier incarnation.
-        commands: list[CommitCommand] = []
-        if message.incarnation > known:
-            commands = [ForgetMember(source)] if known > -1 else []
-            commands += self._reborn(source, message.incarnation, now_s)
+        commands = self._reborn(source, message.incarnation, now_s)
+        if self._members.is_barred(source):
+            return [*commands, *self._lead_may_have_changed(now_s)]
         if not self._members.has_spoken(source):
             commands += self._tell_open_steps(to=source)  # it did not know us before, and may have ignored our words
         self._members.names(source, message.lead, count=message.count)
