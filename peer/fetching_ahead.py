@@ -50,7 +50,7 @@ _PART_OF_STEP = 0.8
 """Gradients of the replayed layers may take at most this part of a step's time: with more we fall behind."""
 _SAMPLE_BYTES = 4 << 20
 _SAMPLES_MIN = 3
-"""At first others may fetch whole layers from the same holder beside our gradients."""
+"""Fewer samples say little: others may first fetch whole layers from the same holder beside our gradients."""
 _LAG_STEPS = 2
 """If layers are this far behind, and their gradients come too slowly, there are too many."""
 _SLOW_PART = 0.25

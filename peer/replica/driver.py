@@ -424,7 +424,7 @@ class Replica(Tenure):
         self.runtime.travel_as(cuts.get(self.stage, self._widest), cuts.get(self.stage - 1, self._widest))
 
     def depart(self, plan: Plan) -> None:
-        """While we drain, follow a plan without us: its leader must be able to close our last rounds, and the next
+        """Follow a plan without us as long as we drain: its leader must be able to close our last rounds, and the next
         stage's holders must take what we still send."""
         if self.stage < len(plan.stages):
             self.follow(plan)

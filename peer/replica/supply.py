@@ -82,7 +82,7 @@ _STEP_S = 10.0
 """Assumed seconds of a step until this leader has seen two."""
 _STEPS_SEEN = 16
 _STILL_STEPS = 2.0
-"""Without a step for this many step times the run stands still, and work reported as lost may well be lost."""
+"""Step times without a step after which the run stands still, and work reported as lost may well be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
 """A member quicker than the plan says computes up to this multiple of its share, so that the step does not wait for
