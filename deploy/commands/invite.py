@@ -68,7 +68,7 @@ def new(
     from shoal.deploy.control.control_socket import ask
 
     terms: dict[str, Any] = {"lasts_s": _seconds(expires), "seats": uses, "observe": observe, "peers": peers}
-    _show(dict(ask(running_here(state_dir), "invite-new", **terms)), qr=qr, json=json)
+    _show(dict(ask(running_here(state_dir, hosts=True), "invite-new", **terms)), qr=qr, json=json)
 
 
 @examples("shoal invite list  # the terms of each, and which are revoked")
@@ -76,7 +76,7 @@ def list_(state_dir: Running = None, json: Json = False) -> None:
     """List the invites and the excluded members of this run."""
     from shoal.deploy.control.control_socket import ask
 
-    answer = ask(running_here(state_dir), "invite-list")
+    answer = ask(running_here(state_dir, hosts=True), "invite-list")
     found = answer["invites"]
     if json:
         import msgspec
@@ -100,7 +100,7 @@ def revoke(
     """Revoke an invite, and exclude the members that joined with it."""
     from shoal.deploy.control.control_socket import ask
 
-    _done(ask(running_here(state_dir), "invite-revoke", name=name), json=json)
+    _done(ask(running_here(state_dir, hosts=True), "invite-revoke", name=name), json=json)
 
 
 @examples("shoal exclude bob  # the name or the last letters of the peer's ID, as `shoal status` shows them")
@@ -112,7 +112,7 @@ def exclude(
     """Exclude one member from the run. Only the run's host can do this."""
     from shoal.deploy.control.control_socket import ask
 
-    answer = ask(running_here(state_dir), "exclude", peer=peer)
+    answer = ask(running_here(state_dir, hosts=True), "exclude", peer=peer)
     if json:
         import msgspec
 
@@ -141,7 +141,7 @@ def readmit(
     """
     from shoal.deploy.control.control_socket import ask
 
-    answer = ask(running_here(state_dir), "readmit", who=who)
+    answer = ask(running_here(state_dir, hosts=True), "readmit", who=who)
     if json:
         import msgspec
 

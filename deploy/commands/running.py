@@ -95,14 +95,16 @@ def running_invite(command: str) -> Invite:
     return parse_invite(note.invite)
 
 
-def running_here(state_dir: Path | None) -> Path:
+def running_here(state_dir: Path | None, *, hosts: bool = False) -> Path:
     """Return the folder of the peer in `state_dir`, or of the one last started on this machine.
 
+    Args: hosts: prefer a run's host, which alone does what is asked.
     Raises: LocalError: there is none.
     """
     if state_dir is not None:
         return state_dir
-    note = places.last_running()
+    here = places.all_running()
+    note = next((note for note in here if note.hosts and hosts), here[0] if here else None)
     if note is None or not note.folder:
         raise LocalError("no peer runs on this machine, or another user started it")
     return Path(note.folder)

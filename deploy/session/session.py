@@ -439,7 +439,8 @@ async def _train(
     try:
         await control.try_start()
         here = _for_commands(network, run, told)
-        with announced(here, options.folder, name=options.name, run_name=run.spec.name):
+        hosts = run.owner == node.peer_id
+        with announced(here, options.folder, name=options.name, run_name=run.spec.name, hosts=hosts):
             output.say(Phase(name="measuring this machine"))
             await node.start()
             host.apply()

@@ -172,10 +172,14 @@ class Running(msgspec.Struct, frozen=True):
     name: str = ""
     """The peer's name, as shown to others."""
     run_name: str = ""
+    hosts: bool = False
+    """It is the run's owner."""
 
 
 @contextlib.contextmanager
-def announced(invite: str, folder: Path | None = None, *, name: str = "", run_name: str = "") -> Iterator[None]:
+def announced(
+    invite: str, folder: Path | None = None, *, name: str = "", run_name: str = "", hosts: bool = False
+) -> Iterator[None]:
     """Keep a note inside the context by which `shoal status` without an argument finds the run, and `shoal leave` the
     peer.
 
@@ -183,7 +187,7 @@ def announced(invite: str, folder: Path | None = None, *, name: str = "", run_na
     """
     path = state_root() / "running" / f"{os.getpid()}.json"
     try:
-        _note(path, invite, folder, name=name, run_name=run_name)
+        _note(path, invite, folder, name=name, run_name=run_name, hosts=hosts)
     except OSError as error:
         logger.warning("`shoal status` and `leave` will not find this peer by themselves: %s", error)
     try:
@@ -212,9 +216,9 @@ def all_running() -> list[Running]:
     return sorted(alive, key=lambda note: (note.started_s, note.pid), reverse=True)
 
 
-def _note(path: Path, invite: str, folder: Path | None, *, name: str, run_name: str) -> None:
+def _note(path: Path, invite: str, folder: Path | None, *, name: str, run_name: str, hosts: bool) -> None:
     pid, where = os.getpid(), str(folder.resolve()) if folder else ""
-    note = Running(pid, _created_s(pid), time.time(), invite, where, name, run_name)
+    note = Running(pid, _created_s(pid), time.time(), invite, where, name, run_name, hosts)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
     try:

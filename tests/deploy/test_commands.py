@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from shoal.deploy import cli
 from shoal.deploy.commands import doctor as doctor_command
 from shoal.deploy.commands.addresses import announced_addresses, listen_addresses
 from shoal.deploy.commands.invite import qr_code
+from shoal.deploy.commands.running import running_here
 from shoal.deploy.control.control_socket import ControlServer
 from shoal.deploy.doctor.diagnosis import Diagnosis
 from shoal.deploy.doctor.problem import Problem
@@ -112,6 +114,17 @@ def two_peers(tmp_path: Path) -> Iterator[dict[str, PretendPeer]]:
         )
         (places.state_root() / "running" / f"{parent}.json").write_bytes(msgspec.json.encode(other))
         yield {"ana": ana, "bob": bob}
+
+
+def test_the_hosts_commands_go_to_the_host_though_a_guest_was_started_after_it(
+    two_peers: dict[str, PretendPeer],
+) -> None:
+    (path,) = (path for path in (places.state_root() / "running").iterdir() if path.stem != str(os.getpid()))
+    note = msgspec.json.decode(path.read_bytes(), type=places.Running)
+    assert running_here(None, hosts=True) == two_peers["bob"].folder, "no host is here: the newest peer refuses"
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(note, hosts=True)))
+    assert running_here(None, hosts=True) == two_peers["ana"].folder
+    assert running_here(None) == two_peers["bob"].folder
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "leave"])
