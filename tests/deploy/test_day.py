@@ -35,6 +35,7 @@ def shape(line: str) -> str:
     """A line of output without what is another one in every run: numbers, ids, the run's name, the coordinator."""
     line = re.sub(r"shoal1\S*", "shoal1…", line).replace("★", "")
     line = re.sub(r"run \w+ \(\w+\)", "run ID (NAME)", line)
+    line = re.sub(r"run: \w+", "run: ID", line)
     line = re.sub(r"takes part as (\w+) \(\w+\)", r"takes part as \1 (ID)", line)
     line = re.sub(r"coordinator \w+", "coordinator NAME", line)
     line = re.sub(r"\b[kMGT](FLOP/s|B)\b", r"\1", line)
@@ -107,7 +108,7 @@ def test_a_day(world: Any) -> None:
     day.does("shoal config unset hours")  # by day they would compute nothing
     assert "installed" in day.does(the_line("volunteer", "service install"))
     assert (world.folder / "told").read_text().endswith("enable --now shoal.service\n")
-    assert "ok" in day.does(the_line("volunteer", "doctor"))
+    is_shown(sample_of("shoal doctor INVITE"), day.does(the_line("volunteer", "doctor")))
 
     assert day.does(the_line("host", "invite")).startswith("shoal1")
     assert "host" in day.does(the_line("host", "status"))
