@@ -98,7 +98,7 @@ def test_a_day(world: Any) -> None:
     world.until(lambda: any(int(step) > 5 for step in re.findall(r"^step (\d+)/", host.output, re.M)))  # a snapshot
     assert "10% of the device's time" in guest.line("limits that you have set")
     is_shown(host_sample()[1], host.output)
-    is_shown(sample_of("shoal join INVITE --limit compute_share=0.1"), guest.output)
+    is_shown(sample_of("shoal join INVITE --limit compute_share=0.5"), guest.output)
     is_shown(sample_of("shoal status"), day.does(the_line("host", "status")))
 
     assert "shoal pause volunteer" in day.does(the_line("volunteer", "pause"), code=2)  # the host is here, too
