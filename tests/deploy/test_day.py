@@ -112,7 +112,7 @@ def test_a_day(world: Any) -> None:
 
     assert day.does(the_line("host", "invite")).startswith("shoal1")
     assert "host" in day.does(the_line("host", "status"))
-    assert "the run's host" in day.does(the_line("host", "readmit"), code=2)  # nor is anybody out
+    assert "are called 'NAME'" in day.does(the_line("host", "readmit"), code=2)  # the host answers, and nobody is out
     asks = day.does(the_line("host", "generate --swarm"), "--tokens", 5, "--json")
     assert json.loads(asks)["text"]
     day.means["notes/"] = str(world.text)  # that run's
