@@ -1,6 +1,7 @@
-"""The README's code blocks are commands that exist and files that can be read; what takes seconds and no network runs.
+"""README and the guides: their blocks are commands that exist and files that can be read, their messages are said.
 
-A block is a shell session unless its fence says otherwise. In one with `$ ` prompts the other lines are output.
+What takes seconds and no network runs. A block is a shell session unless its fence says otherwise. In one with `$ `
+prompts the other lines are output.
 """
 
 import ast
@@ -10,16 +11,30 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
 import pytest
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+from pages import (
+    GUIDES,
+    PAGES,
+    PATH_OF_A_MICROBATCH,
+    README,
+    ROOT,
+    SHELLS,
+    bare,
+    blocks,
+    guide,
+    messages,
+    sample_of,
+    slug,
+    typed,
+)
 
-SHELLS = {"", "sh", "bash", "shell", "console", "text"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+HOUSES = ("kernels", "protocol", "coordinator", "peer", "deploy")
 ELSEWHERE = {
     "cd",
     "curl",
@@ -39,44 +54,20 @@ ELSEWHERE = {
 }
 """Programs that are not ours, and act on the world or need it: only the paths of ours that they name are checked."""
 SAMPLES = {"shoal plan home-gpus --compare": 1, "shoal plan --cards": 0}
-"""Commands of arithmetic, whose output README shows, and how many of the last columns are times of the machine. The
+"""Commands of arithmetic, whose output a guide shows, and how many of the last columns are times of the machine. The
 sample of `shoal simulate` takes minutes, and is compared by hand."""
 
 
-def blocks(text: str = README) -> Iterator[tuple[str, str]]:
-    """(language, content) of every fenced block."""
-    for match in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        yield match[1], match[2]
-
-
-def typed(text: str = README) -> list[str]:
-    """The command lines of all shell blocks, without prompts and folders, continued lines joined."""
-    found: list[str] = []
-    for language, content in blocks(text):
-        if language not in SHELLS:
-            continue
-        lines = content.replace("\\\n", " ").splitlines()
-        prompted = any(line.startswith("$ ") for line in lines)
-        for line in lines:
-            if not line.strip() or line.lstrip().startswith("#") or (prompted and not line.startswith("$ ")):
-                continue
-            found.append(line.removeprefix("$ ").strip().removeprefix(".venv/bin/"))
-    return found
-
-
-def bare(line: str) -> str:
-    return re.sub(r"\s+#.*$", "", line).strip()
-
-
-LINES = typed()
+LINES = [(page, line) for page, text in PAGES.items() for line in typed(text)]
 
 
 def test_there_is_something_to_type() -> None:
-    assert any(line.startswith("shoal join") for line in LINES)
+    for page in ("README.md", *(f"deploy/guides/{name}.md" for name in GUIDES)):
+        assert any(line.startswith("shoal ") for where, line in LINES if where == page), page
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_line_is_a_command_that_exists(line: str, parse_command: Callable[[str], None]) -> None:
+@pytest.mark.parametrize(("page", "line"), LINES)
+def test_a_line_is_a_command_that_exists(page: str, line: str, parse_command: Callable[[str], None]) -> None:
     check(line, parse_command)
 
 
@@ -97,8 +88,9 @@ def check(line: str, parse_command: Callable[[str], None]) -> None:
 
 
 def test_files_can_be_read() -> None:
-    for language, content in blocks():
-        read(language, content)
+    for text in PAGES.values():
+        for language, content in blocks(text):
+            read(language, content)
 
 
 def read(language: str, content: str) -> None:
@@ -109,7 +101,7 @@ def read(language: str, content: str) -> None:
     elif language == "json":
         msgspec.json.decode(content)
     elif language == "python":
-        compile(content, "README.md", "exec")
+        compile(content, "a page", "exec")
     elif language not in SHELLS | {"mermaid", "yaml", "ini", "diff"}:
         pytest.fail(f"say here how a block of {language!r} is checked")
 
@@ -139,46 +131,80 @@ def test_a_sample_is_what_is_printed(line: str, tmp_path: Path) -> None:
     assert [said for said in sample if cells(said, SAMPLES[line]) not in printed] == []
 
 
-def sample_of(line: str) -> list[str]:
-    """The output of a command as README shows it: up to an empty line that another command follows, or the end."""
-    (block,) = (content for _, content in blocks() if f"$ {line}\n" in content)
-    shown = block.partition(f"$ {line}\n")[2].partition("\n$ ")[0]
-    return [said for said in shown.splitlines() if said.strip()]
-
-
 def cells(line: str, num_times: int) -> list[str]:
     """The cells of a table's row, or the words of a sentence, but for its last `num_times`."""
     found = re.split(r"\s{2,}", line.strip())
     return found[:-num_times] if num_times and len(found) > num_times else " ".join(found).split()
 
 
-def test_links_lead_to_files() -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", README)
-    local = [target for target in targets if not re.match(r"[a-z]+:", target)]
-    assert local
-    assert [target for target in local if not (ROOT / target).exists()] == []
+def test_the_front_page_is_short_and_leads_to_every_guide() -> None:
+    assert len(README.split()) <= 1200
+    assert len(GUIDES) >= 5
+    paths = [path.relative_to(ROOT) for path in (*GUIDES.values(), PATH_OF_A_MICROBATCH)]
+    assert [path for path in paths if f"]({path})" not in README] == []
+
+
+def test_the_guides_are_shipped() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "shoal.deploy"
+    ]
+    shipped = {path for pattern in patterns for path in (ROOT / "deploy").glob(pattern)}
+    assert {*GUIDES.values()} <= shipped
+
+
+MARKDOWN = [
+    *ROOT.glob("*.md"),
+    *(path for house in (*HOUSES, "tests") for path in sorted((ROOT / house).rglob("*.md"))),
+]
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(path: Path) -> None:
+    assert [target for target in local_links(path) if not (path.parent / target.partition("#")[0]).exists()] == []
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_headings(path: Path) -> None:
+    for target in local_links(path):
+        file, _, anchor = target.partition("#")
+        if anchor:
+            text = (path.parent / file if file else path).read_text()
+            assert anchor in map(slug, re.findall(r"^#+ (.*)$", text, re.MULTILINE)), target
+
+
+def local_links(path: Path) -> list[str]:
+    """Targets of a page's links and pictures that are not on another host."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)", text)
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def test_there_are_links_to_follow() -> None:
+    assert len(local_links(ROOT / "README.md")) > 12
+    assert all(local_links(path) for path in GUIDES.values())
 
 
 def test_the_path_of_a_microbatch_names_what_is_there() -> None:
-    """Each `Class.method` and `function` of the table, in one of the files that it links."""
-    section = README.partition("## The path of a microbatch")[2].partition("\n## ")[0]
-    defined = {name for target in re.findall(r"\]\(([^)]+\.py)\)", section) for name in definitions(ROOT / target)}
-    named = set(re.findall(r"`([A-Z]\w+(?:\.\w+)?|[a-z_]{3,})`", section))
+    """Each `Class.method` and `function` of the page, in one of the files that it links."""
+    text, folder = PATH_OF_A_MICROBATCH.read_text(), PATH_OF_A_MICROBATCH.parent
+    defined = {name for target in re.findall(r"\]\(([^)]+\.py)\)", text) for name in definitions(folder / target)}
+    named = set(re.findall(r"`([A-Z]\w+(?:\.\w+)?|[a-z_]{3,})`", text))
     assert len(named) > 10
     assert named <= defined, sorted(named - defined)
 
 
-def test_the_messages_of_the_table_are_said_somewhere() -> None:
-    section = README.partition("## When something is wrong")[2].partition("\n## ")[0]
-    messages = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
-    assert len(messages) > 8
-    source = "".join(path.read_text() for house in ("deploy", "protocol", "coordinator") for path in sources(house))
-    pieces = [piece.strip() for message in messages for piece in re.split(r"…|\b[01]\b", message) if len(piece) > 3]
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_messages_of_a_guide_are_said_somewhere(name: str) -> None:
+    quoted = messages(guide(name))
+    assert len(quoted) > 5
+    source = source_of_all()
+    pieces = [piece.strip() for message in quoted for piece in re.split(r"…|\b[01]\b", message) if len(piece) > 3]
     assert [piece for piece in pieces if piece not in source] == []
 
 
-def sources(house: str) -> Iterator[Path]:
-    return (ROOT / house).rglob("*.py")
+@cache
+def source_of_all() -> str:
+    return "".join(path.read_text() for house in HOUSES for path in (ROOT / house).rglob("*.py"))
 
 
 def definitions(path: Path) -> Iterator[str]:

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from pages import sample_of
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy import cli
 from shoal.deploy.planning.cards import CARDS, REACHED, Card, cards_table, held_from, lines_of, stages_of, usual_models
@@ -85,11 +86,9 @@ def test_people_get_a_line_for_each_card_and_what_is_assumed() -> None:
     assert "Arithmetic, nothing was run" in result.output
 
 
-def test_the_readme_shows_lines_of_it() -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    _, _, shown_there = readme.partition("$ shoal plan --cards\n")
+def test_the_guide_shows_lines_of_it() -> None:
     told = shoal("plan", "--cards").output.splitlines()
-    lines = shown_there.partition("\n```")[0].splitlines()
+    lines = sample_of("shoal plan --cards")
     assert len(lines) > 6
     assert [line for line in lines if _words(line) not in map(_words, told)] == []
 

@@ -1,4 +1,4 @@
-"""`deploy/ship/FINE-TUNING.md`: each of its blocks is typed, in its order, by a host and two friends."""
+"""`deploy/guides/fine-tuner.md`: each of its blocks is typed, in its order, by a host and two friends."""
 
 import json
 import re
@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-GUIDE = (Path(__file__).parents[3] / "deploy" / "ship" / "FINE-TUNING.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", GUIDE, re.M | re.S)
-LINES = [re.sub(r"\s+#.*$", "", line) for language, block in BLOCKS if not language for line in block.splitlines()]
+from pages import bare, blocks, guide, sample_of, typed
+from shoal.deploy.cli import app
+
+GUIDE = guide("fine-tuner")
+LINES = [bare(line) for line in typed(GUIDE, samples=False)]
 SETUP = ["make setup", "source .venv/bin/activate"]
 """What sets up an environment: a test has one."""
 STEPS = 12
@@ -28,13 +31,12 @@ def test_friends_tune_a_model_as_the_guide_says(world: Any, monkeypatch: pytest.
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     monkeypatch.chdir(world.folder)
     save_model(world.folder / "model", transformers)
-    chats = [{"prompt": f"How do {n} fish sleep?", "completion": f"{n} at a time, {n} hours."} for n in range(200)]
-    (world.folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    typed = []
+    save_chats(world.folder / "chats.jsonl")
+    done = []
 
     def types(start: str, *more: object, invite: str = "") -> Any:
-        typed.append(line_of(start))
-        return world.shoal(*[invite if word == "INVITE" else word for word in shlex.split(typed[-1])[1:]], *more)
+        done.append(line_of(start))
+        return world.shoal(*[invite if word == "INVITE" else word for word in shlex.split(done[-1])[1:]], *more)
 
     def does(start: str, *more: object) -> str:
         command = types(start, *more)
@@ -56,7 +58,7 @@ def test_friends_tune_a_model_as_the_guide_says(world: Any, monkeypatch: pytest.
     invite = host.line("shoal join ").split()[-1]
     assert "data passes" in host.output
     friends = [types("join INVITE --base", *alone, invite=invite)]
-    typed.append("shoal join INVITE")
+    done.append("shoal join INVITE")
     friends.append(world.shoal("join", invite, *alone))
     assert host.wait(300) == 0, world.logs()
     assert [friend.wait(60) for friend in friends] == [0, 0], world.logs()
@@ -65,15 +67,30 @@ def test_friends_tune_a_model_as_the_guide_says(world: Any, monkeypatch: pytest.
     assert does("generate", "-n", 5).startswith("How do fish sleep?")
     assert "peft.PeftModel" in does("export my-adapters")
     assert "transformers" in does("export merged")
-    assert set(typed) == set(LINES) - set(SETUP)
+    assert set(done) == set(LINES) - set(SETUP)
 
-    (program,) = [block for language, block in BLOCKS if language == "python"]
+    (program,) = [block for language, block in blocks(GUIDE) if language == "python"]
     found: dict[str, Any] = {}
     exec(program, found)
     assert isinstance(found["model"], peft.PeftModel)
     trained = [value.abs().max() for name, value in found["model"].named_parameters() if "lora_B" in name]
     assert trained
     assert all(value > 0 for value in trained), "as it begins, not as it was trained"
+
+
+def test_the_sample_of_import_is_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = line_of("import")
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "model", pytest.importorskip("transformers"))
+    save_chats(tmp_path / "chats.jsonl")
+    result = CliRunner().invoke(app, shlex.split(line)[1:], env={"XDG_STATE_HOME": str(tmp_path / "state")})
+    assert result.exit_code == 0, result.output
+    assert sample_of(line) == result.output.replace(f"{tmp_path}/", "").splitlines()
+
+
+def save_chats(path: Path) -> None:
+    chats = [{"prompt": f"How do {n} fish sleep?", "completion": f"{n} at a time, {n} hours."} for n in range(200)]
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
 
 def save_model(folder: Path, transformers: Any) -> None:
