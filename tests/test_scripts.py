@@ -1,4 +1,4 @@
-"""Scripts that are run by hand (benchmarks, soaks, the lab, the oracle): nobody would notice that one does not begin."""
+"""Benchmarks, soaks, the lab and the oracle are run by hand: nobody would notice that one does not begin any more."""
 
 import argparse
 import importlib.util

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable
 
-import pytest
 import oracle
+import pytest
 from compare import Record, compare, difference
 
 Line = tuple[str, str, list[str]]
