@@ -32,7 +32,7 @@ def main() -> int:
     arguments += ["--cases", str(asked.cases)] if asked.cases else []
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
-        _git("worktree", "add", "--detach", str(base), asked.base)
+        _git("worktree", "add", "--quiet", "--detach", str(base), asked.base)
         try:
             if not (base / FOLDER).exists():
                 shutil.copytree(TREE / FOLDER, base / FOLDER)

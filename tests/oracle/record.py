@@ -42,6 +42,7 @@ from sample_networks import PAPER_STAGES, PAPER_WORKLOAD, paper_network
 import shoal.protocol
 from shoal.coordinator.allocate.dtfm_search import plan_dtfm
 from shoal.coordinator.allocate.evolution import WORK_PER_SECOND
+from shoal.coordinator.allocate.planner import plan
 from shoal.coordinator.coordination_events import Alarm, Note
 from shoal.coordinator.core import CoordinationCore
 from shoal.coordinator.cost.placement import Placement
@@ -70,8 +71,8 @@ LIVE_S, COARSE = 30.0, 8
 """The virtual time of a live swarm, and how many of its microbatches become one."""
 GROWTH, GROWTH_S = (1, 2, 6, 3), 60.0
 """The sizes of the swarm that grows, and the virtual time of each."""
-DTFM_S = 0.2
-"""The work of one search on the DT-FM objective, as seconds of one core."""
+PLAN_WORK, DTFM_WORK = WORK_PER_SECOND, WORK_PER_SECOND // 5
+"""The work of one search, on our objective and on DT-FM's: about a second of one core, and a fifth."""
 STATUS_STEPS = 12
 PLANS = {
     "home-gpus": ["home-gpus"],
@@ -154,9 +155,12 @@ def coordination(seed: str, tape: Tape) -> None:
 
 
 def planner(name: str, tape: Tape) -> None:
-    """The layouts of one scenario or network."""
-    for what, _, found in _layouts(name, ("at-once", "greedy", "ours")):
+    """The layouts of one scenario or network: by rule, and what the search finds with a few seeds."""
+    for what, request, found in _layouts(name, ("at-once", "greedy")):
         tape.tell(what, found and found.stages, found and found.bounds)
+    for seed in range(3):
+        searched, cost = plan(request.topology, request.workload, num_stages=request.stages, seed=seed, work=PLAN_WORK)
+        tape.tell("searched", seed, searched.stages, searched.bounds, cost.seconds)
 
 
 def figures(name: str, tape: Tape) -> None:
@@ -180,9 +184,8 @@ def _layouts(name: str, wanted: tuple[LayoutName, ...]) -> Iterator[tuple[Layout
 def dtfm(name: str, tape: Tape) -> None:
     """One of the paper's networks and one seed."""
     network, _, seed = name.partition(", seed ")
-    work = round(DTFM_S * WORK_PER_SECOND)
     topology = paper_network(int(network))
-    found, cost = plan_dtfm(topology, PAPER_WORKLOAD, num_stages=PAPER_STAGES, seed=int(seed), work=work)
+    found, cost = plan_dtfm(topology, PAPER_WORKLOAD, num_stages=PAPER_STAGES, seed=int(seed), work=DTFM_WORK)
     tape.tell(cost.seconds, found.stages)
 
 
@@ -198,9 +201,8 @@ def live(name: str, tape: Tape) -> None:
         live_swarm = msgspec.structs.replace(scenario.spec.swarm, stages=scenario.stages or AUTO_STAGES)
         spec = msgspec.structs.replace(scenario.spec, swarm=live_swarm)
     limits = RunLimits(steps=STEPS_MAX, seconds=GROWTH_S * len(GROWTH) if churn else LIVE_S)
-    result = run_modelled(
-        ModelledRun(topology=scenario.topology, spec=spec, seed=int(seed), churn=churn, limits=limits)
-    )
+    play = ModelledRun(topology=scenario.topology, spec=spec, seed=int(seed), churn=churn, limits=limits)
+    result = run_modelled(play)
     tape.tell(result.trace_hash, result.ending.num_events, result.duplicates, result.given_up, name="trace")
     for step in (*result.steps, *result.ending.undone):
         tape.tell(*step, name="step")
@@ -294,8 +296,11 @@ def main() -> None:
     whats: list[tuple[str, str]] = []
     for name, _, of in (each.partition("/") for each in asked.only):
         whats += [(name, each) for each in ([of] if of else SECTIONS[BY_NAME[name]][: asked.cases])]
-    # Fresh processes, as in the soak: torch's threads do not survive a fork.
-    with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool, asked.out.open("wb") as file:
+    # Fresh processes, as in the soak: torch's threads do not survive a fork. A new one now and then frees memory.
+    with (
+        multiprocessing.get_context("spawn").Pool(asked.jobs, maxtasksperchild=200) as pool,
+        asked.out.open("wb") as file,
+    ):
         for line in pool.imap(partial(play, is_full=asked.full), whats):
             file.write(line)
 
