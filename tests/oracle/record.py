@@ -156,7 +156,8 @@ def coordination(seed: str, tape: Tape) -> None:
 
 def planner(name: str, tape: Tape) -> None:
     """The layouts of one scenario or network: by rule, and what the search finds with a few seeds."""
-    for what, request, found in _layouts(name, ("at-once", "greedy")):
+    request = _request(name)
+    for what, found in _layouts(request, ("at-once", "greedy")):
         tape.tell(what, found and found.stages, found and found.bounds)
     for seed in range(3):
         searched, cost = plan(request.topology, request.workload, num_stages=request.stages, seed=seed, work=PLAN_WORK)
@@ -165,20 +166,24 @@ def planner(name: str, tape: Tape) -> None:
 
 def figures(name: str, tape: Tape) -> None:
     """What layouts without a search cost. These may move a little where the planner's placements do not."""
-    for what, request, found in _layouts(name, ("at-once", "greedy", "mod")):
+    request = _request(name)
+    for what, found in _layouts(request, ("at-once", "greedy", "mod")):
         cost = found and ThroughputObjective(request.topology, request.workload).cost(found)
         for part, value in ({"s": cost.seconds} | cost.parts).items() if cost else ():
             tape.tell(what, part, value)
 
 
-def _layouts(name: str, wanted: tuple[LayoutName, ...]) -> Iterator[tuple[LayoutName, Request, Placement | None]]:
+def _request(name: str) -> Request:
     scenario = case(name)
-    request = Request(topology=scenario.topology, workload=Workload.of(scenario.spec), stages=scenario.stages)
+    return Request(topology=scenario.topology, workload=Workload.of(scenario.spec), stages=scenario.stages)
+
+
+def _layouts(request: Request, wanted: tuple[LayoutName, ...]) -> Iterator[tuple[LayoutName, Placement | None]]:
     for what in wanted:
         try:
-            yield what, request, layout(what, request)
+            yield what, layout(what, request)
         except ShoalError:
-            yield what, request, None
+            yield what, None
 
 
 def dtfm(name: str, tape: Tape) -> None:
