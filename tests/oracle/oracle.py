@@ -2,8 +2,9 @@
 
     oracle.py [BASE] [--only SECTION[/CASE] ...] [--cases 2] [--jobs 2]
 
-`record.py` says what is played. The commit is played in a worktree of its own, by its own recorder if it has one. Where
-a section differs, the first case that does is played again event by event. The exit status is 1 if anything differs.
+`record.py` says what is played. The commit is played in a worktree of its own, by its own recorder if it has one: so a
+change of what is played travels alone. Where a section differs, the first case that does is played again event by
+event. The exit status is 1 if anything differs.
 """
 
 import argparse
@@ -70,7 +71,8 @@ def _play(base: Path, *arguments: str) -> tuple[Record, Record]:
 
 
 def _git(*words: str) -> None:
-    subprocess.run(["git", "-C", str(TREE), *words], check=True, stdout=subprocess.DEVNULL)
+    if subprocess.run(["git", "-C", str(TREE), *words]).returncode != 0:
+        raise SystemExit("git could not: see above")
 
 
 if __name__ == "__main__":
