@@ -1,9 +1,14 @@
 """Compares two records of `record.py`, and says where they part. Pure."""
 
 import json
+import os.path
 from collections.abc import Iterable
 from itertools import zip_longest
 from typing import NamedTuple
+
+BEFORE, SHOWN = 80, 400
+"""How many characters are shown of two items: before the first one that differs, and in all."""
+NOTHING = "nothing more"
 
 
 class Section(NamedTuple):
@@ -54,11 +59,11 @@ def difference(before: list[str] | None, after: list[str] | None) -> str:
     if before is None or after is None:
         return "" if before is after else f"only the {'working tree' if before is None else 'base'} has it"
     for number, (one, other) in enumerate(zip_longest(before, after)):
-        if one is None or other is None or one.partition("\t")[0] != other.partition("\t")[0]:
-            return f"item {number} differs\n    base: {_shown(one)}\n    tree: {_shown(other)}"
+        texts = [(item or NOTHING).partition("\t") for item in (one, other)]
+        if texts[0][0] != texts[1][0]:
+            begin = max(0, len(os.path.commonprefix([text for text, _, _ in texts])) - BEFORE)
+            shown = [
+                f"{name or 'value'}: {'…' if begin else ''}{text[begin : begin + SHOWN]}" for text, _, name in texts
+            ]
+            return f"item {number} differs\n    base {shown[0]}\n    tree {shown[1]}"
     return ""
-
-
-def _shown(item: str | None) -> str:
-    text, _, name = (item or "nothing more").partition("\t")
-    return f"{name}: {text}" if name else text

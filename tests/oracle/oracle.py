@@ -47,7 +47,8 @@ def _tell(base: Path, arguments: list[str]) -> int:
     for section in sections:
         sys.stdout.write(f"{section}\n")
         if section.differing and " has it" not in section.where:
-            sys.stdout.write(f"  event by event: {_in_full(base, section.name, section.differing[0])}\n")
+            where = _in_full(base, section.name, section.differing[0])
+            sys.stdout.write(f"  event by event: {where}\n" if where != section.where else "")
     return int(any(section.differing for section in sections))
 
 

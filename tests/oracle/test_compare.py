@@ -36,15 +36,24 @@ def test_the_first_difference_is_named_with_both_values() -> None:
     assert str(planner).splitlines() == [
         "planner       2 of 2 DIFFER, in 2 s and 2 s of one core",
         "  planner/mixture: item 1 differs",
-        "    base: [2]",
-        "    tree: Step: [9]",
+        "    base value: [2]",
+        "    tree Step: [9]",
     ]
     assert not live.differing
 
 
 def test_an_end_that_comes_sooner_is_a_difference() -> None:
-    assert "item 1 differs\n    base: b\n    tree: nothing more" in difference(["a", "b"], ["a"])
-    assert "base: nothing more" in difference([], ["a"])
+    assert "item 1 differs\n    base value: b\n    tree value: nothing more" in difference(["a", "b"], ["a"])
+    assert "base value: nothing more" in difference([], ["a"])
+
+
+def test_of_a_long_item_the_part_that_differs_is_shown() -> None:
+    before, after = (f"{'x' * 500}, {number}, {'y' * 500}\tReport" for number in (7, 8))
+    base, tree = difference([before], [after]).splitlines()[1:]
+    assert base.startswith("    base Report: …xx")
+    assert "xx, 7, yy" in base
+    assert "xx, 8, yy" in tree
+    assert len(base) < 500
 
 
 @pytest.mark.parametrize("missing", [slice(2, 3), slice(0, 1)], ids=["a section", "a case"])
@@ -77,6 +86,6 @@ def test_the_exit_status_says_whether_anything_differs(
     assert status(LINES) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert status([LINES[0], LINES[1], ("live", "six-equal, seed 0", ["hash 8"])]) == 1
-    assert "event by event: item 0 differs\n    base: hash 7\n    tree: hash 8" in capsys.readouterr().out
+    assert "item 0 differs\n    base value: hash 7\n    tree value: hash 8" in capsys.readouterr().out
     assert status(LINES[:2]) == 1
     assert "only the base has it" in capsys.readouterr().out
