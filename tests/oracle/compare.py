@@ -1,9 +1,8 @@
 """Compares two records of `record.py`, and says where they part. Pure."""
 
 import json
-import os.path
 from collections.abc import Iterable
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
 BEFORE, SHOWN = 80, 400
@@ -58,12 +57,15 @@ def difference(before: list[str] | None, after: list[str] | None) -> str:
     """Say where two cases part; empty: nowhere. None: the record does not have the case."""
     if before is None or after is None:
         return "" if before is after else f"only the {'working tree' if before is None else 'base'} has it"
-    for number, (one, other) in enumerate(zip_longest(before, after)):
-        texts = [(item or NOTHING).partition("\t") for item in (one, other)]
-        if texts[0][0] != texts[1][0]:
-            begin = max(0, len(os.path.commonprefix([text for text, _, _ in texts])) - BEFORE)
-            shown = [
-                f"{name or 'value'}: {'…' if begin else ''}{text[begin : begin + SHOWN]}" for text, _, name in texts
-            ]
-            return f"item {number} differs\n    base {shown[0]}\n    tree {shown[1]}"
+    for number, (one, other) in enumerate(zip_longest(before, after, fillvalue=NOTHING)):
+        if one.partition("\t")[0] != other.partition("\t")[0]:
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+            return f"item {number} differs\n    base {_shown(one, same)}\n    tree {_shown(other, same)}"
     return ""
+
+
+def _shown(item: str, same: int) -> str:
+    """The part of an item that differs after `same` characters, with its name."""
+    text, _, name = item.partition("\t")
+    begin = max(0, same - BEFORE)
+    return f"{name or 'value'}: {'…' if begin else ''}{text[begin : begin + SHOWN]}"
