@@ -65,6 +65,8 @@ from shoal.protocol.spec import AUTO_STAGES
 HERE = Path(__file__).resolve().parent
 CAMPAIGN = CampaignOptions(peers=6, steps=20, fault_s=30.0)
 """Smaller swarms than those of the soak, so that fifty of them take four minutes."""
+COORDINATION_S = 16.0
+"""Faults last two terms, not three as in the soak, so that a thousand swarms take four minutes."""
 LIVE = (SIX_EQUAL, "two-universities", "mixed-cards", "home-gpus", "spot-fleet", "growth")
 """The scenarios that play `LIVE_S` in about ten seconds."""
 LIVE_S, COARSE = 30.0, 8
@@ -98,7 +100,7 @@ class Tape:
         self._count += 1
 
     def kind(self, value: object) -> int:
-        """The number that stands for the type of `value` in this case."""
+        """Return the number that stands for the type of `value` in this case."""
         return self._kinds.setdefault(type(value), len(self._kinds))
 
     @property
@@ -107,7 +109,7 @@ class Tape:
 
 
 def plain(value: Any) -> Any:
-    """A value without names. What has a tag is left to its encoder, which writes it as it is on the wire."""
+    """Strip names from a value. A struct with a tag is left to its encoder, which writes it as it is on the wire."""
     if isinstance(value, tuple | list):
         return [plain(each) for each in value]
     if isinstance(value, dict):
@@ -125,11 +127,11 @@ def plain(value: Any) -> Any:
     return [plain(each) for each, default in values if type(each) is not type(default) or each != default]
 
 
-# --- the sections: each plays one case ---
+# --- the sections: each function plays one case ---
 
 
 def campaign(seed: str, tape: Tape) -> None:
-    """One swarm that trains and suffers: its trace, and every loss that a group has agreed upon."""
+    """Play one swarm that trains and suffers: tell its trace, and every loss that a group agreed on."""
     witness = run_trial(draw_trial(int(seed), CAMPAIGN))
     verdict = witness.verdict
     tape.tell(verdict.trace_hash, verdict.virtual_s, verdict.broken is None, name="trace")
@@ -138,7 +140,7 @@ def campaign(seed: str, tape: Tape) -> None:
 
 
 def coordination(seed: str, tape: Tape) -> None:
-    """One swarm that only coordinates: every event of every core, and the commands that it answers with."""
+    """Play one swarm that only coordinates: tell every event of every core, and the commands that it answers with."""
     handle = CoordinationCore.handle
 
     def recorded(core: CoordinationCore, event: Any, *, now_s: float) -> Any:
@@ -150,12 +152,12 @@ def coordination(seed: str, tape: Tape) -> None:
         return commands
 
     with mock.patch.object(CoordinationCore, "handle", recorded):
-        verdict = soak.Game(int(seed)).play()
+        verdict = soak.Game(int(seed), duration_s=COORDINATION_S).play()
     tape.tell(verdict.trace_hash, verdict.num_plans, verdict.num_terms, verdict.calm_after_s, len(verdict.flaws))
 
 
 def planner(name: str, tape: Tape) -> None:
-    """The layouts of one scenario or network: by rule, and what the search finds with a few seeds."""
+    """Lay out one scenario or network by rule, and search with a few seeds. `shoal plan` shows only the better of both."""
     request = _request(name)
     for what, found in _layouts(request, ("at-once", "greedy")):
         tape.tell(what, found and found.stages, found and found.bounds)
@@ -165,7 +167,7 @@ def planner(name: str, tape: Tape) -> None:
 
 
 def figures(name: str, tape: Tape) -> None:
-    """What layouts without a search cost. These may move a little where the planner's placements do not."""
+    """Tell what layouts by rule cost, part by part: rounding may move these where no placement moves."""
     request = _request(name)
     for what, found in _layouts(request, ("at-once", "greedy", "mod")):
         cost = found and ThroughputObjective(request.topology, request.workload).cost(found)
@@ -187,7 +189,7 @@ def _layouts(request: Request, wanted: tuple[LayoutName, ...]) -> Iterator[tuple
 
 
 def dtfm(name: str, tape: Tape) -> None:
-    """One of the paper's networks and one seed."""
+    """Search on the DT-FM paper's objective in one of its networks."""
     network, _, seed = name.partition(", seed ")
     topology = paper_network(int(network))
     found, cost = plan_dtfm(topology, PAPER_WORKLOAD, num_stages=PAPER_STAGES, seed=int(seed), work=DTFM_WORK)
@@ -195,7 +197,7 @@ def dtfm(name: str, tape: Tape) -> None:
 
 
 def live(name: str, tape: Tape) -> None:
-    """A swarm that decides by itself, on modelled devices."""
+    """Play a swarm that decides by itself, on modelled devices."""
     what, _, seed = name.partition(", seed ")
     churn: tuple[Churn, ...] = ()
     if what == "growth":
@@ -216,7 +218,7 @@ def live(name: str, tape: Tape) -> None:
 
 
 def golden(name: str, tape: Tape) -> None:
-    """What a script reads: `plan --json`, `status --json`, and the data of the report's page and its CSV."""
+    """Tell what a script reads: `plan --json`, `status --json`, and the data of the report's page and its CSV."""
     what, _, how = name.partition(" ")
     if what == "plan":
         _tell_leaves(json.loads(_shoal("plan", *PLANS[how], "--seconds", "0.1", "--json")), tape)
@@ -235,7 +237,7 @@ def _shoal(*words: str) -> str:
 
 
 async def _status(*, experts: int) -> bytes:
-    """The status of a small swarm that has trained some steps, as `shoal status --json` prints it."""
+    """Train a small swarm some steps. Returns: its status as `shoal status --json` prints it."""
     spec = tiny_spec(steps=2 * STATUS_STEPS, peers=6, term_s=5.0, experts=experts)
     swarm = SimSwarm(spec, tiny_corpus(), seed=0, network=uniform(0.02, 1e7))
     for number in range(6):
