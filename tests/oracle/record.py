@@ -157,7 +157,7 @@ def coordination(seed: str, tape: Tape) -> None:
 
 
 def planner(name: str, tape: Tape) -> None:
-    """Lay out one scenario or network by rule, and search with a few seeds. `shoal plan` shows only the better of both."""
+    """Lay out one scenario or network by rule, and search with a few seeds: `shoal plan` shows the better of both."""
     request = _request(name)
     for what, found in _layouts(request, ("at-once", "greedy")):
         tape.tell(what, found and found.stages, found and found.bounds)
