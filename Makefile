@@ -4,7 +4,7 @@ PYTHON ?= $(or $(firstword $(foreach v,3.11 3.12 3.13 3.14,$(shell python$(v) -c
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo demo-tune test check bench lab soak soak-memory soak-coordination soak-insiders soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-daemons soak-attack soak-dividing bench-gpu bench-live bench-staleness
+.PHONY: setup demo demo-tune test check oracle bench lab soak soak-memory soak-coordination soak-insiders soak-chaos soak-frames soak-fuzz soak-campaign soak-moves soak-pauses soak-goodput soak-experts soak-stops soak-daemons soak-attack soak-dividing bench-gpu bench-live bench-staleness
 
 COMPILED := .venv/.compiled
 
@@ -43,6 +43,11 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Does the working tree still do what BASE did? Plays both side by side and says where they part: a quarter of an hour on
+# two cores. ARGS='--only planner golden' for less, ARGS='--cases 2' for two cases of each section.
+oracle: setup
+	$(BIN)/python tests/oracle/oracle.py $(or $(BASE),HEAD) $(ARGS)
 
 bench: setup
 	@set -e; for script in $(filter-out tests/bench/gpu.py tests/bench/live_swarm.py,$(wildcard tests/bench/*.py)); do \

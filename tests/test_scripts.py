@@ -1,4 +1,4 @@
-"""Benchmarks, soaks and the lab are run by hand, so nobody would notice that one does not begin any more."""
+"""Benchmarks, soaks, the lab and the oracle are run by hand: nobody would notice that one does not begin any more."""
 
 import argparse
 import importlib.util
@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).parent
-SCRIPTS = [*sorted((HERE / "bench").glob("*.py")), *sorted((HERE / "soak").glob("*.py")), HERE / "lab" / "run.py"]
+RUNNERS = [HERE / "lab" / "run.py", HERE / "oracle" / "oracle.py"]
+SCRIPTS = [*sorted((HERE / "bench").glob("*.py")), *sorted((HERE / "soak").glob("*.py")), *RUNNERS]
 
 
 def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
