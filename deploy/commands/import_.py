@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.deploy.words import number_of_stages
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import AdapterSpec, RunSpec
@@ -125,11 +125,9 @@ def import_(
     except OSError as error:
         raise LocalError(f"cannot write {run_toml}: {error.strerror or error}") from error
     if json:
-        import msgspec
-
         said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
         said["untied"] = has_tied_head(folder) and not made.model.tied
-        typer.echo(msgspec.json.encode(said).decode())
+        say_json(said)
         return
     mlp = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
     say(

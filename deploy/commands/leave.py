@@ -8,7 +8,8 @@ import typer
 
 from shoal.deploy.commands.options import EXIT_FAILED, examples
 from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.control.control_socket import ask
+from shoal.deploy.terminal.plain import say, say_json
 
 if TYPE_CHECKING:
     import psutil
@@ -34,10 +35,7 @@ def leave(
     json: Annotated[bool, typer.Option("--json", help="Print the peers that left, as JSON.")] = False,
 ) -> None:
     """Ask the peer on this machine to leave without losing work."""
-    import msgspec
     import psutil
-
-    from shoal.deploy.control.control_socket import ask
 
     leaving = which_peers("leave", name=name, everyone=everyone, state_dir=state_dir)
     processes = []
@@ -55,7 +53,7 @@ def leave(
             {"name": label, "folder": note.folder, "left": all(note.pid != late.pid for late in still)}
             for label, note in leaving
         ]
-        typer.echo(msgspec.json.encode(left).decode())
+        say_json(left)
     for process in still:
         say(f"process {process.pid} has not ended in {_DRAIN_S_MAX:.0f} s: `shoal leave --now` again", err=True)
     if still:

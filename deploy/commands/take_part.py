@@ -19,6 +19,7 @@ from shoal.deploy.commands.options import (
     Devices,
     Limit,
     Listen,
+    LocalText,
     PeerName,
     Record,
     Reports,
@@ -281,12 +282,7 @@ def join(
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
     state_dir: StateDir = None,
-    data: Annotated[
-        str,
-        typer.Option(
-            help="Where the run's text is on this machine. If it has several sources, name all, separated by commas."
-        ),
-    ] = "",
+    data: LocalText = "",
     tokenizer: Annotated[
         str, typer.Option(help="Where the run's tokenizer.json is on this machine, if the run uses one.")
     ] = "",

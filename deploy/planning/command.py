@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -35,6 +34,7 @@ from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_
 from shoal.deploy.planning.live_row import read_simulated, said_of_live, said_of_none
 from shoal.deploy.planning.rows import Column, Rows
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
+from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.progress import sign_of_life
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.deploy.words import counted, digits, printable
@@ -259,7 +259,7 @@ def show_plan(what: str, asked: Asked) -> None:
         reports = [_show_one(console, what, aim, request, judge, scenario, spec, asked)]
     if asked.as_json:
         reports = [msgspec.structs.replace(report, notes=scenario.notes) for report in reports]
-        print_json(reports if asked.compare else reports[0])
+        say_json(reports if asked.compare else reports[0])
 
 
 def print_notes(console: Console, scenario: Scenario) -> None:
@@ -399,10 +399,6 @@ def _goal(request: Request, scenario: Scenario, asked: Asked) -> Goal:
     run, parameters = asked.run, request.workload.num_parameters
     steps = None if run is None else run.training.steps  # a scenario's steps are only a simulation's length
     return goal_of(asked.wishes, run or scenario.spec, parameters=parameters, steps=steps)
-
-
-def print_json(what: object) -> None:
-    typer.echo(msgspec.json.encode(what).decode())
 
 
 def objective_of(name: ObjectiveName, request: Request) -> Objective:
