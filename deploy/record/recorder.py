@@ -66,7 +66,6 @@ ASKED_AT_ONCE: Final = 8
 LAST_WORDS_S: Final = 3.0
 """The time that `finish` waits for the last steps; the last request may take longer."""
 FLUSH_S: Final = 5.0
-TEXT_CHARS_MAX: Final = 240
 NOTHING: Final = Record()
 
 
@@ -175,7 +174,7 @@ class Recorder:
                 said = report.report
                 self._take_validation((said.era, said.step), said.loss, said.microbatches, time.time())
             case Note():
-                self._waiting.append(NoteLine(time=_ms(time.time()), text=clean(report.text, TEXT_CHARS_MAX)))
+                self._waiting.append(NoteLine(time=_ms(time.time()), text=clean(report.text)))
 
     # --- while the run goes on ---
 
@@ -300,7 +299,7 @@ class Recorder:
                 term=plan.term,
                 sequence=plan.sequence,
                 coordinator=plan.coordinator,
-                reason=clean(plan.reason, TEXT_CHARS_MAX),
+                reason=clean(plan.reason),
                 **known,
             )
         )
