@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.deploy.commands.options import examples
-from shoal.deploy.commands.running import labels
+from shoal.deploy.commands.running import labelled_here
 from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
 
@@ -84,12 +84,10 @@ def _tell(name: str, settings: "Settings") -> None:
 
     from shoal.deploy.config import config_path, in_toml
     from shoal.deploy.control.control_socket import ask
-    from shoal.deploy.state import places
 
     say(f"{config_path()}: {name} is {in_toml(settings, name)}")
-    here = [note for note in places.all_running() if note.folder]
     wanted = msgspec.to_builtins(settings.limits)
-    for label, note in zip(labels(here), here, strict=True):
+    for label, note in labelled_here():
         try:
             now = ask(Path(note.folder), "limits")["limits"]
         except LocalError as error:

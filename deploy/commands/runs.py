@@ -11,7 +11,6 @@ from shoal.deploy.state.runs import remove as remove_runs
 from shoal.deploy.terminal.plain import say, say_json
 from shoal.deploy.words import printable
 
-_ID_LETTERS = 8
 Json = Annotated[bool, typer.Option("--json", help="Print the runs as JSON, with their folders and sizes in bytes.")]
 
 
@@ -92,7 +91,7 @@ def _table(found: list[FoundRun]) -> object:
         used = "up now" if run.running else _ago(now_s - run.used_s)
         table.add_row(
             Text(printable(run.name or "?")),
-            run.run[:_ID_LETTERS] or "?",
+            run.run[:8] or "?",
             run.role,
             f"{run.step}/{run.steps}" if run.steps else str(run.step),
             "" if run.loss is None else f"{run.loss:.3f}",

@@ -34,7 +34,6 @@ HEADERS: Mapping[str, str] = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-cache",
 }
-_FORBIDDEN_CLOSE = 4403
 
 
 class Guard:
@@ -51,7 +50,7 @@ class Guard:
         complaint = self.complaint(Headers(scope=scope), scope.get("method", "GET"), scope["path"])
         if scope["type"] == "websocket":
             if complaint:
-                await send({"type": "websocket.close", "code": _FORBIDDEN_CLOSE, "reason": complaint})
+                await send({"type": "websocket.close", "code": 4403, "reason": complaint})
             else:
                 await self._app(scope, receive, send)
             return

@@ -43,8 +43,6 @@ PERIOD_S = 1.0
 VIEWERS_MAX = 16
 REQUEST_BYTES_MAX = 1024
 """The most bytes of a viewer's message; viewers need to send nothing."""
-_TOO_MANY_CLOSE = 4429
-_GOING_AWAY = 1001
 _END_S = 2.0
 
 
@@ -129,13 +127,13 @@ class Dashboard:
 
     async def _live(self, socket: WebSocket) -> None:
         if self._viewers >= VIEWERS_MAX:
-            await socket.close(_TOO_MANY_CLOSE, "too many look already")
+            await socket.close(4429, "too many look already")
             return
         await socket.accept()
         self._viewers += 1
         try:
             await self._send(socket)
-            await socket.close(_GOING_AWAY)
+            await socket.close(1001)
         except WebSocketDisconnect:
             pass  # the viewer has gone
         finally:

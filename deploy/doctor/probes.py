@@ -32,7 +32,6 @@ from shoal.protocol.membership import Members
 from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 _ASK_S = 10.0
-_CALL_BACK_S = 12.0
 _RECORD_S = 6.0
 _NO_RUN = "doctor"
 _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
@@ -156,7 +155,7 @@ async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str]
         return PeerFound(peer=peer, speaks=True, mute=str(error))
     called_back = None
     with contextlib.suppress(Unreachable, RemoteError):
-        called_back = (await asking(port=port, timeout_s=_CALL_BACK_S)).about.called_back
+        called_back = (await asking(port=port, timeout_s=12.0)).about.called_back
     return PeerFound(
         peer=peer,
         speaks=True,

@@ -27,6 +27,7 @@ from shoal.deploy.planning.figures import (
     goal_of,
     lines_of,
     said_gigabytes,
+    said_regions,
     said_tokens,
 )
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
@@ -290,7 +291,8 @@ def _show_one(
     same = proposal.placement == first.placement
     tell(console, f"searched{', and nothing better was found' if same else ''}: {_in_a_line(proposal)}\n")
     stages = _stage_lines_with_memory(proposal.placement, request, spec)
-    console.print(stages_view(stages, request.topology))
+    console.print(_stages_table(stages, request.topology))
+    console.print()
     if short := _short_of_memory(stages):
         tell(console, f"{short}\n")
     figures = _figures(proposal.placement, request, scenario, asked)
@@ -419,10 +421,6 @@ _COLUMNS = (
 )
 
 
-def stages_view(stages: Sequence[StageLine], topology: Topology) -> RenderableType:
-    return Group(_stages_table(stages, topology), Text())
-
-
 def figures_view(figures: Figures) -> RenderableType:
     """Return the costs of the plan: for the run, then for each class of members."""
     run = Table(box=None, pad_edge=False, show_header=False)
@@ -485,7 +483,7 @@ def _stages_table(stages: Sequence[StageLine], topology: Topology) -> Table:
     for line in stages:
         cells = [str(line.stage), f"{line.first_layer}-{line.last_layer - 1}", _indexes(line.devices), _needs(line)]
         if any(topology.regions):
-            cells.append(_who(line.devices, topology))
+            cells.append(printable(said_regions(line.devices, topology)))
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
@@ -545,12 +543,6 @@ def _seconds(value: float) -> str:
     if not math.isfinite(value):
         return "infinite"
     return f"{value:,.3f} s" if value >= 1.0 else f"{digits(value * 1e3)} ms"
-
-
-def _who(devices: Sequence[int], topology: Topology) -> str:
-    """Format the devices' regions: `4 Tokyo, 2 Seoul`."""
-    regions = [topology.regions[device] or "elsewhere" for device in devices]
-    return printable(", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(regions)))
 
 
 def _in_a_line(proposal: Proposal) -> str:

@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
 """Groups asked per second: in a run with more groups each is asked more rarely."""
-ASK_S: Final = 3.0
 MISSING_S: Final = 3.0
 """The interval of requests for a missing older step."""
 VALIDATIONS_S: Final = 20.0
@@ -253,7 +252,7 @@ class Recorder:
         while True:
             request = HistoryRequest(wanted, self._validations_from)
             try:
-                said = await endpoint.ask(peer, request, History, timeout_s=ASK_S)
+                said = await endpoint.ask(peer, request, History, timeout_s=3.0)
             except ShoalError as error:
                 logger.debug("%s does not say what it has committed: %s", peer[-8:], error)
                 return

@@ -19,7 +19,6 @@ from shoal.protocol.spec import RunSpec, continued_spec, unchanging_bytes
 
 _DIGESTS: Final = ("data.digest", "data.tokenizer_digest")
 """Fields that the host computes from the text."""
-_WHY_WIDTH: Final = 38
 _Goal = tuple[int, str, int | None]
 
 
@@ -217,7 +216,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
         ("a page with its curves", f"shoal report {folder.run}"),
         ("delete it from this machine", f"shoal runs remove {folder.run}"),
     ):
-        yield f"  {why + ':':<{_WHY_WIDTH}} {command}"
+        yield f"  {why + ':':<38} {command}"
 
 
 def ended_in_words(folder: RunFolder) -> str:
