@@ -394,21 +394,24 @@ async def _train(
     showing: Showing,
     recorder: Recorder | None,
 ) -> Found | None:
+    def say(text: str) -> None:
+        output.say(Note(text=text))
+
     compute = _make_compute(options)
     device = await asyncio.to_thread(ComputeDevice.of, run.spec, options.device)
     if warning := untested(options.device):
-        output.say(Note(text=f"warning: {warning}"))
+        say(f"warning: {warning}")
     node = _make_node(network, run, options, compute, output, device)
     told = worth_telling(network.transport.addresses())
     for place in options.ways.announce:
         if f"{place}/p2p/{node.peer_id}" not in told:
-            output.say(Note(text=f"--announce {place} is not in the invite: others would not reach this machine there"))
+            say(f"--announce {place} is not in the invite: others would not reach this machine there")
     invite = run.invite(told).encode()
     control = ControlServer(options.folder)
     keeper = Keeper(
         options.limits.at_start,
         node.peer.pausing,
-        say=lambda text: output.say(Note(text=text)),
+        say=say,
         look=looking_at(options.device),
         reread=options.limits.reread,
         apply_upload=network.transport.limit_upload,
@@ -449,18 +452,14 @@ async def _train(
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if limits := options.limits.at_start.in_words:
-                output.say(Note(text=f"limits that you have set: {', '.join(limits)}"))
+                say(f"limits that you have set: {', '.join(limits)}")
             if run.corpus is None:
-                output.say(
-                    Note(text="this machine does not have the run's text: it will work on any stage but the first")
-                )
+                say("this machine does not have the run's text: it will work on any stage but the first")
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             noting = StandingNote.begun(node, options.folder)
             telling = [
                 asyncio.create_task(_tell_invites(inviting, node.peer_id, output), name="tell fresh invites"),
-                asyncio.create_task(
-                    tell_scores(node.run, lambda text: output.say(Note(text=text))), name="tell what shoal eval finds"
-                ),
+                asyncio.create_task(tell_scores(node.run, say), name="tell what shoal eval finds"),
             ]
             try:
                 ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder, keeper)
@@ -470,7 +469,7 @@ async def _train(
                 await asyncio.gather(*telling, return_exceptions=True)
             noting.end(finished=ended is Ended.DONE)
         if not isinstance(ended, Ended):
-            output.say(Note(text=f"the run's owner has continued it: it goes on to step {ended[0].training.steps}"))
+            say(f"the run's owner has continued it: it goes on to step {ended[0].training.steps}")
             return ended
         finished = ended is Ended.DONE
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))

@@ -37,8 +37,6 @@ class Options:
     steps: int | None = None
     seconds: float | None = None
     trace: Path | None = None
-    plan_seconds: float = 1.0
-    """The approximate seconds of a search on one core."""
     timeline: bool = True
     """Keep each device's timeline, for idle shares and pages: 100 bytes a job."""
     wishes: Wishes = field(default_factory=Wishes)
@@ -283,7 +281,6 @@ def _request(
         paper=scenario.paper,
         stages=strategy.stages or scenario.stages,
         seed=options.seed,
-        seconds=options.plan_seconds,
     )
 
 
