@@ -87,7 +87,7 @@ def import_(
     kind: Literal["lora", "dora"] = "dora" if dora else "lora"
     adapter = AdapterSpec(kind=kind, rank=lora, alpha=2.0 * lora, base=base) if lora else None
     start_logging(verbose)
-    from shoal.deploy.run.run_file import write_brief
+    from shoal.deploy.run.run_file import write_spec
     from shoal.deploy.run.run_text import load_own_corpus, text_in_words
     from shoal.deploy.ship.import_model import has_tied_head, import_model
     from shoal.deploy.terminal.progress import progress_bar
@@ -121,7 +121,7 @@ def import_(
     if spec is not None:
         made = _fitted(made, spec)
     try:
-        write_brief(made, run_toml, _comments(made))
+        write_spec(made, run_toml, _comments(made))
     except OSError as error:
         raise LocalError(f"cannot write {run_toml}: {error.strerror or error}") from error
     if json:
