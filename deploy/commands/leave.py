@@ -14,7 +14,6 @@ from shoal.deploy.terminal.plain import say, say_json
 if TYPE_CHECKING:
     import psutil
 
-_LOOK_S = 0.1
 _DRAIN_S_MAX = 120.0
 """Leaving takes at most half a minute, plus the time to write a large state."""
 
@@ -72,5 +71,5 @@ def _wait(processes: "list[psutil.Process]") -> "list[psutil.Process]":
 
     deadline = time.monotonic() + _DRAIN_S_MAX
     while (still := [process for process in processes if not ended(process)]) and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(0.1)
     return still

@@ -43,7 +43,6 @@ PERIOD_S = 1.0
 VIEWERS_MAX = 16
 REQUEST_BYTES_MAX = 1024
 """The most bytes of a viewer's message; viewers need to send nothing."""
-_END_S = 2.0
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,7 +230,7 @@ class DashboardServer:
             proxy_headers=False,
             limit_concurrency=8 * CONNECTIONS_MAX,  # requests of closed connections may still be running
             backlog=BACKLOG,  # uvicorn's default of 2,048 could open as many files
-            timeout_graceful_shutdown=int(_END_S),
+            timeout_graceful_shutdown=2,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="serve the dashboard")
