@@ -25,7 +25,6 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _TOKEN = "SHOAL_SWARM"
 _POLL_S = 0.02
-_LINE_BYTES_MAX = 1024 * 1024  # a status of 500 peers is about 100 KiB of JSON
 _DAEMON_GONE_S = 10.0
 """A daemon ends 1.6 s after its peer was killed, on an idle machine."""
 
@@ -94,7 +93,7 @@ class Children:
                 env={**env, _TOKEN: self._token},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
-                limit=_LINE_BYTES_MAX,
+                limit=1024 * 1024,  # a status of 500 peers is about 100 KiB of JSON
             )
         child = Child(name=name, process=process, log=log)
         child.reader = asyncio.create_task(self._read(child), name=f"read {name}")

@@ -37,8 +37,6 @@ from shoal.deploy.simulate.command import simulate
 from shoal.deploy.terminal.plain import say
 from shoal.protocol.errors import ShoalError
 
-_SHOWN_CHARS_MAX = 200
-
 
 class _Group(TyperGroup):
     """Ends a command that fails for a known reason with one line and no traceback."""
@@ -50,7 +48,7 @@ class _Group(TyperGroup):
             say(f"shoal: {error}", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from error
         except UnicodeEncodeError as error:  # a path on the command line; all our output is UTF-8
-            say(f"shoal: {error.object[:_SHOWN_CHARS_MAX]!r} is not UTF-8: name a path that is", err=True)
+            say(f"shoal: {error.object[:200]!r} is not UTF-8: name a path that is", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from error
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error

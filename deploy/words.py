@@ -1,11 +1,14 @@
 """Formats names, durations and quantities for people. Pure."""
 
 import re
+from collections.abc import Sequence
 
 from shoal.protocol.identity import PeerID
 
 ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
 """Matches a peer's name in the reason of a plan: the end of its identifier, as `short` gives it."""
+NAMED_MAX = 3
+"""The most things that a sentence names one by one."""
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -33,6 +36,16 @@ def duration(seconds: float) -> str:
 def counted(number: int, one: str, many: str = "") -> str:
     """Format a count with its noun: `1 step`, `1,200 steps`."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def listed(names: Sequence[str], most: int = NAMED_MAX) -> str:
+    """Name the first things: `a, b, c and 2 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def file_name(text: str) -> str:
+    """Return a name as a part of a path."""
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)
 
 
 def digits(value: float) -> str:

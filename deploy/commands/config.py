@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.deploy.commands.options import examples
-from shoal.deploy.commands.running import labels
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.commands.running import labelled_here
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 )
 def show(json: Annotated[bool, typer.Option("--json", help="Print the settings as JSON.")] = False) -> None:
     """Show all settings with their meaning."""
-    import msgspec
-
     from shoal.deploy.config import as_toml, load_settings
 
     settings = load_settings()
     if json:
-        typer.echo(msgspec.json.encode(settings).decode())
+        say_json(settings)
     else:
         say(as_toml(settings).rstrip("\n"), whole=True)
 
@@ -45,14 +43,12 @@ def path() -> None:
 )
 def check(json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False) -> None:
     """Check the settings file."""
-    import msgspec
-
     from shoal.deploy.config import config_path, load_settings
 
     load_settings()
     if json:
         said = {"path": str(config_path()), "exists": config_path().exists()}
-        typer.echo(msgspec.json.encode(said).decode())
+        say_json(said)
         return
     say(f"{config_path()}: " + ("no fault in it" if config_path().exists() else "not there, so all defaults hold"))
 
@@ -88,12 +84,10 @@ def _tell(name: str, settings: "Settings") -> None:
 
     from shoal.deploy.config import config_path, in_toml
     from shoal.deploy.control.control_socket import ask
-    from shoal.deploy.state import places
 
     say(f"{config_path()}: {name} is {in_toml(settings, name)}")
-    here = [note for note in places.all_running() if note.folder]
     wanted = msgspec.to_builtins(settings.limits)
-    for label, note in zip(labels(here), here, strict=True):
+    for label, note in labelled_here():
         try:
             now = ask(Path(note.folder), "limits")["limits"]
         except LocalError as error:

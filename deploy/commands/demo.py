@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from shoal.deploy.demo.driver import DemoOptions
     from shoal.deploy.demo.summary import Summary
 
-DEMO_PEERS = 6
-CHAOS_PEERS = 8
-
 
 @examples(
     "shoal demo  # six peers, three stages, until the run is done",
@@ -99,7 +96,7 @@ def demo(
     barred = {"--moe": moe, "--chaos": chaos, "--data": data, "--seconds": seconds is not None}
     if tune and (said := [option for option, is_said in barred.items() if is_said]):
         raise LocalError(f"{said[0]} does not go with --tune, which has texts and an end of its own: leave one out")
-    peers = peers or (CHAOS_PEERS if chaos else DEMO_PEERS)
+    peers = peers or (8 if chaos else 6)
     changes: dict[str, object] = {"seed": seed, "swarm.min_peers": peers}
     base = load_spec(spec or (MOE_SPEC if moe else LONG_SPEC if long else DEMO_SPEC))
     if moe and not base.swarm.expert_slots:

@@ -19,7 +19,7 @@ from shoal.deploy.commands.options import (
 )
 from shoal.deploy.commands.running import given_invite
 from shoal.deploy.state import places
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.invite import Invite, parse_invite
 
@@ -55,9 +55,7 @@ def doctor(
 
     diagnosis = diagnosis_of(found, listen=listen_addresses(listen), state_dir=state_dir, device=device)
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(as_json(diagnosis)).decode())
+        say_json(as_json(diagnosis))
     else:
         for line in lines(diagnosis):
             say(line)

@@ -5,8 +5,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import Device, OfInvite, Swarm, Verbose, data_source, examples, start_logging
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.commands.options import (
+    Device,
+    JsonAtTheEnd,
+    LocalText,
+    Model,
+    OfInvite,
+    RunsBase,
+    RunsTokenizer,
+    Swarm,
+    Verbose,
+    data_source,
+    examples,
+    start_logging,
+)
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -23,26 +36,10 @@ if TYPE_CHECKING:
     "shoal eval --tasks my_task --include tasks/ --json  # of your own tasks, for a script",
 )
 def eval_(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A run's name, id or folder; a snapshot; or a model's folder. Default: the run last used here.",
-        ),
-    ] = "",
-    data: Annotated[
-        str,
-        typer.Option(
-            help="Where the run's text is on this machine. If it has several sources, name all, separated by commas."
-        ),
-    ] = "",
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="The run's tokenizer.json. Default: where the run's spec says it is.")
-    ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(help="The folder of the model that the run's adapters belong to, if shoal does not find it."),
-    ] = None,
+    model: Model = "",
+    data: LocalText = "",
+    tokenizer: RunsTokenizer = None,
+    base: RunsBase = None,
     validation: Annotated[
         bool | None,
         typer.Option(help="Predict the run's validation set. Default: yes, unless --text or --tasks is given."),
@@ -64,7 +61,7 @@ def eval_(
     swarm: Swarm = False,
     invite: OfInvite = None,
     device: Device = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")] = False,
+    json: JsonAtTheEnd = False,
     verbose: Verbose = False,
 ) -> None:
     """Evaluate a snapshot or an exported model."""
@@ -98,12 +95,10 @@ def eval_(
         if origin is not None:
             keep_evaluation(origin.run, origin.era, origin.version, scores)
         if json:
-            import msgspec
-
             said: dict[str, object] = {"model": predictor.name, "scores": scores}
             if origin is not None:
                 said |= {"run": origin.run, "era": origin.era, "version": origin.version}
-            typer.echo(msgspec.json.encode(said).decode())
+            say_json(said)
             return
         say(predictor.name)
         for score in scores:

@@ -5,11 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from shoal.deploy.commands.options import Verbose, examples, start_logging
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.commands.options import RunsBase, RunsTokenizer, Verbose, examples, start_logging
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
-
-_GB = 1_000_000_000
 
 
 @examples(
@@ -37,13 +35,8 @@ def export(
         typer.Option(help="The type of the weights in the files; training keeps float32."),
     ] = "float32",
     shard_gb: Annotated[float, typer.Option(min=0.001, help="The largest size of a file of weights, in GB.")] = 5.0,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="The run's tokenizer.json. Default: where the run's spec says it is.")
-    ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(help="The folder of the model that the run's adapters belong to, if shoal does not find it."),
-    ] = None,
+    tokenizer: RunsTokenizer = None,
+    base: RunsBase = None,
     json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -64,14 +57,12 @@ def export(
             form=None if format == "auto" else format,
             dtype=dtype,
             base=base,
-            shard_bytes=int(shard_gb * _GB),
+            shard_bytes=int(shard_gb * 1e9),
             tokenizer=tokenizer,
             on_bytes=lambda done, total: tell(done / total),
         )
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(done).decode())
+        say_json(done)
         return
     files = f"{done.shards} files" if done.shards > 1 else "one file"
     say(f"run {done.run}, version {done.version}: {done.parameters:,} parameters")

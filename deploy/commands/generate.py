@@ -2,13 +2,23 @@
 
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.deploy.commands.options import Device, OfInvite, Swarm, Verbose, examples, start_logging
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.commands.options import (
+    Device,
+    JsonAtTheEnd,
+    Model,
+    OfInvite,
+    RunsBase,
+    RunsTokenizer,
+    Swarm,
+    Verbose,
+    examples,
+    start_logging,
+)
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -23,13 +33,7 @@ if TYPE_CHECKING:
     'shoal generate --prompt "x = " --temperature 0 --json  # the likeliest text, for a script',
 )
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A run's name, id or folder; a snapshot; or a model's folder. Default: the run last used here.",
-        ),
-    ] = "",
+    model: Model = "",
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="The text to continue; - reads it from standard input.")
     ] = "",
@@ -54,15 +58,10 @@ def generate(
     ] = None,
     swarm: Swarm = False,
     invite: OfInvite = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="The run's tokenizer.json. Default: where the run's spec says it is.")
-    ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option(help="The folder of the model that the run's adapters belong to, if shoal does not find it."),
-    ] = None,
+    tokenizer: RunsTokenizer = None,
+    base: RunsBase = None,
     device: Device = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")] = False,
+    json: JsonAtTheEnd = False,
     verbose: Verbose = False,
 ) -> None:
     """Generate text with a model, and show it as it comes."""
@@ -84,13 +83,11 @@ def generate(
         manner = manner_of(predictor, chat=chat, tokenizer=tokenizer)
         parts = write(predictor, prompt, tokens, sampler, manner)
         if json:
-            import msgspec
-
             text = "".join(parts)
             origin = predictor.origin
             said = {"model": predictor.name} if origin is None else {"run": origin.run, "version": origin.version}
             said = {**said, "seed": seed, "prompt": prompt, "text": text}
-            typer.echo(msgspec.json.encode(said).decode())
+            say_json(said)
             return
         shown = fit_for_terminal if sys.stdout.isatty() else str
         started_s, count = time.perf_counter(), 0

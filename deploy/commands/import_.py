@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from shoal.deploy.commands.options import Verbose, check_writable, data_source, examples, said_stages, start_logging
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.deploy.words import number_of_stages
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import AdapterSpec, RunSpec
@@ -87,7 +87,7 @@ def import_(
     kind: Literal["lora", "dora"] = "dora" if dora else "lora"
     adapter = AdapterSpec(kind=kind, rank=lora, alpha=2.0 * lora, base=base) if lora else None
     start_logging(verbose)
-    from shoal.deploy.run.run_file import write_brief
+    from shoal.deploy.run.run_file import write_spec
     from shoal.deploy.run.run_text import load_own_corpus, text_in_words
     from shoal.deploy.ship.import_model import has_tied_head, import_model
     from shoal.deploy.terminal.progress import progress_bar
@@ -121,15 +121,13 @@ def import_(
     if spec is not None:
         made = _fitted(made, spec)
     try:
-        write_brief(made, run_toml, _comments(made))
+        write_spec(made, run_toml, _comments(made))
     except OSError as error:
         raise LocalError(f"cannot write {run_toml}: {error.strerror or error}") from error
     if json:
-        import msgspec
-
         said = {"run_toml": str(run_toml), "parameters": num_parameters(made.model), "spec": made}
         said["untied"] = has_tied_head(folder) and not made.model.tied
-        typer.echo(msgspec.json.encode(said).decode())
+        say_json(said)
         return
     mlp = f"{made.model.num_experts} experts a layer" if made.model.num_experts else "dense"
     say(

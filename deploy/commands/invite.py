@@ -9,8 +9,9 @@ import typer
 
 from shoal.deploy.commands.options import examples
 from shoal.deploy.commands.running import Running, running_here
+from shoal.deploy.control.control_socket import ask
 from shoal.deploy.control.fresh_invite import PEERS_NAMED
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.deploy.words import counted, duration
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import ADDRESSES_MAX
@@ -41,9 +42,7 @@ def invite(
     """Print an invite to the run that is up here."""
     if context.invoked_subcommand is not None:
         return
-    from shoal.deploy.control.control_socket import ask
-
-    _show(dict(ask(running_here(state_dir), "invite", peers=peers)), qr=qr, json=json)
+    _show(ask(running_here(state_dir), "invite", peers=peers), qr=qr, json=json)
 
 
 @examples(
@@ -65,23 +64,17 @@ def new(
     json: Json = False,
 ) -> None:
     """Make another invite, with a key and terms of its own. Only the run's host can do this."""
-    from shoal.deploy.control.control_socket import ask
-
     terms: dict[str, Any] = {"lasts_s": _seconds(expires), "seats": uses, "observe": observe, "peers": peers}
-    _show(dict(ask(running_here(state_dir, hosts=True), "invite-new", **terms)), qr=qr, json=json)
+    _show(ask(running_here(state_dir, hosts=True), "invite-new", **terms), qr=qr, json=json)
 
 
 @examples("shoal invite list  # the terms of each, and which are revoked")
 def list_(state_dir: Running = None, json: Json = False) -> None:
     """List the invites and the excluded members of this run."""
-    from shoal.deploy.control.control_socket import ask
-
     answer = ask(running_here(state_dir, hosts=True), "invite-list")
     found = answer["invites"]
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(found).decode())
+        say_json(found)
         return
     for entry in found:
         say(_sentence(entry))
@@ -98,9 +91,11 @@ def revoke(
     json: Json = False,
 ) -> None:
     """Revoke an invite, and exclude the members that joined with it."""
-    from shoal.deploy.control.control_socket import ask
-
-    _done(ask(running_here(state_dir, hosts=True), "invite-revoke", name=name), json=json)
+    answer = ask(running_here(state_dir, hosts=True), "invite-revoke", name=name)
+    if json:
+        say_json(answer)
+    else:
+        say(_sentence(answer))
 
 
 @examples("shoal exclude bob  # the name or the last letters of the peer's ID, as `shoal status` shows them")
@@ -110,13 +105,9 @@ def exclude(
     json: Json = False,
 ) -> None:
     """Exclude one member from the run. Only the run's host can do this."""
-    from shoal.deploy.control.control_socket import ask
-
     answer = ask(running_here(state_dir, hosts=True), "exclude", peer=peer)
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(answer).decode())
+        say_json(answer)
     else:
         say(f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run")
         if answer["invite"]:
@@ -139,13 +130,9 @@ def readmit(
 
     Only the run's host can do this. The member itself must be started again.
     """
-    from shoal.deploy.control.control_socket import ask
-
     answer = ask(running_here(state_dir, hosts=True), "readmit", who=who)
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(answer).decode())
+        say_json(answer)
     else:
         say(f"{answer['name']} may come back: `shoal join` there")
 
@@ -161,9 +148,7 @@ def _seconds(text: str) -> float:
 
 def _show(answer: dict[str, Any], *, qr: bool, json: bool) -> None:
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(answer).decode())
+        say_json(answer)
     else:
         say(answer["invite"])
         if "name" in answer:
@@ -171,15 +156,6 @@ def _show(answer: dict[str, Any], *, qr: bool, json: bool) -> None:
     if qr:
         stream = sys.stderr if json else sys.stdout
         typer.echo(qr_code(str(answer["invite"]), coloured=stream.isatty()), file=stream, color=True)
-
-
-def _done(answer: Any, *, json: bool) -> None:
-    if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(answer).decode())
-    else:
-        say(_sentence(dict(answer)))
 
 
 def _sentence(entry: dict[str, Any]) -> str:

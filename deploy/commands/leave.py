@@ -8,12 +8,12 @@ import typer
 
 from shoal.deploy.commands.options import EXIT_FAILED, examples
 from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.control.control_socket import ask
+from shoal.deploy.terminal.plain import say, say_json
 
 if TYPE_CHECKING:
     import psutil
 
-_LOOK_S = 0.1
 _DRAIN_S_MAX = 120.0
 """Leaving takes at most half a minute, plus the time to write a large state."""
 
@@ -34,10 +34,7 @@ def leave(
     json: Annotated[bool, typer.Option("--json", help="Print the peers that left, as JSON.")] = False,
 ) -> None:
     """Ask the peer on this machine to leave without losing work."""
-    import msgspec
     import psutil
-
-    from shoal.deploy.control.control_socket import ask
 
     leaving = which_peers("leave", name=name, everyone=everyone, state_dir=state_dir)
     processes = []
@@ -55,7 +52,7 @@ def leave(
             {"name": label, "folder": note.folder, "left": all(note.pid != late.pid for late in still)}
             for label, note in leaving
         ]
-        typer.echo(msgspec.json.encode(left).decode())
+        say_json(left)
     for process in still:
         say(f"process {process.pid} has not ended in {_DRAIN_S_MAX:.0f} s: `shoal leave --now` again", err=True)
     if still:
@@ -74,5 +71,5 @@ def _wait(processes: "list[psutil.Process]") -> "list[psutil.Process]":
 
     deadline = time.monotonic() + _DRAIN_S_MAX
     while (still := [process for process in processes if not ended(process)]) and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(0.1)
     return still

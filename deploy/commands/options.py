@@ -109,6 +109,27 @@ Record = Annotated[
 Wandb = Annotated[
     str, typer.Option(metavar="PROJECT", help="Also send the record to this project at Weights & Biases.")
 ]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A run's name, id or folder; a snapshot; or a model's folder. Default: the run last used here.",
+    ),
+]
+RunsTokenizer = Annotated[
+    Path | None, typer.Option(help="The run's tokenizer.json. Default: where the run's spec says it is.")
+]
+RunsBase = Annotated[
+    Path | None,
+    typer.Option(help="The folder of the model that the run's adapters belong to, if shoal does not find it."),
+]
+LocalText = Annotated[
+    str,
+    typer.Option(
+        help="Where the run's text is on this machine. If it has several sources, name all, separated by commas."
+    ),
+]
+JsonAtTheEnd = Annotated[bool, typer.Option("--json", help="Print everything at the end, as JSON.")]
 Swarm = Annotated[bool, typer.Option("--swarm", help="Use the model of a run that is up, where its peers hold it.")]
 OfInvite = Annotated[
     str | None,

@@ -7,7 +7,8 @@ import typer
 
 from shoal.deploy.commands.options import examples
 from shoal.deploy.commands.running import Everyone, Name, Running, which_peers
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.control.control_socket import ask
+from shoal.deploy.terminal.plain import say, say_json
 
 Json = Annotated[bool, typer.Option("--json", help="Say how each is now, as JSON.")]
 
@@ -32,14 +33,10 @@ def resume(name: Name = None, everyone: Everyone = False, state_dir: Running = N
 
 
 def _do(verb: str, name: str | None, everyone: bool, state_dir: Path | None, json: bool) -> None:
-    from shoal.deploy.control.control_socket import ask
-
     found = which_peers(verb, name=name, everyone=everyone, state_dir=state_dir)
     answers = [{"name": label, "folder": note.folder} | ask(Path(note.folder), verb) for label, note in found]
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(answers).decode())
+        say_json(answers)
         return
     for answer in answers:
         say(f"{answer['name']}: {_state(answer)}")

@@ -10,6 +10,7 @@ from shoal.deploy.commands.doctor import explain
 from shoal.deploy.commands.options import DEFAULT_LISTEN, Verbose, examples, start_logging
 from shoal.deploy.commands.running import given_invite, running_invite
 from shoal.deploy.state.runs import peer_folders
+from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.errors import RunNotFound
 
@@ -67,8 +68,6 @@ def recover(
         typer.confirm("Go on without them?" if era is None else "Go back?", abort=True, err=json)
     situation, recovered = run(reset())
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(as_json(situation, recovered)).decode())
+        say_json(as_json(situation, recovered))
         return
     tell(console, outcome(recovered, situation))

@@ -7,6 +7,7 @@ import typer
 
 from shoal.deploy.commands.options import check_writable, examples, start_logging
 from shoal.deploy.terminal.plain import say
+from shoal.deploy.words import file_name
 
 
 @examples(
@@ -45,8 +46,7 @@ def report(
     if not record.steps:
         raise LocalError(f"no step is recorded in {found} yet")
     name = record.starts[-1].name if record.starts else found.parent.name
-    safe = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)
-    page = output or Path(f"shoal-{safe}.html")
+    page = output or Path(f"shoal-{file_name(name)}.html")
     try:
         page.write_text(render_page(record), encoding="utf-8")
         if csv is not None:

@@ -31,8 +31,7 @@ def which_peers(
 
     Raises: LocalError: none runs here, or several could be meant; the sentence says how to choose.
     """
-    here = [note for note in places.all_running() if note.folder]
-    labelled = list(zip(labels(here), here, strict=True))
+    labelled = labelled_here()
     if sum([name is not None, everyone, state_dir is not None]) > 1:
         raise LocalError("say one of them: NAME, --all or --state-dir")
     if state_dir is not None:
@@ -40,7 +39,7 @@ def which_peers(
         if not found:
             raise LocalError(f"no peer runs in {state_dir}")
         return found
-    if not here:
+    if not labelled:
         raise LocalError("no peer runs on this machine, or another user started it")
     if name is not None:
         found = [(label, note) for label, note in labelled if name in (label, note.name, note.folder)]
@@ -55,16 +54,18 @@ def which_peers(
 
 def names_here() -> list[str]:
     """Return peers' names for shell completion."""
-    return labels([note for note in places.all_running() if note.folder])
+    return [label for label, _ in labelled_here()]
 
 
-def labels(notes: Sequence[places.Running]) -> list[str]:
-    """Return a unique label for each peer: its name, or its folder if the name is ambiguous or missing."""
+def labelled_here() -> list[tuple[str, places.Running]]:
+    """Return a unique label for each peer here: its name, or its folder if the name is ambiguous or missing."""
+    notes = [note for note in places.all_running() if note.folder]
     ways = [[printable(note.name), Path(note.folder).name, note.folder] for note in notes]
     counts = [Counter(names) for names in zip(*ways, strict=True)]
-    return [
+    found = (
         next(name for name, count in zip(names, counts, strict=True) if name and count[name] == 1) for names in ways
-    ]
+    )
+    return list(zip(found, notes, strict=True))
 
 
 def _choice(command: str, labelled: Sequence[tuple[str, places.Running]]) -> str:

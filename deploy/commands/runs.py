@@ -8,10 +8,9 @@ import typer
 from shoal.deploy.commands.options import examples
 from shoal.deploy.state.runs import FoundRun, all_names, all_runs, find
 from shoal.deploy.state.runs import remove as remove_runs
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.deploy.words import printable
 
-_ID_LETTERS = 8
 Json = Annotated[bool, typer.Option("--json", help="Print the runs as JSON, with their folders and sizes in bytes.")]
 
 
@@ -26,9 +25,7 @@ def list_(context: typer.Context, json: Json = False) -> None:
         return
     found = all_runs()
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(found).decode())
+        say_json(found)
         return
     if not found:
         say("no run has been hosted or joined on this machine")
@@ -72,10 +69,8 @@ def remove(
         typer.confirm("Delete it?", abort=True, err=json)
     freed = remove_runs(found)
     if json:
-        import msgspec
-
         told = {"run": first.run, "name": first.name, "folders": [one.folder for one in found], "bytes": freed}
-        typer.echo(msgspec.json.encode(told).decode())
+        say_json(told)
     else:
         say(f"deleted run {first.name or '?'} ({first.run}): {_size(freed)}")
 
@@ -96,7 +91,7 @@ def _table(found: list[FoundRun]) -> object:
         used = "up now" if run.running else _ago(now_s - run.used_s)
         table.add_row(
             Text(printable(run.name or "?")),
-            run.run[:_ID_LETTERS] or "?",
+            run.run[:8] or "?",
             run.role,
             f"{run.step}/{run.steps}" if run.steps else str(run.step),
             "" if run.loss is None else f"{run.loss:.3f}",

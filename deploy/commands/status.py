@@ -6,6 +6,7 @@ import typer
 
 from shoal.deploy.commands.options import Verbose, examples, start_logging
 from shoal.deploy.commands.running import given_invite, running_invite
+from shoal.deploy.terminal.plain import say_json
 
 
 @examples(
@@ -41,8 +42,6 @@ def status(
         return
     seen = run(ask_swarm(found))
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode(seen).decode())
+        say_json(seen)
         return
     terminal.show(seen, console)

@@ -19,6 +19,7 @@ from shoal.deploy.commands.options import (
     Devices,
     Limit,
     Listen,
+    LocalText,
     PeerName,
     Record,
     Reports,
@@ -41,6 +42,7 @@ from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, runs_in
 from shoal.deploy.state.runs import find_hosted, hosted_names
 from shoal.deploy.terminal.plain import say
+from shoal.deploy.words import file_name
 from shoal.protocol.errors import RunNotFound
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.advice import advice
@@ -192,7 +194,7 @@ def _host(
 
     picked = pick_device(device)
     check_machine(limits, picked, threads)
-    folder = places.claim_folder(state_dir or places.state_root() / "hosts" / _file_name(asked.spec.name))
+    folder = places.claim_folder(state_dir or places.state_root() / "hosts" / file_name(asked.spec.name))
     with _where_it_was_hosted(asked.known), contextlib.ExitStack() as unless_it_begins:
         unless_it_begins.callback(folder.release)
         spec, corpus = load_own_corpus(asked.spec)
@@ -281,12 +283,7 @@ def join(
     listen: Listen = DEFAULT_LISTEN,
     announce: Announce = None,
     state_dir: StateDir = None,
-    data: Annotated[
-        str,
-        typer.Option(
-            help="Where the run's text is on this machine. If it has several sources, name all, separated by commas."
-        ),
-    ] = "",
+    data: LocalText = "",
     tokenizer: Annotated[
         str, typer.Option(help="Where the run's tokenizer.json is on this machine, if the run uses one.")
     ] = "",
@@ -387,7 +384,3 @@ def _records(asked: bool | None, wandb: str, *, default: bool) -> tuple[bool, st
         need_wandb()
     wanted = next(choice for choice in (asked, settings.keep_record, default) if choice is not None)
     return bool(project) or wanted, project
-
-
-def _file_name(text: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)

@@ -6,10 +6,8 @@ from typing import Annotated
 import typer
 
 from shoal.deploy.commands.options import check_writable, data_source, examples
-from shoal.deploy.terminal.plain import say
+from shoal.deploy.terminal.plain import say, say_json
 from shoal.protocol.errors import LocalError
-
-_MB = 1_000_000
 
 
 @examples(
@@ -45,7 +43,7 @@ def train(
     spec = DataSpec(source=data_source(source), field=field, subset=subset, split=split)
     account = Account()
     with progress_bar("reading the text") as tell:
-        texts = training_texts(spec, bytes_max=int(text_mb * _MB), account=account, on_progress=tell)
+        texts = training_texts(spec, bytes_max=int(text_mb * 1e6), account=account, on_progress=tell)
         data = train_bpe(texts, vocab_size)
     for sentence in account.sentences(printable(spec.source)):
         say(sentence, err=True)
@@ -55,9 +53,7 @@ def train(
     except OSError as error:
         raise LocalError(f"cannot write {out}: {error.strerror or error}") from error
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.encode({"tokenizer": str(out.resolve()), "vocab_size": found}).decode())
+        say_json({"tokenizer": str(out.resolve()), "vocab_size": found})
         return
     note = "" if found == vocab_size else f" (the text has no use for {vocab_size:,})"
     say(f"{out}: {found:,} tokens{note}")

@@ -26,7 +26,6 @@ LINE_BYTES_MAX = 1024 * 1024
 _CALLERS_MAX = 16
 _PATH_BYTES_MAX = 107
 """The longest path in `sockaddr_un` on Linux without its terminating zero."""
-_ASK_TIMEOUT_S = 10.0
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """Arguments of the request -> value of the answer. A `ShoalError` becomes the error sentence."""
@@ -146,7 +145,7 @@ class ControlServer:
             return Answer(error=f"the peer could not {request.verb!r}: its log says why")
 
 
-def ask(folder: Path, verb: str, *, timeout_s: float = _ASK_TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
+def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
     """Ask the peer that runs in `folder`. Blocks: for commands, not for an event loop.
 
     Raises: LocalError: no peer runs there, it did not answer in time, or it answered with an error.

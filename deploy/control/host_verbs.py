@@ -32,27 +32,19 @@ class InviteVerb:
         invite, named = await self.invite(int(arguments.get("peers", 1)))
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
-    async def invite(self, num_peers: int) -> tuple[str, frozenset[PeerID]]:
-        """Make an invite. Args: num_peers: the most peers to name, us included.
+    async def invite(self, num_peers: int, key: InviteKey | None = None) -> tuple[str, frozenset[PeerID]]:
+        """Make an invite. Args: num_peers: the most peers to name, us included; key: None: this peer's.
 
         Returns: the invite, and the peers that it names. Raises: LocalError: this peer's key admits nobody any more.
         """
-        addresses = await self._addresses(num_peers)
+        addresses = whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)
         named = frozenset(PeerID(split_address(address)[1]) for address in addresses)
-        return msgspec.structs.replace(self._invite, addresses=addresses, key=self._key()).encode(), named
-
-    async def _addresses(self, num_peers: int) -> tuple[str, ...]:
-        return whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)
+        return msgspec.structs.replace(self._invite, addresses=addresses, key=key or self._key()).encode(), named
 
     async def others(self) -> dict[PeerID, tuple[str, ...]]:
         """Return the other members that an invite can name, and their addresses."""
         connected, known = await self._transport.connected(), self._transport.known()
         return {peer: where for peer in connected if peer in known and (where := dialable(known[peer]))}
-
-    async def with_key(self, key: InviteKey, num_peers: int) -> str:
-        """Make an invite with another key."""
-        addresses = await self._addresses(num_peers)
-        return msgspec.structs.replace(self._invite, addresses=addresses, key=key).encode()
 
 
 class HostVerbs:
@@ -104,7 +96,7 @@ class HostVerbs:
             seats=int(arguments.get("seats", 0)),
             may_train=not arguments.get("observe", False),
         )
-        text = await self._verb.with_key(made.key, int(arguments.get("peers", 1)))
+        text, _ = await self._verb.invite(int(arguments.get("peers", 1)), made.key)
         return {"invite": text, **_described(made)}
 
     async def _list(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,12 +28,12 @@ class Address:
     @property
     def names(self) -> tuple[str, ...]:
         """The host name in the address, if it has one."""
-        return () if _is_ip(self.host) else (self.host,)
+        return () if is_ip(self.host) else (self.host,)
 
     @property
     def is_public(self) -> bool:
         """True if other machines may reach the address."""
-        return self.host != "localhost" and not (_is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback)
+        return self.host != "localhost" and not (is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback)
 
     def url(self, *, port: int) -> str:
         host = "127.0.0.1" if self.host == "0.0.0.0" else "::1" if self.host == "::" else self.host
@@ -85,7 +85,8 @@ def with_default(args: Sequence[str]) -> list[str]:
     return filled
 
 
-def _is_ip(host: str) -> bool:
+def is_ip(host: str) -> bool:
+    """True if the host is an IP address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

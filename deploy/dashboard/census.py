@@ -13,9 +13,10 @@ from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 GONE_AFTER_S = 4.0
 NAMES_MAX = 4096
+TEXT_CHARS_MAX = 240
 
 
-def clean(text: str, chars_max: int) -> str:
+def clean(text: str, chars_max: int = TEXT_CHARS_MAX) -> str:
     """Return another peer's text without control characters, at most `chars_max` long."""
     shown = printable(text)
     return shown if len(shown) <= chars_max else shown[: chars_max - 1] + "…"

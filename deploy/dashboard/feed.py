@@ -54,7 +54,6 @@ from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 CHANGES_MAX = 200
 CHANGES_SHOWN = 60
-TEXT_CHARS_MAX = 240
 NEW_S = 20.0
 """The time for which a peer is shown as new, or a departed one as gone."""
 SAME_S = 30.0
@@ -180,7 +179,7 @@ class Feed:
                 self._contributions[report.peer] = now_s, report
             case Phase():
                 if self._status is None:
-                    self._phase = clean(report.name, TEXT_CHARS_MAX)
+                    self._phase = clean(report.name)
             case Note():
                 self._note(now_s, "note", report.text)
             case Left():
@@ -191,8 +190,8 @@ class Feed:
         """Take a plan. In a demo every peer reports every plan, and a returning peer starts with an old one."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
-            self._take_outcome(plan)
-            self._take_age(plan, now_s)
+            if isinstance(plan, PlanNote):
+                self._correct(plan, now_s)
             return
         self._plans_told.add(order)
         if self._plan is None or order > (self._plan.term, self._plan.sequence):
@@ -201,42 +200,31 @@ class Feed:
         change = ChangeView(
             at_s=now_s - ago_s + self._wall_s,
             kind="plan",
-            text=clean(plan.reason, TEXT_CHARS_MAX),
+            text=clean(plan.reason),
             sequence=plan.sequence,
             term=plan.term,
             coordinator=plan.coordinator,
         )
         self._add_change(change)
 
-    def _take_age(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """Correct the time of a plan: a new peer obeys it now, but the coordinator has known it longer."""
-        if isinstance(plan, PlanNote):
-            at_s = now_s - plan.seconds_ago + self._wall_s
-            self._changes = [
-                msgspec.structs.replace(known, at_s=min(known.at_s, at_s))
-                if known.kind == "plan" and (known.term, known.sequence) == (plan.term, plan.sequence)
-                else known
-                for known in self._changes
-            ]
-
-    def _take_outcome(self, plan: Obeys | PlanNote) -> None:
-        """Add a plan's outcome to its line once it has a successor; until then it changes with every step."""
-        if not isinstance(plan, PlanNote) or not plan.outcome or self._plan is None:
-            return
-        order = plan.term, plan.sequence
-        if order < (self._plan.term, self._plan.sequence):
-            self._changes = [
-                msgspec.structs.replace(known, outcome=clean(plan.outcome, TEXT_CHARS_MAX))
-                if known.kind == "plan" and (known.term, known.sequence) == order
-                else known
-                for known in self._changes
-            ]
+    def _correct(self, plan: PlanNote, now_s: float) -> None:
+        """Correct a plan's line. A new peer obeys a plan now that its coordinator has known longer; and once a plan has
+        a successor, its outcome no longer changes with every step."""
+        newest, order, at_s = self._plan, (plan.term, plan.sequence), now_s - plan.seconds_ago + self._wall_s
+        is_over = bool(plan.outcome) and newest is not None and order < (newest.term, newest.sequence)
+        outcome = {"outcome": clean(plan.outcome)} if is_over else {}
+        self._changes = [
+            msgspec.structs.replace(known, at_s=min(known.at_s, at_s), **outcome)
+            if known.kind == "plan" and (known.term, known.sequence) == order
+            else known
+            for known in self._changes
+        ]
 
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
         before = self._status
         if before is not None and (status.term, status.plan_sequence) < (before.term, before.plan_sequence):
             return  # from a former coordinator that was suspended and has not noticed
-        self._status, self._status_at_s, self._run = status, now_s, clean(status.run, TEXT_CHARS_MAX)
+        self._status, self._status_at_s, self._run = status, now_s, clean(status.run)
         joined, gone = self._census.take(status, now_s)
         for note in status.plans:
             self._take_plan(note, now_s)
@@ -285,7 +273,7 @@ class Feed:
             self._validation = step, loss
 
     def _note(self, now_s: float, kind: Literal["joined", "left", "note"], text: str) -> None:
-        self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text, TEXT_CHARS_MAX)))
+        self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text)))
 
     def _add_change(self, change: ChangeView) -> None:
         """Add a change. A plan that reports an arrival or departure replaces the line that says only that."""
@@ -316,11 +304,11 @@ class Feed:
         return View(
             title=self._title,
             run=self._run,
-            name=clean(status.name if status else self._facts.name, TEXT_CHARS_MAX),
+            name=clean(status.name if status else self._facts.name),
             phase=self._spoken_phase(status_age_s),
             term=plan.term if plan else 0,
             sequence=plan.sequence if plan else 0,
-            reason=self._with_names(clean(plan.reason, TEXT_CHARS_MAX)) if plan else "",
+            reason=self._with_names(clean(plan.reason)) if plan else "",
             era=status.era if status else 0,
             rollbacks=status.rollbacks if status else 0,
             step=step,
@@ -329,8 +317,8 @@ class Feed:
             validation_loss=self._validation[1] if self._validation else None,
             validation_step=self._validation[0] if self._validation else None,
             tokens_per_s=tokens_per_s,
-            foreseen=clean(comparison.sentence, TEXT_CHARS_MAX) if comparison else "",
-            formats=clean(status.formats.sentence, TEXT_CHARS_MAX) if status and status.formats else "",
+            foreseen=clean(comparison.sentence) if comparison else "",
+            formats=clean(status.formats.sentence) if status and status.formats else "",
             foreseen_tokens_per_s=(comparison.today_tokens_per_s or comparison.foreseen_tokens_per_s)
             if comparison
             else None,
@@ -340,7 +328,7 @@ class Feed:
             elapsed_s=status.elapsed_s + now_s - self._status_at_s if status else 0.0,
             left_s=None if is_old else self._left_s(status_age_s),
             standstill=standstill(status) if status and not is_old else "",
-            risks=tuple(clean(risk, TEXT_CHARS_MAX) for risk in status.risks) if status else (),
+            risks=tuple(clean(risk) for risk in status.risks) if status else (),
             status_age_s=status_age_s,
             coordinator=coordinator,
             coordinator_name=census.name_of(coordinator) if coordinator else "",

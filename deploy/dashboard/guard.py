@@ -9,7 +9,6 @@ A browser sends a page's requests from the user's machine, so listening on loopb
 The page is read-only except for two actions of the key's holder (`steering.py`); any other method is refused.
 """
 
-import ipaddress
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal.deploy.dashboard.address import is_ip
 from shoal.deploy.dashboard.steering import PATHS
 
 HEADERS: Mapping[str, str] = {
@@ -34,7 +34,6 @@ HEADERS: Mapping[str, str] = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-cache",
 }
-_FORBIDDEN_CLOSE = 4403
 
 
 class Guard:
@@ -51,7 +50,7 @@ class Guard:
         complaint = self.complaint(Headers(scope=scope), scope.get("method", "GET"), scope["path"])
         if scope["type"] == "websocket":
             if complaint:
-                await send({"type": "websocket.close", "code": _FORBIDDEN_CLOSE, "reason": complaint})
+                await send({"type": "websocket.close", "code": 4403, "reason": complaint})
             else:
                 await self._app(scope, receive, send)
             return
@@ -85,7 +84,7 @@ class Guard:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        return name in self._names or _is_address(name)
+        return name in self._names or is_ip(name)
 
 
 def _netloc(origin: str) -> str:
@@ -94,11 +93,3 @@ def _netloc(origin: str) -> str:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

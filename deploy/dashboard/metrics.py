@@ -7,7 +7,7 @@ Counters are of this process; gauges of the whole run come from the coordinator 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
-from shoal.deploy.dashboard.view import MineView, PeerState, View
+from shoal.deploy.dashboard.view import PeerState, View
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -77,28 +77,21 @@ def _experts(view: View) -> Iterator[str]:
 
 
 def _peers(view: View) -> Iterator[str]:
-    def labels(index: int) -> Mapping[str, str]:
-        peer = view.peers[index]
-        return {"peer": peer.id[-8:], "name": peer.name, "stage": "" if peer.stage is None else str(peer.stage)}
-
-    def family(name: str, about: str, values: Sequence[float | None]) -> Iterator[str]:
-        samples = [(labels(index), value) for index, value in enumerate(values) if value is not None]
-        yield from _family(name, "gauge", about, samples)
-
     peers = view.peers
-    yield from family(
-        "shoal_peer_version", "Steps in a peer's state.", [p.version if p.version >= 0 else None for p in peers]
+    labels = [
+        {"peer": peer.id[-8:], "name": peer.name, "stage": "" if peer.stage is None else str(peer.stage)}
+        for peer in peers
+    ]
+    families: Sequence[tuple[str, str, Sequence[float | None]]] = (
+        ("shoal_peer_version", "Steps in a peer's state.", [p.version if p.version >= 0 else None for p in peers]),
+        ("shoal_peer_share", "A peer's share of its stage's traffic, by the plan.", [p.share for p in peers]),
+        ("shoal_peer_forward_seconds", "Median time of a forward.", [p.forward_s or None for p in peers]),
+        ("shoal_peer_flops", "A peer's FLOP/s, measured by its probe.", [p.flop_per_s or None for p in peers]),
+        ("shoal_peer_seen_seconds", "Seconds since a peer's last heartbeat.", [p.seen_s_ago for p in peers]),
     )
-    yield from family(
-        "shoal_peer_share", "A peer's share of its stage's traffic, by the plan.", [p.share for p in peers]
-    )
-    yield from family("shoal_peer_forward_seconds", "Median time of a forward.", [p.forward_s or None for p in peers])
-    yield from family(
-        "shoal_peer_flops", "A peer's FLOP/s, measured by its probe.", [p.flop_per_s or None for p in peers]
-    )
-    yield from family(
-        "shoal_peer_seen_seconds", "Seconds since a peer's last heartbeat.", [p.seen_s_ago for p in peers]
-    )
+    for name, about, values in families:
+        samples = [(who, value) for who, value in zip(labels, values, strict=True) if value is not None]
+        yield from _family(name, "gauge", about, samples)
 
 
 def _mine(view: View) -> Iterator[str]:
@@ -119,10 +112,6 @@ def _mine(view: View) -> Iterator[str]:
         yield from _family(name, "gauge", about, [({}, value)])
     limiting = [({"by": mine.limited_by.kind}, 1.0)]
     yield from _family("shoal_self_limited", "gauge", "What limits this peer's contribution.", limiting)
-    yield from _totals(mine)
-
-
-def _totals(mine: MineView) -> Iterator[str]:
     totals: Sequence[tuple[str, str, float]] = (
         ("shoal_self_flop_total", "FLOP computed by this peer.", mine.flop_total),
         ("shoal_self_microbatches_total", "Microbatches computed.", mine.microbatches_total),

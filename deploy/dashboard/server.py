@@ -43,9 +43,6 @@ PERIOD_S = 1.0
 VIEWERS_MAX = 16
 REQUEST_BYTES_MAX = 1024
 """The most bytes of a viewer's message; viewers need to send nothing."""
-_TOO_MANY_CLOSE = 4429
-_GOING_AWAY = 1001
-_END_S = 2.0
 
 
 class Growth(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,13 +126,13 @@ class Dashboard:
 
     async def _live(self, socket: WebSocket) -> None:
         if self._viewers >= VIEWERS_MAX:
-            await socket.close(_TOO_MANY_CLOSE, "too many look already")
+            await socket.close(4429, "too many look already")
             return
         await socket.accept()
         self._viewers += 1
         try:
             await self._send(socket)
-            await socket.close(_GOING_AWAY)
+            await socket.close(1001)
         except WebSocketDisconnect:
             pass  # the viewer has gone
         finally:
@@ -233,7 +230,7 @@ class DashboardServer:
             proxy_headers=False,
             limit_concurrency=8 * CONNECTIONS_MAX,  # requests of closed connections may still be running
             backlog=BACKLOG,  # uvicorn's default of 2,048 could open as many files
-            timeout_graceful_shutdown=int(_END_S),
+            timeout_graceful_shutdown=2,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="serve the dashboard")

@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 PATHS = frozenset({"/pause", "/resume"})
 KEY_HEADER = "x-shoal-key"
-_KEY_BYTES = 16
 
 Act = Callable[[], Awaitable[Mapping[str, Any]]]
 """A function that pauses or resumes, and returns the new state."""
@@ -28,7 +27,7 @@ Act = Callable[[], Awaitable[Mapping[str, Any]]]
 class Steering:
     """The actions on one peer; refused until `hand` is called, and always in a demo."""
 
-    key: str = field(default_factory=lambda: secrets.token_urlsafe(_KEY_BYTES))
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     _acts: dict[str, Act] = field(default_factory=dict)
 
     def hand(self, *, pause: Act, resume: Act) -> None:

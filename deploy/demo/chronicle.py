@@ -81,7 +81,10 @@ class Chronicle:
         """Draw the panel and write JSON lines inside the context. Raises: LocalError: the path cannot be written."""
         with contextlib.ExitStack() as stack:
             if json_path is not None:
-                self._json = stack.enter_context(_open_json(json_path))
+                try:
+                    self._json = stack.enter_context(json_path.open("wb"))
+                except OSError as error:
+                    raise LocalError(f"cannot write {json_path}: {error.strerror}") from error
             stack.callback(self._presenter.close)
             self._presenter.draw()
             yield
@@ -285,10 +288,3 @@ class Chronicle:
         if self._json is not None:
             self._json.write(msgspec.json.encode(line) + b"\n")
             self._json.flush()
-
-
-def _open_json(path: Path) -> IO[bytes]:
-    try:
-        return path.open("wb")
-    except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror}") from error

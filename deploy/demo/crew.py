@@ -18,8 +18,6 @@ from shoal.protocol.invite import InviteKey, make_invite, parse_invite
 from shoal.protocol.limits import ADDRESSES_MAX
 from shoal.protocol.live import leftovers
 
-HOST = "peer-1"
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:

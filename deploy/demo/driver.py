@@ -31,12 +31,10 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import DataSpec, RunSpec
 
 _SAMPLER = "sampler"
-_RSS_S = 2.0
 _END_S = 30.0
 """The time for the children to write their last snapshot and leave, after the first has done so."""
 _FINDS_ITS_WAY_S = 15.0
 """The time after a suspension in which a peer surely catches up."""
-_SAMPLE_S = 90.0
 _EVERYWHERE = DataSpec()
 """The default text, which every machine has."""
 
@@ -217,7 +215,7 @@ class Demo:
         ]
         child = await self._children.start(_SAMPLER, argv, env=environment(), log=log)
         try:
-            async with asyncio.timeout(_SAMPLE_S):
+            async with asyncio.timeout(90.0):
                 await child.exited.wait()
         except TimeoutError:
             self._chronicle.note("no sample: it took too long")
@@ -245,7 +243,7 @@ class Demo:
             for member in self._crew.alive:
                 peak[member.name] = max(peak.get(member.name, 0.0), round(member.child.rss_bytes() / 1e6, 1))
             self._chronicle.tell_steps()  # reports overdue steps even without new reports
-            await asyncio.sleep(_RSS_S)
+            await asyncio.sleep(2.0)
 
     # --- what they say ---
 

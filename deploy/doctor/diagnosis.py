@@ -103,7 +103,7 @@ def _nobody_answers(network: NetworkFound) -> Problem:
         names = ", ".join(sorted({address.host for address in named}))
         return Problem(
             code="dns",
-            side="you" if all(_is_name(address) for address in network.addresses) else "host",
+            side="you" if all(_ip(address) is None for address in network.addresses) else "host",
             sentence=f"the name {names} leads to no address",
             remedy="see whether this machine resolves other names (`getent hosts python.org`): if it does, the host "
             "must put the name right; if not, this machine's DNS is at fault",
@@ -144,10 +144,6 @@ def _ip(address: AddressFound) -> ipaddress.IPv4Address | ipaddress.IPv6Address 
         return ipaddress.ip_address(address.host)
     except ValueError:
         return None
-
-
-def _is_name(address: AddressFound) -> bool:
-    return _ip(address) is None
 
 
 def _is_private(address: AddressFound) -> bool:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from shoal.deploy.doctor import dialling, local
 from shoal.deploy.doctor.findings import AddressFound, Dial, Findings, MachineFound, NetworkFound, PeerFound, SwarmView
@@ -32,32 +31,13 @@ from shoal.protocol.membership import Members
 from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 _ASK_S = 10.0
-_CALL_BACK_S = 12.0
 _RECORD_S = 6.0
 _NO_RUN = "doctor"
 _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 
 
-class Probes(Protocol):
-    def machine(self, folder: Path) -> MachineFound:
-        """Examine the machine; blocks."""
-        ...
-
-    async def network(self, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
-        """Examine the network. Args: more: addresses of further peers of the run, to look for a second swarm."""
-        ...
-
-
-async def examine(
-    probes: Probes, *, invite: Invite | None, folder: Path, wants_cuda: bool, more: Sequence[str] = ()
-) -> Findings:
-    """Examine machine and network in parallel, since torch's import takes as long as a dead address."""
-    machine, network = await asyncio.gather(asyncio.to_thread(probes.machine, folder), probes.network(invite, more))
-    return Findings(machine=machine, network=network, invite=invite, wants_cuda=wants_cuda)
-
-
 class LiveProbes:
-    """Implements `Probes` on the real machine and network.
+    """Examines the real machine and network; tests replace a part of it.
 
     Args:
         listen: multiaddrs on which the peer listens or will listen; the port is tested.
@@ -69,9 +49,11 @@ class LiveProbes:
         self._dial = dial
 
     def machine(self, folder: Path) -> MachineFound:
+        """Examine the machine; blocks."""
         return local.machine(folder)
 
     async def network(self, invite: Invite | None, more: Sequence[str]) -> NetworkFound:
+        """Examine the network. Args: more: addresses of further peers of the run, to look for a second swarm."""
         own = local.own_addresses()
         addresses = await self._dial_all(invite.addresses if invite else ())
         local_only = all(dialling.is_loopback(address.host) for address in addresses)
@@ -135,6 +117,14 @@ class LiveProbes:
             )
 
 
+async def examine(
+    probes: LiveProbes, *, invite: Invite | None, folder: Path, wants_cuda: bool, more: Sequence[str] = ()
+) -> Findings:
+    """Examine machine and network in parallel, since torch's import takes as long as a dead address."""
+    machine, network = await asyncio.gather(asyncio.to_thread(probes.machine, folder), probes.network(invite, more))
+    return Findings(machine=machine, network=network, invite=invite, wants_cuda=wants_cuda)
+
+
 def _with(found: NetworkFound, **changes: object) -> NetworkFound:
     return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
 
@@ -156,7 +146,7 @@ async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str]
         return PeerFound(peer=peer, speaks=True, mute=str(error))
     called_back = None
     with contextlib.suppress(Unreachable, RemoteError):
-        called_back = (await asking(port=port, timeout_s=_CALL_BACK_S)).about.called_back
+        called_back = (await asking(port=port, timeout_s=12.0)).about.called_back
     return PeerFound(
         peer=peer,
         speaks=True,

@@ -5,12 +5,13 @@ From time to time each peer asks some known peers that are not in its swarm.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from shoal.deploy.doctor.findings import SwarmView
 from shoal.deploy.doctor.problem import Problem
 from shoal.deploy.doctor.split import split_of, view_of
+from shoal.deploy.state.known_peers import Neighbourhood
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import PeerID
@@ -23,12 +24,8 @@ _ASKED_MAX = 4
 """Peers asked per look: known peers outside our swarm are mostly dead."""
 
 
-class Around(Protocol):
+class Around(Neighbourhood, Protocol):
     """The part of the network that `look` needs."""
-
-    def known(self) -> Mapping[PeerID, tuple[str, ...]]: ...
-
-    async def connected(self) -> Collection[PeerID]: ...
 
     async def introduce(self, peer: PeerID, addresses: Sequence[str]) -> None: ...
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 import psutil
 
-_TIMEOUT_S = 3.0
-
 
 def input_idle_s() -> float | None:
     """Return seconds since the last use of keyboard or mouse; None: unknown."""
@@ -122,7 +120,7 @@ def _x11_idle_s() -> float | None:
 
 def _run(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3.0, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import typer
 from rich.console import Console
 
 from shoal.coordinator.cost.memory import StageMemory
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.figures import said_tokens
 from shoal.deploy.planning.rows import Column, Rows
+from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec, TrainingSpec
 from shoal.protocol.toml.spec_file import load_spec
@@ -203,7 +203,7 @@ def show_cards(path: Path | None, *, as_json: bool) -> None:
     models = usual_models() if path is None else [Named(path.name, load_spec(path))]
     tables = [cards_table(named) for named in models]
     if as_json:
-        typer.echo(msgspec.json.encode(tables).decode())
+        say_json(tables)
         return
     console = open_console()
     for table in tables:

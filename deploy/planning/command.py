@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +27,7 @@ from shoal.deploy.planning.figures import (
     goal_of,
     lines_of,
     said_gigabytes,
+    said_regions,
     said_tokens,
 )
 from shoal.deploy.planning.layouts import LAYOUT_NAMES, LayoutName, Request, layout
@@ -35,6 +35,7 @@ from shoal.deploy.planning.left_out import GAIN_MIN, LeftOut, left_out, said_of_
 from shoal.deploy.planning.live_row import read_simulated, said_of_live, said_of_none
 from shoal.deploy.planning.rows import Column, Rows
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
+from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.progress import sign_of_life
 from shoal.deploy.terminal.screen import open_console, tell
 from shoal.deploy.words import counted, digits, printable
@@ -259,7 +260,7 @@ def show_plan(what: str, asked: Asked) -> None:
         reports = [_show_one(console, what, aim, request, judge, scenario, spec, asked)]
     if asked.as_json:
         reports = [msgspec.structs.replace(report, notes=scenario.notes) for report in reports]
-        print_json(reports if asked.compare else reports[0])
+        say_json(reports if asked.compare else reports[0])
 
 
 def print_notes(console: Console, scenario: Scenario) -> None:
@@ -290,7 +291,8 @@ def _show_one(
     same = proposal.placement == first.placement
     tell(console, f"searched{', and nothing better was found' if same else ''}: {_in_a_line(proposal)}\n")
     stages = _stage_lines_with_memory(proposal.placement, request, spec)
-    console.print(stages_view(stages, request.topology))
+    console.print(_stages_table(stages, request.topology))
+    console.print()
     if short := _short_of_memory(stages):
         tell(console, f"{short}\n")
     figures = _figures(proposal.placement, request, scenario, asked)
@@ -401,10 +403,6 @@ def _goal(request: Request, scenario: Scenario, asked: Asked) -> Goal:
     return goal_of(asked.wishes, run or scenario.spec, parameters=parameters, steps=steps)
 
 
-def print_json(what: object) -> None:
-    typer.echo(msgspec.json.encode(what).decode())
-
-
 def objective_of(name: ObjectiveName, request: Request) -> Objective:
     if name == "throughput":
         return ThroughputObjective(request.topology, request.workload)
@@ -421,10 +419,6 @@ _COLUMNS = (
     Column("tokens/s", 11),
     Column("took", 9),
 )
-
-
-def stages_view(stages: Sequence[StageLine], topology: Topology) -> RenderableType:
-    return Group(_stages_table(stages, topology), Text())
 
 
 def figures_view(figures: Figures) -> RenderableType:
@@ -489,7 +483,7 @@ def _stages_table(stages: Sequence[StageLine], topology: Topology) -> Table:
     for line in stages:
         cells = [str(line.stage), f"{line.first_layer}-{line.last_layer - 1}", _indexes(line.devices), _needs(line)]
         if any(topology.regions):
-            cells.append(_who(line.devices, topology))
+            cells.append(printable(said_regions(line.devices, topology)))
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
@@ -549,12 +543,6 @@ def _seconds(value: float) -> str:
     if not math.isfinite(value):
         return "infinite"
     return f"{value:,.3f} s" if value >= 1.0 else f"{digits(value * 1e3)} ms"
-
-
-def _who(devices: Sequence[int], topology: Topology) -> str:
-    """Format the devices' regions: `4 Tokyo, 2 Seoul`."""
-    regions = [topology.regions[device] or "elsewhere" for device in devices]
-    return printable(", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(regions)))
 
 
 def _in_a_line(proposal: Proposal) -> str:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import msgspec
-import typer
 from rich.table import Table
 
 from shoal.coordinator.experts.allocation import (
@@ -14,6 +13,7 @@ from shoal.coordinator.experts.allocation import (
 from shoal.coordinator.experts.expert_placement import FAILURE_PROBABILITY_ASSUMED, place
 from shoal.coordinator.experts.recovery import loss_probability, recovery_by_failures
 from shoal.coordinator.experts.token_shares import busiest_node_load_ratio, token_shares
+from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.screen import open_console
 from shoal.protocol.errors import LocalError
 from shoal.protocol.toml.complaint import complaint
@@ -60,7 +60,7 @@ def show_experts(path: Path, *, seed: int, as_json: bool) -> None:
     asked = read_experts(path)
     report = plan_experts(asked, seed=seed)
     if as_json:
-        typer.echo(msgspec.json.encode(report).decode())
+        say_json(report)
         return
     console = open_console()
     console.print(_placement_table(asked, report))

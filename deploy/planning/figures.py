@@ -192,6 +192,12 @@ def said_gigabytes(span: tuple[float, float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def said_regions(devices: Sequence[int], topology: Topology) -> str:
+    """Format the devices' regions: `4 Tokyo, 2 Seoul`."""
+    regions = [topology.regions[device] or "elsewhere" for device in devices]
+    return ", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(regions))
+
+
 def lines_of(figures: Figures) -> list[tuple[str, str]]:
     """Return (label, value) lines for people, without the members' figures."""
     goal = f" ({figures.goal_why})" if figures.goal_why else ""

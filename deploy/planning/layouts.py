@@ -19,7 +19,6 @@ from shoal.protocol.topology import Topology, WorkloadEntry
 LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greedy"]
 """`ours` is the throughput planner, `at-once` its rule without a search, `dtfm` our search with the DT-FM objective."""
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
-_GIGABYTE = 1e9
 DEVICES_PER_STAGE = 8
 """Devices per stage in layouts that do not choose the number of stages, as in the DT-FM paper."""
 
@@ -64,8 +63,8 @@ class Request:
         w, K = self.workload, self.num_stages
         replicas = self.topology.num_devices / K
         return WorkloadEntry(
-            gradient_gigabytes_per_stage=w.gradient_bytes_per_parameter * sum(w.layer_parameters) / K / _GIGABYTE,
-            activation_gigabytes_per_replica=w.cut_bytes * w.microbatches / replicas / _GIGABYTE,
+            gradient_gigabytes_per_stage=w.gradient_bytes_per_parameter * sum(w.layer_parameters) / K / 1e9,
+            activation_gigabytes_per_replica=w.cut_bytes * w.microbatches / replicas / 1e9,
             num_layers=w.num_layers,
         )
 

@@ -17,6 +17,7 @@ from shoal.coordinator.allocate.at_once import joins
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
+from shoal.deploy.manners.limits import MBIT
 from shoal.deploy.words import digits
 from shoal.protocol.topology import Floats, Topology
 
@@ -24,7 +25,6 @@ Resource = Literal["line", "memory", "speed"]
 
 GAIN_MIN: Final = 0.005
 """A device helps if it shortens a step by this share."""
-_MEGABIT = 1e6 / 8.0
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
@@ -96,8 +96,8 @@ def _asked(
         devices=devices,
         tflops=float(topology.flop_per_s[device]) / 1e12,
         memory_gb=float(topology.memory_bytes[device]) / 1e9,
-        up_mbps=up / _MEGABIT if math.isfinite(up) else None,
-        down_mbps=down / _MEGABIT if math.isfinite(down) else None,
+        up_mbps=up / MBIT if math.isfinite(up) else None,
+        down_mbps=down / MBIT if math.isfinite(down) else None,
         step_with_one_s=best.seconds if math.isfinite(best.seconds) else None,
         why=_why(topology, device, best, goal_s, needs),
         needs=tuple(needs),
@@ -178,7 +178,7 @@ def _has(topology: Topology, device: int) -> dict[Resource, float]:
         others = np.arange(topology.num_devices) != device
         card = float(np.minimum(topology.bytes_per_s[device], topology.bytes_per_s[:, device])[others].max())
     return {
-        "line": card / _MEGABIT,
+        "line": card / MBIT,
         "memory": float(topology.memory_bytes[device]) / 1e9,
         "speed": float(topology.flop_per_s[device]) / 1e12,
     }
@@ -216,7 +216,7 @@ def _improved(topology: Topology, device: int, values: dict[Resource, float]) ->
     if "speed" in values:
         better = replace(better, flop_per_s=at(better.flop_per_s, device, values["speed"] * 1e12))
     if "line" in values:
-        rate = values["line"] * _MEGABIT
+        rate = values["line"] * MBIT
         if math.isfinite(float(topology.up_bytes_per_s[device] + topology.down_bytes_per_s[device])):
             card = topology.card == topology.card[device]
             better = replace(

@@ -14,7 +14,6 @@ from typing import Any, Final
 from shoal.deploy.record.lines import StepLine, ValidationLine
 
 _SUFFIX: Final = ".shoal"
-_VERSION: Final = "brain.Event:2"
 
 
 class EventsFile:

@@ -53,7 +53,7 @@ def render_page(record: Record) -> str:
             _MODULE.sub("", _text(path))
             for path in (STATIC / "format.js", STATIC / "downloads.js", STATIC / "charts.js", PAGE / "page.js")
         ),
-        data=_embedded(_data(record, title)),
+        data=embedded(_data(record, title)),
     )
 
 
@@ -97,7 +97,7 @@ def _curves() -> str:
     return page[begin : page.index("</section>", begin) + len("</section>")]
 
 
-def _embedded(data: _Data) -> str:
+def embedded(data: msgspec.Struct) -> str:
     """Return JSON that cannot end its script element."""
     text = msgspec.json.encode(data).decode()
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

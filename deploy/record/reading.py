@@ -1,7 +1,7 @@
 """Reads a record: its valid lines, in order, despite crashes and repeated steps."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,18 +99,9 @@ def record_of(data: Iterable[bytes]) -> Record:
     return record
 
 
-class _Voids:
-    """Maps an era to the first step from which its lines are void."""
-
-    def __init__(self, firsts: dict[int, int]) -> None:
-        self._firsts = firsts
-
-    def __call__(self, era: int) -> float:
-        return min((step for later, step in self._firsts.items() if later > era), default=math.inf)
-
-
-def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> _Voids:
-    """Find where each era begins: at its first step or, if that has no line, where a plan says."""
+def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> Callable[[int], float]:
+    """Return a function from an era to the first step from which its lines are void: where a later era begins, at its
+    first step or, if that has no line, where a plan says."""
     firsts: dict[int, int] = {}
     for line in steps:
         first = line.step - line.steps + 1
@@ -118,4 +109,4 @@ def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> _Voids:
     for plan in plans:
         if plan.era in firsts:
             firsts[plan.era] = min(plan.restored + 1, firsts[plan.era])
-    return _Voids(firsts)
+    return lambda era: min((step for later, step in firsts.items() if later > era), default=math.inf)

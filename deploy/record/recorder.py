@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
 """Groups asked per second: in a run with more groups each is asked more rarely."""
-ASK_S: Final = 3.0
 MISSING_S: Final = 3.0
 """The interval of requests for a missing older step."""
 VALIDATIONS_S: Final = 20.0
@@ -66,7 +65,6 @@ ASKED_AT_ONCE: Final = 8
 LAST_WORDS_S: Final = 3.0
 """The time that `finish` waits for the last steps; the last request may take longer."""
 FLUSH_S: Final = 5.0
-TEXT_CHARS_MAX: Final = 240
 NOTHING: Final = Record()
 
 
@@ -175,7 +173,7 @@ class Recorder:
                 said = report.report
                 self._take_validation((said.era, said.step), said.loss, said.microbatches, time.time())
             case Note():
-                self._waiting.append(NoteLine(time=_ms(time.time()), text=clean(report.text, TEXT_CHARS_MAX)))
+                self._waiting.append(NoteLine(time=_ms(time.time()), text=clean(report.text)))
 
     # --- while the run goes on ---
 
@@ -254,7 +252,7 @@ class Recorder:
         while True:
             request = HistoryRequest(wanted, self._validations_from)
             try:
-                said = await endpoint.ask(peer, request, History, timeout_s=ASK_S)
+                said = await endpoint.ask(peer, request, History, timeout_s=3.0)
             except ShoalError as error:
                 logger.debug("%s does not say what it has committed: %s", peer[-8:], error)
                 return
@@ -300,7 +298,7 @@ class Recorder:
                 term=plan.term,
                 sequence=plan.sequence,
                 coordinator=plan.coordinator,
-                reason=clean(plan.reason, TEXT_CHARS_MAX),
+                reason=clean(plan.reason),
                 **known,
             )
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.deploy.record.lines import PeerLine, StepLine, ValidationLine
 from shoal.deploy.record.reading import Record
-from shoal.deploy.words import counted
+from shoal.deploy.words import counted, listed
 
 _AT_THE_END = 10
 """The last loss is a mean of this many steps, since that of one step is noisy."""
@@ -196,9 +196,8 @@ def _worked(found: Totals) -> str:
 
 
 def _named(each: Sequence[Share]) -> str:
-    more = f" and {len(each) - NAMES_MAX} more" if len(each) > NAMES_MAX else ""
-    told = (f"{one.name} ({f'{amount(one.tokens)} tokens' if one.work_s else 'stood by'})" for one in each[:NAMES_MAX])
-    return ", ".join(told) + more
+    told = [f"{one.name} ({f'{amount(one.tokens)} tokens' if one.work_s else 'stood by'})" for one in each]
+    return listed(told, NAMES_MAX)
 
 
 def what_was_lost(found: Totals) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from shoal.deploy.run.run_file import with_changes
 from shoal.deploy.state.run_folder import Kept, RunFolder
+from shoal.deploy.words import NAMED_MAX
 from shoal.peer.model.schedule import legs, rate_of
 from shoal.protocol.errors import LocalError
 from shoal.protocol.layers import held_keys
@@ -18,8 +19,6 @@ from shoal.protocol.spec import RunSpec, continued_spec, unchanging_bytes
 
 _DIGESTS: Final = ("data.digest", "data.tokenizer_digest")
 """Fields that the host computes from the text."""
-_NAMED_MAX: Final = 3
-_WHY_WIDTH: Final = 38
 _Goal = tuple[int, str, int | None]
 
 
@@ -217,7 +216,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
         ("a page with its curves", f"shoal report {folder.run}"),
         ("delete it from this machine", f"shoal runs remove {folder.run}"),
     ):
-        yield f"  {why + ':':<{_WHY_WIDTH}} {command}"
+        yield f"  {why + ':':<38} {command}"
 
 
 def ended_in_words(folder: RunFolder) -> str:
@@ -238,8 +237,8 @@ def _differences(asked: RunSpec, known: RunSpec, chosen: Collection[str]) -> str
     fields = sorted(path for path in unchanging if ours.get(path) != theirs.get(path) and path not in _CHANGING)
     named = ["the text" if path in _DIGESTS else path for path in fields]
     named = list(dict.fromkeys(named)) or ["something"]
-    more = [f"{len(named) - _NAMED_MAX} more"] if named[_NAMED_MAX:] else []
-    named = [*named[:_NAMED_MAX], *more]
+    more = [f"{len(named) - NAMED_MAX} more"] if named[NAMED_MAX:] else []
+    named = [*named[:NAMED_MAX], *more]
     listed = " and ".join([", ".join(named[:-1]), named[-1]]) if named[1:] else named[0]
     return f"{listed} {'are' if named[1:] else 'is'}"
 

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "certificate"
 _LOOK_S = 60.0
-_ASK_AGAIN_S = 600.0
 
 
 def take_kept(members: Members, disk: Disk, me: PeerID) -> None:
@@ -52,7 +51,7 @@ class Renewal:
                     await self.ask()
                 except (Unreachable, Refused, RemoteError, OSError) as error:
                     logger.debug("no fresh certificate: %s", error)  # the owner is away; not urgent
-                    await asyncio.sleep(_ASK_AGAIN_S)
+                    await asyncio.sleep(600.0)
 
     async def ask(self) -> None:
         """Ask once. Raises: Unreachable, Refused, RemoteError: the owner gives none; OSError: it cannot be written."""

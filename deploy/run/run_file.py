@@ -63,9 +63,9 @@ def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
     return _dump({name: value for name, value in tables.items() if value != {}}, comments)
 
 
-def write_brief(spec: RunSpec, path: Path, comments: Mapping[str, str]) -> None:
-    """Write `dump_brief` to a file. Raises: as `dump_spec`."""
-    path.write_text(dump_brief(spec, comments))
+def write_spec(spec: RunSpec, path: Path, comments: Mapping[str, str] | None = None) -> None:
+    """Write `dump_spec` to a file; with `comments`, `dump_brief`. Raises: as `dump_spec`."""
+    path.write_text(dump_spec(spec) if comments is None else dump_brief(spec, comments))
     assert load_spec(path) == spec
 
 
@@ -99,12 +99,6 @@ def _dump(tables: Mapping[str, Any], comments: Mapping[str, str]) -> str:
 
 def _comment(text: str | None) -> str:
     return f"  # {text}" if text else ""
-
-
-def write_spec(spec: RunSpec, path: Path) -> None:
-    """Write `dump_spec` to a file. Raises: as `dump_spec`."""
-    path.write_text(dump_spec(spec))
-    assert load_spec(path) == spec
 
 
 def _value(value: object) -> str:

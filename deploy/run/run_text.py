@@ -29,16 +29,6 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
     return msgspec.structs.replace(spec, data=data), corpus
 
 
-def look_at_text(spec: RunSpec) -> tuple[str, ...]:
-    """Read the run's text as its host does, and describe it, for commands that make a run's spec. The prepared text is
-    cached, so the host does not read it again.
-
-    Returns: `text_in_words`: sentences for people, one a line.
-    Raises: DataError: the run cannot train on this text; the sentence says what was found and what to set.
-    """
-    return text_in_words(*load_own_corpus(spec))
-
-
 def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
     """Return sentences about each source: what is read, learnt and left out, and the number of data passes."""
     names, of_each = source_names(spec.data), passes(corpus, spec)

@@ -25,6 +25,8 @@ from shoal.protocol.spec import RunSpec, decode_spec, encode_spec, run_id
 
 logger = logging.getLogger(__name__)
 
+FIND_S = 20.0
+"""The time to look for a run: a directory that was just joined may be empty for a moment."""
 EXPIRES_S = 1800.0
 REFRESH_S = 300.0
 _ASK_AGAIN_S = 0.5

@@ -13,7 +13,6 @@ from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import Message, Ping, Refusal
 
 _ASKED_MAX = 8
-_TIMEOUT_S = 5.0
 
 
 async def why_refused(transport: LiveTransport, identity: Identity) -> str:
@@ -41,7 +40,7 @@ async def _knock(transport: LiveTransport, identity: Identity, peer: PeerID, num
         certificate=members.certificate,
     )
     try:
-        raw = await transport.call(peer, request, timeout_s=_TIMEOUT_S)
+        raw = await transport.call(peer, request, timeout_s=5.0)
         reply = unseal(raw, "reply", run=members.run, source=peer)
         answer: msgspec.Struct = msgspec.msgpack.decode(reply.body, type=Message)
     except (Unreachable, RemoteError, msgspec.DecodeError):

@@ -48,7 +48,7 @@ from shoal.deploy.report import (
 )
 from shoal.deploy.run.renewal import take_kept
 from shoal.deploy.run.run_text import find_corpus
-from shoal.deploy.run.spec_record import Found, fetch_spec, seal_spec
+from shoal.deploy.run.spec_record import FIND_S, Found, fetch_spec, seal_spec
 from shoal.deploy.session.background import in_background
 from shoal.deploy.session.heap import freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.session.knock import why_refused
@@ -83,14 +83,11 @@ from shoal.protocol.spec import RunSpec, run_id
 
 logger = logging.getLogger(__name__)
 
-_STATUS_S = 1.0
-_INVITE_S = 2.0
 _ASKS_EVERY = 5
 """A child that does not coordinate asks for the status every fifth time, since any other child may die."""
 _POLLS_MAX = 20
 """Status requests per second to the coordinator from all watchers together; in a larger swarm each asks more rarely."""
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
-_FIND_RUN_S = 20.0
 _FIND_ANYBODY_S = 11.0
 """The time to look for the run while no address answers: the transport dials them again after ten seconds."""
 
@@ -227,7 +224,7 @@ async def join_run(invite: Invite, options: Options) -> None:
         view.tell("starting the network")
         async with _network(identity, invite, options) as network:
             view.tell("looking for the run")
-            patience_s = _FIND_RUN_S if await network.transport.connected() else _FIND_ANYBODY_S
+            patience_s = FIND_S if await network.transport.connected() else _FIND_ANYBODY_S
             if reason := await why_refused(network.transport, identity):
                 raise InviteError(f"the run {invite.run} does not let this machine in: {reason}")
             known = _known(options.folder, invite)
@@ -397,21 +394,24 @@ async def _train(
     showing: Showing,
     recorder: Recorder | None,
 ) -> Found | None:
+    def say(text: str) -> None:
+        output.say(Note(text=text))
+
     compute = _make_compute(options)
     device = await asyncio.to_thread(ComputeDevice.of, run.spec, options.device)
     if warning := untested(options.device):
-        output.say(Note(text=f"warning: {warning}"))
+        say(f"warning: {warning}")
     node = _make_node(network, run, options, compute, output, device)
     told = worth_telling(network.transport.addresses())
     for place in options.ways.announce:
         if f"{place}/p2p/{node.peer_id}" not in told:
-            output.say(Note(text=f"--announce {place} is not in the invite: others would not reach this machine there"))
+            say(f"--announce {place} is not in the invite: others would not reach this machine there")
     invite = run.invite(told).encode()
     control = ControlServer(options.folder)
     keeper = Keeper(
         options.limits.at_start,
         node.peer.pausing,
-        say=lambda text: output.say(Note(text=text)),
+        say=say,
         look=looking_at(options.device),
         reread=options.limits.reread,
         apply_upload=network.transport.limit_upload,
@@ -453,18 +453,14 @@ async def _train(
                 output.say(Ready(peer=node.peer_id, run=node.run, invite=invite))
             output.say(Joined(peer=node.peer_id, name=options.name, invite=invite))
             if limits := options.limits.at_start.in_words:
-                output.say(Note(text=f"limits that you have set: {', '.join(limits)}"))
+                say(f"limits that you have set: {', '.join(limits)}")
             if run.corpus is None:
-                output.say(
-                    Note(text="this machine does not have the run's text: it will work on any stage but the first")
-                )
+                say("this machine does not have the run's text: it will work on any stage but the first")
             meter = ContributionMeter(node, compute, LoopClock(), name=options.name, limits=keeper.report)
             noting = StandingNote.begun(node, options.folder)
             telling = [
                 asyncio.create_task(_tell_invites(inviting, node.peer_id, output), name="tell fresh invites"),
-                asyncio.create_task(
-                    tell_scores(node.run, lambda text: output.say(Note(text=text))), name="tell what shoal eval finds"
-                ),
+                asyncio.create_task(tell_scores(node.run, say), name="tell what shoal eval finds"),
             ]
             try:
                 ended = await _until_done(node, network.transport, noting.beside(output), stop, meter, recorder, keeper)
@@ -474,7 +470,7 @@ async def _train(
                 await asyncio.gather(*telling, return_exceptions=True)
             noting.end(finished=ended is Ended.DONE)
         if not isinstance(ended, Ended):
-            output.say(Note(text=f"the run's owner has continued it: it goes on to step {ended[0].training.steps}"))
+            say(f"the run's owner has continued it: it goes on to step {ended[0].training.steps}")
             return ended
         finished = ended is Ended.DONE
         output.say(Left(peer=node.peer_id, state_dir=str(options.folder / node.run), finished=finished))
@@ -549,7 +545,7 @@ async def _tell_invites(inviting: InviteVerb, me: PeerID, output: Output) -> Non
     """Print an invite that names other peers too, as soon as there are some: the first one names only this machine."""
     fresh = FreshInvite(me)
     while True:
-        await asyncio.sleep(_INVITE_S)
+        await asyncio.sleep(2.0)
         if fresh.is_due(await inviting.others(), time.monotonic()):
             try:
                 invite, named = await inviting.invite(PEERS_NAMED)
@@ -580,7 +576,7 @@ def _plan_of(node: Node) -> Plan | None:
 async def _watch(node: Node, output: Output, meter: ContributionMeter, stop: Stop) -> None:
     fetch, waits_for = FetchWatch(), ""
     for turn in itertools.count():
-        await asyncio.sleep(_STATUS_S)
+        await asyncio.sleep(1.0)
         if node.coordination.plan is None and (now := _before_the_plan(node)) != waits_for:
             waits_for = now
             output.say(Phase(name=now))

@@ -35,7 +35,6 @@ _CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_to
 """Files beside a tokenizer.json that belong to it."""
 _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Fields that an exported config copies from the initial model's: training does not change them."""
-SHARD_BYTES: Final = 5_000_000_000
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Form = Literal["hf", "peft"]
 OnBytes = Callable[[int, int], None]
@@ -62,7 +61,7 @@ def export(
     form: Form | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     base: Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
     on_bytes: OnBytes | None = None,
 ) -> Exported:

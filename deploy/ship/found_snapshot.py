@@ -9,12 +9,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from shoal.deploy.state.runs import look_for
+from shoal.deploy.words import listed
 from shoal.peer.model.layout import all_layer_keys, unit_keys
 from shoal.peer.snapshot import (
     DamagedSnapshot,
@@ -31,8 +31,6 @@ from shoal.protocol.ports import Disk
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
-
-_NAMED_MAX: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +145,7 @@ def _held(spec: RunSpec) -> tuple[str, ...]:
 def _what_is_missing(where: str, newest: StoredSnapshot, here: Sequence[tuple[str, ...]]) -> str:
     found = {key for keys in here for key in keys}
     missing = [key for key in _held(newest.spec) if key not in found]
-    named = ", ".join(missing[:_NAMED_MAX]) + (f" and {len(missing) - _NAMED_MAX} more" if missing[_NAMED_MAX:] else "")
     return (
-        f"no version in {where} has every layer: of run {newest.run} it lacks {named or 'some of each version'}; "
-        "other peers hold those stages, copy their snapshots here"
+        f"no version in {where} has every layer: of run {newest.run} it lacks "
+        f"{listed(missing) or 'some of each version'}; other peers hold those stages, copy their snapshots here"
     )

@@ -15,7 +15,6 @@ from shoal.protocol.spec import ModelSpec
 
 _CONTEXT_MAX: Final = 1024
 """The largest default context, for models that allow more: activations grow with it."""
-_SAID_CHARS_MAX: Final = 80
 _IGNORED: Final = ("rotary_emb.inv_freq",)
 """Tensors to ignore: older files contain the rotary frequencies, which follow from the config."""
 _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {**FAMILIES, **EXPERT_FAMILIES}
@@ -353,7 +352,7 @@ def _experts_written(model: ModelSpec) -> dict[str, Any]:
 
 def _said(value: object) -> str:
     """Return a value of a file for a message, at most as long as a name."""
-    return printable(value if isinstance(value, str) else repr(value))[:_SAID_CHARS_MAX]
+    return printable(value if isinstance(value, str) else repr(value))[:80]
 
 
 def _troubles(said: _Said) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.deploy.ship.base_card import name_and_licence
 from shoal.deploy.ship.hf_config import is_ignored, is_tied, model_of
 from shoal.deploy.ship.model_folder import cached_models, own_file, read_json, tensor_files
-from shoal.deploy.words import printable
+from shoal.deploy.words import listed, printable
 from shoal.peer.cgroup import free_memory_bytes
 from shoal.peer.data.tokenizer import BYTES, FileTokenizer, byte_tokenizer_json, read_tokenizer
 from shoal.peer.initial import weights_digest
@@ -34,9 +34,6 @@ from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps
 OnLayer = Callable[[int, int], None]
 """Takes (read layers, all layers)."""
 
-_NAMED_MAX: Final = 3
-_NAME_CHARS_MAX: Final = 80
-_DIMS_MAX: Final = 8
 _SMALLEST: Final = "layers.0"
 """The layer that identifies a copy among models of the same shape: smaller than embedding and head."""
 _FP32_BYTES: Final = 4
@@ -300,11 +297,10 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 def _check_tensor(name: str, said: Any, shape: tuple[int, ...]) -> None:
     """Check a tensor's shape and dtype before reading, which could exhaust the memory. Raises: ValueError."""
     if tuple(said.get_shape()) != shape:
-        raise ValueError(f"{name} must have shape {shape}, has {tuple(said.get_shape()[:_DIMS_MAX])}")
+        raise ValueError(f"{name} must have shape {shape}, has {tuple(said.get_shape()[:8])}")
     if said.get_dtype() not in _DTYPES:
         raise ValueError(f"{name} has weights of type {said.get_dtype()}, which shoal does not read")
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
-    return ", ".join(printable(name[:_NAME_CHARS_MAX]) for name in names[:_NAMED_MAX]) + more
+    return listed([printable(name[:80]) for name in names])

@@ -29,21 +29,36 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat
 
 
-class ModelledRuntime(ModelledShard):
-    """Implements `DenseRuntime`. Every loss is 0: nothing is learnt."""
+class _ModelledStage(ModelledShard):
+    """A modelled shard whose jobs take activations and give them on. Every loss is 0: nothing is learnt."""
 
-    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors) -> None:
-        layers = stage_layer_keys(spec.model, first_layer, last_layer)
-        super().__init__(spec, layers, vectors=vectors)
-        self.flop = stage_flop(spec, layers)
+    def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, has_input: bool, vectors: Vectors) -> None:
+        super().__init__(spec, keys, vectors=vectors)
         self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._contributes: dict[Microbatch, bool] = {}
-        self._wire, self._has_input = ActivationWire(spec), first_layer > 0
-        self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
+        self._wire, self._has_input = ActivationWire(spec), has_input
+        self._size_payloads()
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
         self._wire.travel_as(leaving, coming)
-        self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
+        self._size_payloads()
+
+    def _size_payloads(self) -> None:
+        self._activation = phantom(self._wire.activation_bytes + self._wire.targets_bytes)
+        self._output = phantom(self._wire.gradient_bytes) if self._has_input else None
+
+    def forget(self, microbatch: Microbatch) -> None:
+        self._contributes.pop(microbatch, None)
+        super().forget(microbatch)
+
+
+class ModelledRuntime(_ModelledStage):
+    """Implements `DenseRuntime`."""
+
+    def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors) -> None:
+        layers = stage_layer_keys(spec.model, first_layer, last_layer)
+        super().__init__(spec, layers, has_input=first_layer > 0, vectors=vectors)
+        self.flop = stage_flop(spec, layers)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Payload:
         self._contributes[microbatch] = contributes
@@ -62,30 +77,19 @@ class ModelledRuntime(ModelledShard):
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Payload | float:
         return 0.0 if self.keys[-1] == HEAD else self._activation
 
-    def forget(self, microbatch: Microbatch) -> None:
-        self._contributes.pop(microbatch, None)
-        super().forget(microbatch)
 
-
-class ModelledTrunk(ModelledShard):
+class ModelledTrunk(_ModelledStage):
     """Implements `TrunkRuntime`, with the tokens that `routing` draws for each expert."""
 
     def __init__(self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors, routing: Routing) -> None:
-        super().__init__(spec, trunk_keys(spec.model, first_layer, last_layer), vectors=vectors)
+        keys = trunk_keys(spec.model, first_layer, last_layer)
+        super().__init__(spec, keys, has_input=first_layer > 0, vectors=vectors)
         layers = stage_layer_keys(spec.model, first_layer, last_layer)
         tokens = spec.training.microbatch_size * spec.model.context
         flop = sum(trunk_flop(spec.model, key, tokens) for key in layers)
         self.flop = job_flop(part_flop(layers, flop), recomputes=spec.training.recomputes)
-        self.expert_loads = ExpertLoads(spec.model.num_experts)
         self._routing = routing
         self._layers = [layer_index(key) for key in layers if key not in (EMBED, HEAD)]
-        self._contributes: dict[Microbatch, bool] = {}
-        self._wire, self._has_input = ActivationWire(spec), first_layer > 0
-        self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
-
-    def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        self._wire.travel_as(leaving, coming)
-        self._activation, self._output = _outputs(self._wire, has_input=self._has_input)
 
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Calling[Payload]:
         self._count_loads(microbatch)
@@ -114,10 +118,6 @@ class ModelledTrunk(ModelledShard):
         yield from self._calls(microbatch, backward=False)
         return 0.0 if self.keys[-1] == HEAD else self._activation
 
-    def forget(self, microbatch: Microbatch) -> None:
-        self._contributes.pop(microbatch, None)
-        super().forget(microbatch)
-
     # --- inside ---
 
     def _count_loads(self, microbatch: Microbatch) -> None:
@@ -130,11 +130,6 @@ class ModelledTrunk(ModelledShard):
         for layer in reversed(self._layers) if backward else self._layers:
             counts = self._routing.counts_of(microbatch, layer)
             yield ExpertCall(layer=layer, counts=counts, tokens=tokens, gradients=tokens if backward else None)
-
-
-def _outputs(wire: ActivationWire, *, has_input: bool) -> tuple[Payload, Payload | None]:
-    gradient = phantom(wire.gradient_bytes) if has_input else None
-    return phantom(wire.activation_bytes + wire.targets_bytes), gradient
 
 
 class ModelledArithmetic:

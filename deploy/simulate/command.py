@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shoal.deploy.simulate.strategies import Options
     from shoal.deploy.simulate.strategy import Strategy
 
-_CAMPAIGN_STEPS = 45
-
 
 @examples(
     "shoal simulate --list  # the shipped scenarios",
@@ -117,7 +115,7 @@ def simulate(
             check_writable(path)
     if campaign is not None:
         seeds = range(first_seed, first_seed + campaign)
-        sizes = (peers, steps or _CAMPAIGN_STEPS, experts, fault_seconds)
+        sizes = (peers, steps, experts, fault_seconds)
         return _campaign(seeds, *sizes, kind or (), wire, json)
     from shoal.deploy.planning.figures import Wishes, parse_tokens
     from shoal.deploy.simulate.scenario import find_scenario
@@ -248,7 +246,7 @@ def _write(path: Path, data: bytes) -> None:
 def _campaign(
     seeds: range,
     peers: int,
-    steps: int,
+    steps: int | None,
     experts: int,
     fault_seconds: float,
     kinds: Sequence[str],
@@ -261,7 +259,7 @@ def _campaign(
 
     options = CampaignOptions(
         peers=peers,
-        steps=steps,
+        steps=steps or CampaignOptions().steps,
         experts=experts,
         fault_s=fault_seconds,
         kinds=parse_kinds(kinds),

@@ -12,7 +12,8 @@ from string import Template
 import msgspec
 import numpy as np
 
-from shoal.deploy.planning.figures import lines_of, said_gigabytes
+from shoal.deploy.planning.figures import lines_of, said_gigabytes, said_regions
+from shoal.deploy.record.html_page import embedded
 from shoal.deploy.simulate.gantt import DEVICES_MAX, KINDS, SAYS, STEPS_MAX, Chart, chart_of
 from shoal.deploy.simulate.outcome import Outcome, Row
 from shoal.deploy.simulate.reached import reached, said_of
@@ -75,18 +76,12 @@ def render_html(scenario: Scenario, seed: int, outcomes: Sequence[Outcome], rows
         window=html.escape(window),
         style=_part("page.css"),
         script=_part("page.js"),
-        data=_embedded(PageData(strategies=shown)),
+        data=embedded(PageData(strategies=shown)),
     )
 
 
 def _part(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
-
-
-def _embedded(data: PageData) -> str:
-    """Return JSON that cannot end its script element."""
-    text = msgspec.json.encode(data).decode()
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -205,8 +200,7 @@ def _layout(outcome: Outcome, topology: Topology) -> tuple[tuple[int, str, int, 
 
 
 def counted(stage: Sequence[int], topology: Topology) -> str:
-    """Return text like `4 Tokyo, 2 Seoul`; device names if the network has no regions."""
-    if not any(topology.regions):
-        return ", ".join(topology.names[device] for device in stage)
-    regions = [topology.regions[device] or "elsewhere" for device in stage]
-    return ", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(regions))
+    """Return the regions of the devices; their names if the network has no regions."""
+    if any(topology.regions):
+        return said_regions(stage, topology)
+    return ", ".join(topology.names[device] for device in stage)

@@ -11,8 +11,6 @@ from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import Plan
 from shoal.protocol.sim.world import SimPeer
 
-_NOT_WORK = ("probe",)
-
 
 class SimLedger:
     """Records the events of one run.
@@ -125,7 +123,7 @@ class SimLedger:
         if peer is None:
             return
         jobs = peer.compute.timeline
-        done = [job for job in jobs if job.kind not in _NOT_WORK]
+        done = [job for job in jobs if job.kind != "probe"]
         self._busy_s[device] += sum(job.ended_s - job.started_s for job in done)
         if self._keeps_timeline:
             self._timeline[device] += [Span(job.kind, job.started_s, job.ended_s) for job in done]

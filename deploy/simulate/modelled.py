@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -154,7 +154,7 @@ async def _play(run: ModelledRun) -> SimResult:
         ports=run.ports,
         routing=Routing(spec, run.expert_loads) if spec.swarm.expert_slots else None,
     )
-    for device in sorted(set(range(t.num_devices)) - _absent(run)):
+    for device in sorted(set(range(t.num_devices)) - absent_at_first(run.churn)):
         swarm.launch(device)
     for event in sorted(run.churn, key=lambda event: event.at_s):
         happen = {"add": swarm.launch, "remove": swarm.remove, "leave": swarm.leave}[event.kind]
@@ -232,7 +232,7 @@ async def _until_over(run: ModelledRun, ledger: SimLedger) -> str:
 
 def _spec_of(run: ModelledRun) -> RunSpec:
     """Return the run spec for this world. Raises: LocalError: it is invalid."""
-    spec, here = run.spec, run.topology.num_devices - len(_absent(run))
+    spec, here = run.spec, run.topology.num_devices - len(absent_at_first(run.churn))
     stages = len(_placed(run)) or spec.swarm.stages
     swarm = {"stages": stages, "min_peers": max(1, here), "snapshot_interval_steps": 0}
     training = {
@@ -256,11 +256,12 @@ def _placed(run: ModelledRun) -> tuple[tuple[int, ...], ...]:
     return run.stages.stages if isinstance(run.stages, Placement) else ()
 
 
-def _absent(run: ModelledRun) -> set[int]:
+def absent_at_first(events: Iterable[Churn]) -> frozenset[int]:
+    """Return the devices that are absent when a run begins."""
     first: dict[int, Churn] = {}
-    for event in sorted(run.churn, key=lambda event: event.at_s):
+    for event in sorted(events, key=lambda event: event.at_s):
         first.setdefault(event.device, event)
-    return {device for device, event in first.items() if event.kind == "add" and event.at_s > 0.0}
+    return frozenset(device for device, event in first.items() if event.kind == "add" and event.at_s > 0.0)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,9 @@
-"""Slowdowns of a device or its links during a run, and the network after them. Pure.
+"""Slowdowns of a device or its links during a run. Pure.
 
 A device slows down because it is hot, or its owner plays a game; a link because others use it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.protocol.errors import LocalError
@@ -34,19 +33,6 @@ def link_bytes_per_s(topology: Topology, source: int, destination: int) -> float
     """Return the rate of an idle link: that of the path, or of the slower card at its ends."""
     path = float(topology.bytes_per_s[source, destination])
     return min(path, float(topology.up_bytes_per_s[source]), float(topology.down_bytes_per_s[destination]))
-
-
-def after(topology: Topology, slowings: Iterable[Slowing]) -> Topology:
-    """Return the network after all slowings. Raises: LocalError: as `check_slowings`."""
-    flop_per_s, bytes_per_s = topology.flop_per_s.copy(), topology.bytes_per_s.copy()
-    ordered = sorted(slowings, key=lambda slowing: slowing.at_s)
-    check_slowings(topology, ordered)
-    for slowing in ordered:
-        if not slowing.others:
-            flop_per_s[slowing.device] = topology.flop_per_s[slowing.device] / slowing.times
-        for source, destination in slowing.links():
-            bytes_per_s[source, destination] = link_bytes_per_s(topology, source, destination) / slowing.times
-    return replace(topology, flop_per_s=flop_per_s, bytes_per_s=bytes_per_s)
 
 
 def check_slowings(topology: Topology, slowings: Sequence[Slowing]) -> None:

@@ -16,12 +16,12 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.figures import Figures, Wishes, figures_of, goal_of
 from shoal.deploy.planning.layouts import LayoutName, Request, layout
-from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, run_modelled
+from shoal.deploy.simulate.modelled import Churn, ModelledRun, RunLimits, absent_at_first, run_modelled
 from shoal.deploy.simulate.outcome import Outcome, pace
-from shoal.deploy.simulate.result import SETTLED_S, STEPS_MIN, SimResult
+from shoal.deploy.simulate.result import SETTLED_S, STEPS_MIN, WARM_UP_STEPS, SimResult
 from shoal.deploy.simulate.scenario import STEPS, STEPS_MAX, Scenario
 from shoal.deploy.simulate.strategy import CHURN_DEFAULT, DEFAULT, KNOWN, Strategy
-from shoal.deploy.simulate.traces import absent_at_first, load_trace, replay
+from shoal.deploy.simulate.traces import load_trace, replay
 from shoal.protocol.errors import LocalError, ShoalError
 from shoal.protocol.spec import AUTO_STAGES, RunSpec
 
@@ -37,8 +37,6 @@ class Options:
     steps: int | None = None
     seconds: float | None = None
     trace: Path | None = None
-    plan_seconds: float = 1.0
-    """The approximate seconds of a search on one core."""
     timeline: bool = True
     """Keep each device's timeline, for idle shares and pages: 100 bytes a job."""
     wishes: Wishes = field(default_factory=Wishes)
@@ -91,7 +89,6 @@ REAL_TIMES = 3.0
 """The limits of later strategies, as multiples of the first one's times."""
 LIVE_MEASURED_S = 60.0
 """The least time that a self-deciding swarm runs after `SETTLED_S`, for the rate of its final state."""
-STEPS_COUNTED_FROM = STEPS_MIN + 2
 
 
 def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, ...]:
@@ -129,8 +126,8 @@ def with_options(scenario: Scenario, options: Options) -> Scenario:
         training = msgspec.structs.replace(training, steps=STEPS_MAX)
     if training.steps < STEPS_MIN:
         raise LocalError(
-            f"{training.steps} step is too few: a figure needs {STEPS_MIN} steps at least, and {STEPS_COUNTED_FROM} to "
-            "leave the first two out as warm-up (--steps)"
+            f"{training.steps} step is too few: a figure needs {STEPS_MIN} steps at least, and "
+            f"{STEPS_MIN + WARM_UP_STEPS} to leave the first two out as warm-up (--steps)"
         )
     return replace(
         scenario, spec=msgspec.structs.replace(scenario.spec, training=training), seconds=seconds, trace=trace
@@ -284,7 +281,6 @@ def _request(
         paper=scenario.paper,
         stages=strategy.stages or scenario.stages,
         seed=options.seed,
-        seconds=options.plan_seconds,
     )
 
 

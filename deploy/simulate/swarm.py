@@ -14,7 +14,7 @@ import msgspec
 from shoal.coordinator.allocate.interface import Allocator
 from shoal.coordinator.ledger import StepRecord
 from shoal.deploy.node import LEAVE_S, Node, NodeListeners, NodePorts, NodeRun
-from shoal.deploy.run.spec_record import fetch_spec, seal_spec
+from shoal.deploy.run.spec_record import FIND_S, fetch_spec, seal_spec
 from shoal.deploy.simulate.sightings import Committed, Event, Failed, Finished, Held, Obeyed, Opened, Started
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.initial import InitialWeights
@@ -34,10 +34,6 @@ from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority, T
 from shoal.protocol.sim.network import Network
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, run_id
-
-_FIND_RUN_S = 20.0
-_POLL_S = 0.1
-_MEMORY_BYTES = 1 << 30
 
 
 class SimSwarm:
@@ -143,7 +139,7 @@ class SimSwarm:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self.raise_failures()
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(0.1)
 
     async def end(self, *, timeout_s: float = 3600.0) -> None:
         """Wait until every process has ended because the run is done."""
@@ -186,7 +182,7 @@ class SimSwarm:
             clock=peer.clock,
             disk=peer.disk,
             rng=self.world.rng(f"{name}, life {life}"),
-            memory_bytes=_MEMORY_BYTES,
+            memory_bytes=1 << 30,
         )
         node = Node(
             run,
@@ -215,7 +211,7 @@ class SimSwarm:
         invite = Invite(PROTOCOL_VERSION, run_id(self.spec, owner.peer_id), owner.peer_id, ())
         while True:
             try:
-                spec, record = await fetch_spec(peer.directory, invite, timeout_s=_FIND_RUN_S)
+                spec, record = await fetch_spec(peer.directory, invite, timeout_s=FIND_S)
             except LocalError:
                 continue  # as if its user restarted it
             return spec, owner.peer_id, record

@@ -10,9 +10,6 @@ from blake3 import blake3
 from shoal.peer.data.corpus import Corpus
 from shoal.protocol.spec import RunSpec
 
-_LINES = 3000
-_VALIDATION_FRACTION = 0.05
-
 
 def tiny_spec(
     *,
@@ -67,11 +64,10 @@ def tiny_spec(
 @functools.cache
 def tiny_corpus() -> Corpus:
     """Return 100 kB of lines from which a tiny model learns something: uint8 [N], the same in every process."""
-    text = "".join(f"the {i % 7}th fish of shoal {i % 13} swims {i * i % 31} miles\n" for i in range(_LINES)).encode()
-    num_training = int(len(text) * (1 - _VALIDATION_FRACTION))
+    text = "".join(f"the {i % 7}th fish of shoal {i % 13} swims {i * i % 31} miles\n" for i in range(3000)).encode()
     return Corpus(
         text_N=torch.frombuffer(bytearray(text), dtype=torch.uint8),
-        num_training=num_training,
+        num_training=int(len(text) * 0.95),
         num_files=1,
         digest=blake3(text).hexdigest(),
     )

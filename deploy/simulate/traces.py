@@ -109,14 +109,6 @@ def replay(
     return tuple(sorted(events, key=lambda event: (event.at_s, event.kind, event.device)))
 
 
-def absent_at_first(events: Iterable[Churn]) -> frozenset[int]:
-    """Return the devices that are absent when a run begins."""
-    first: dict[int, Churn] = {}
-    for event in events:
-        first.setdefault(event.device, event)
-    return frozenset(device for device, event in first.items() if event.kind == "add" and event.at_s > 0.0)
-
-
 def _replay_copy(
     trace: Sequence[TraceEvent], devices: range, begin_s: float, seconds: float, speedup: float
 ) -> list[Churn]:

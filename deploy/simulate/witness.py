@@ -15,8 +15,6 @@ from shoal.peer.single_process import train
 from shoal.protocol.sim.chaos import FaultKind, Schedule
 from shoal.protocol.spec import RunSpec, WireSpec
 
-LAST_EVENTS = 40
-
 
 class Verdict(msgspec.Struct, kw_only=True):
     """The result of a run: a line of `--json`. `broken` is the violated sentence; None: all held."""
@@ -66,7 +64,7 @@ class Witness:
         )
         self._last_stage = stages - 1
         self._invariants = all_invariants(expected)
-        self._last_events: deque[str] = deque(maxlen=LAST_EVENTS)
+        self._last_events: deque[str] = deque(maxlen=40)
         self._held: set[tuple[int, int]] = set()
         self._kills_s: list[float] = []
         self._injected: Counter[str] = Counter()

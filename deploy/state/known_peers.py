@@ -28,7 +28,6 @@ KEPT_MAX = 64
 TRIED_MAX = 16
 """Peers to dial at once: one of those seen last is up unless the whole run is down."""
 _FORGOTTEN_S = 30 * 24 * 3600.0
-_LOOK_S = 5.0
 _REWRITE_S = 300.0
 """The interval of writes that only update times; the set of peers changes rarely."""
 
@@ -137,4 +136,4 @@ async def keep(
                 written, written_s = dict(seen), clock.now_s()
             except OSError as error:
                 logger.warning("the peers of the run could not be written down: %s", error)
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(5.0)

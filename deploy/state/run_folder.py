@@ -35,7 +35,6 @@ RECORD: Final = "spec.record"
 STANDING: Final = "standing.json"
 _LOSSES: Final = "record.jsonl"
 _TAIL_BYTES: Final = 64 * 1024
-_RUN_CHARACTERS: Final = 16
 
 Role = Literal["host", "volunteer"]
 
@@ -214,7 +213,7 @@ def runs_in(peer_folder: Path) -> list[RunFolder]:
 
 
 def is_run_id(text: str) -> bool:
-    return len(text) == _RUN_CHARACTERS and all(letter in "0123456789abcdef" for letter in text)
+    return len(text) == 16 and all(letter in "0123456789abcdef" for letter in text)
 
 
 def _loss_of(line: bytes) -> float | None:

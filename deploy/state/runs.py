@@ -10,20 +10,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from shoal.deploy.state import places
 from shoal.deploy.state.run_folder import RunFolder, is_run_id, runs_in
+from shoal.deploy.words import listed
 from shoal.peer.snapshot_name import SnapshotName
 from shoal.protocol.errors import InviteError, LocalError
 from shoal.protocol.invite import parse_invite
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
-
-_NAMED_MAX: Final = 3
 
 
 class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,8 +131,7 @@ def _named(wanted: str, runs: Sequence[FoundRun]) -> list[FoundRun]:
 
 
 def _listed(runs: Sequence[FoundRun]) -> str:
-    each = list({run.run: f"{run.name} ({run.run}, step {run.step})" for run in runs}.values())
-    return ", ".join(each[:_NAMED_MAX]) + (f" and {len(each) - _NAMED_MAX} more" if each[_NAMED_MAX:] else "")
+    return listed(list({run.run: f"{run.name} ({run.run}, step {run.step})" for run in runs}.values()))
 
 
 def find_hosted(wanted: str, state_dir: Path | None) -> tuple[RunFolder, RunSpec]:

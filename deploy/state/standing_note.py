@@ -3,7 +3,6 @@
 import os
 import time
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -11,8 +10,6 @@ from shoal.deploy.node import Node
 from shoal.deploy.report import Report, Status
 from shoal.deploy.session.output import Beside, Output
 from shoal.deploy.state.run_folder import RunFolder, Standing
-
-_EVERY_S: Final = 20.0
 
 
 class StandingNote:
@@ -62,5 +59,5 @@ class StandingNote:
         self._write()
 
     def _write(self) -> None:
-        self._write_at_s = time.monotonic() + _EVERY_S
+        self._write_at_s = time.monotonic() + 20.0
         self._folder.keep_standing(msgspec.structs.replace(self._standing, used_s=time.time()))

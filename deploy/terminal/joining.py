@@ -11,7 +11,6 @@ from shoal.deploy.terminal.panel import phase_row
 from shoal.deploy.terminal.screen import Screen
 from shoal.peer.handoff.fetcher import FetchProgress
 
-_FRAMES_PER_S = 4.0
 _USUAL_S = {
     "starting the network": 2.0,
     "looking for the run": 3.0,
@@ -79,7 +78,7 @@ class JoiningView:
         if self._reports:
             write_report(expected(name, 0.0))
         else:
-            self._screen.draw(self._row, frames_per_s=_FRAMES_PER_S, stays=False)
+            self._screen.draw(self._row, frames_per_s=4.0, stays=False)
 
     def reached(self, part: float) -> None:
         """Set the done share of this phase; from then on the bar shows this phase alone. Thread-safe."""

@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 
+import msgspec
 import typer
 
 from shoal.deploy.words import printable
@@ -25,6 +26,11 @@ def say(text: str, *, err: bool = False, whole: bool = False) -> None:
         width = shutil.get_terminal_size().columns
         lines = [each for line in lines for each in wrapped(line, width)]
     typer.echo("\n".join(lines), err=err)
+
+
+def say_json(value: object) -> None:
+    """Print a value as one line of JSON, for a script."""
+    typer.echo(msgspec.json.encode(value).decode())
 
 
 def wrapped(line: str, width: int) -> list[str]:

@@ -6,7 +6,7 @@ standstill and its end, and for each risk. Both use the same `View` as the dashb
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -32,7 +32,6 @@ class Presenter:
         title: of the panel; empty: the run's name.
         counts_up: show how long this view has been up instead of the run's age.
         shows_mine: show the contribution of this process's own peer.
-        now_s: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -43,14 +42,13 @@ class Presenter:
         console: Console | None = None,
         counts_up: bool = True,
         shows_mine: bool = True,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.footer: Sequence[Text] = ()
         self.doing = ""
         """This process's activity, where it says more than the run's phase; empty: show the phase."""
         self._screen = Screen(console)
-        self._feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - now_s())
-        self._now_s, self._started_s = now_s, now_s()
+        self._feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - time.monotonic())
+        self._started_s = time.monotonic()
         self._counts_up, self._shows_mine = counts_up, shows_mine
         self._lock = threading.Lock()  # the panel is drawn in another thread
         self._fetching: Phase | None = None
@@ -76,7 +74,7 @@ class Presenter:
 
     def view(self) -> View:
         with self._lock:
-            return self._feed.view(self._now_s())
+            return self._feed.view(time.monotonic())
 
     def panel(self) -> RenderableType:
         """Return the present panel."""
@@ -85,7 +83,7 @@ class Presenter:
             view = msgspec.structs.replace(view, phase=self.doing)
         if not self._shows_mine:
             view = msgspec.structs.replace(view, mine=None)
-        up_s = self._now_s() - self._started_s if self._counts_up else None
+        up_s = time.monotonic() - self._started_s if self._counts_up else None
         with self._lock:
             return run_panel(view, self._feed.curves, up_s=up_s, fetching=self._fetching, footer=self.footer)
 
@@ -96,7 +94,7 @@ class Presenter:
         if isinstance(report, Phase):
             self._fetching = report if report.part is not None else None
         with self._lock:
-            self._feed.take(report, self._now_s())
+            self._feed.take(report, time.monotonic())
 
     def note(self, text: str) -> None:
         """Show a sentence about an event: as a change in the panel, or as a line."""

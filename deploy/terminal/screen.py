@@ -8,15 +8,12 @@ from rich.live import Live
 from shoal.deploy.terminal.plain import wrapped
 from shoal.deploy.words import printable
 
-FRAMES_PER_S = 2.0
-_WIDTH_OF_A_PIPE = 10_000
-
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Return a console that does not narrow tables in a file or pipe."""
     console = Console(highlight=False, stderr=stderr, quiet=quiet)
     if not console.is_terminal:
-        console.width = _WIDTH_OF_A_PIPE
+        console.width = 10_000
     return console
 
 
@@ -40,9 +37,7 @@ class Screen:
         """True if a picture can be redrawn in place; false in a file or pipe."""
         return self._console.is_terminal
 
-    def draw(
-        self, picture: Callable[[], RenderableType], *, frames_per_s: float = FRAMES_PER_S, stays: bool = True
-    ) -> None:
+    def draw(self, picture: Callable[[], RenderableType], *, frames_per_s: float = 2.0, stays: bool = True) -> None:
         """Draw `picture` at this rate until `close`; no effect if the screen does not redraw.
 
         Args: stays: the last frame remains on the terminal after `close`.

@@ -18,7 +18,6 @@ PEERS_SHOWN = 8
 """The most peers of a stage for which the expert table has a row each."""
 _HOT = 1.5
 """An expert with this multiple of the average load is highlighted."""
-_WIDTH_MAX = 10_000
 _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
     ("stage", "left"),
     ("layers", "left"),
@@ -67,7 +66,7 @@ class _Fitting:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for draw in self._tables:
             table = draw()
-            if console.measure(table, options=options.update(width=_WIDTH_MAX)).maximum <= options.max_width:
+            if console.measure(table, options=options.update(width=10_000)).maximum <= options.max_width:
                 break
         yield table
 

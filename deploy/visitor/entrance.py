@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from shoal.deploy.run.spec_record import FIND_S, fetch_spec
 from shoal.deploy.visitor.visit import introduce, visiting
 from shoal.protocol.access import Gate
 from shoal.protocol.endpoint import Endpoint
@@ -14,13 +15,8 @@ from shoal.protocol.membership import renew
 from shoal.protocol.ports import Directory
 from shoal.protocol.spec import RunSpec
 
-FIND_S = 20.0
-"""The time to look for any peer; a directory that was just joined may be empty for a moment."""
 NOBODY_S = 7.0
 """The time to look if no peer of the invite answered the first dial; redials within it may reach one."""
-
-
-_OWNERS_VISIT_S = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +39,6 @@ async def entering(invite: Invite, *, owner: Identity | None = None) -> AsyncIte
     """
     # Importing hivemind takes a second; only visits need it.
     from shoal.deploy.run.directory_rules import record_rules
-    from shoal.deploy.run.spec_record import fetch_spec
     from shoal.deploy.state.known_peers import ways_to
     from shoal.protocol.live.directory import LiveDirectory
     from shoal.protocol.live.transport import LiveTransport, dialable
@@ -54,7 +49,7 @@ async def entering(invite: Invite, *, owner: Identity | None = None) -> AsyncIte
         await introduce(invite, identity.peer_id)
         gate = Gate(invite.members_for(identity.peer_id), identity.peer_id)
         if owner is not None and invite.key is not None:
-            ends_s = int(time.time()) + _OWNERS_VISIT_S
+            ends_s = int(time.time()) + 24 * 3600
             terms = invite.key.delegation
             gate.members.certificate = renew(owner, terms, identity.peer_id, run=invite.run, ends_s=ends_s)
         ways = dialable(ways_to(invite))

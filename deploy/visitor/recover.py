@@ -25,7 +25,8 @@ from shoal.coordinator import election
 from shoal.coordinator.discovery import Discovery
 from shoal.coordinator.era import Disks
 from shoal.coordinator.plan_layout import Beginning
-from shoal.deploy.visitor.entrance import FIND_S, entering
+from shoal.deploy.run.spec_record import FIND_S
+from shoal.deploy.visitor.entrance import entering
 from shoal.protocol.durable import replace_file
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable

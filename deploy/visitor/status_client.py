@@ -17,8 +17,6 @@ from shoal.protocol.invite import Invite, peers_of
 from shoal.protocol.live.transport import LiveTransport, dialable
 from shoal.protocol.messages import StatusRequest, SwarmStatus
 
-_ASK_TIMEOUT_S = 10.0
-
 Ask = Callable[[], Awaitable[SwarmStatus]]
 """Asks the run once; raises LocalError if no peer can answer."""
 
@@ -49,7 +47,7 @@ async def asking(invite: Invite) -> AsyncIterator[Ask]:
             reason = refusal = ""
             for peer in tuple(peers):
                 try:
-                    status = await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=_ASK_TIMEOUT_S)
+                    status = await endpoint.ask(peer, StatusRequest(), SwarmStatus, timeout_s=10.0)
                 except Refused as error:
                     refusal = error.reason
                 except (Unreachable, RemoteError) as error:

@@ -36,10 +36,8 @@ logger = logging.getLogger(__name__)
 
 Work = TypeVar("Work")
 
-_ASK_TIMEOUT_S: Final = 60.0
 _GIVE_UP_S: Final = 120.0
 """The time to retry one request: meanwhile peers may leave and layers may move to other stages."""
-_AGAIN_S: Final = 0.5
 _TRIES: Final = 5
 """The most attempts of work that needs a single version."""
 _KEEP_S: Final = 5.0
@@ -197,7 +195,7 @@ class SwarmModel:
             self._asked_s = asyncio.get_running_loop().time()
             asked = msgspec.structs.replace(request, way=way, version=version)
             try:
-                answer = await self._endpoint.ask(peer, asked, InferenceAnswer, timeout_s=_ASK_TIMEOUT_S)
+                answer = await self._endpoint.ask(peer, asked, InferenceAnswer, timeout_s=60.0)
             except (Unreachable, RemoteError, Refused) as error:
                 why = error.reason if isinstance(error, Refused) else str(error)
                 if self._peers[0] == peer:
@@ -215,7 +213,7 @@ class SwarmModel:
                 self._version, self._way = -1, _new_number()  # the newest version, maybe of other peers
             if asyncio.get_running_loop().time() >= until_s:
                 break
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(0.5)
             if request.position:
                 raise _Anew
         raise LocalError(f"the swarm does not answer: {why}")

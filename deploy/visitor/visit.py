@@ -22,7 +22,6 @@ from shoal.protocol.invite import Invite, parse_invite
 logger = logging.getLogger(__name__)
 
 _PREFIX = "visit"
-_ASK_S = 2.0
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,7 +50,7 @@ def _introduce(invite: Invite, me: PeerID) -> None:
     for note in places.all_running():
         with contextlib.suppress(ShoalError):
             if note.folder and parse_invite(note.invite) == invite:
-                ask(Path(note.folder), "guest", timeout_s=_ASK_S, peer=me)
+                ask(Path(note.folder), "guest", timeout_s=2.0, peer=me)
 
 
 async def sweep() -> None:

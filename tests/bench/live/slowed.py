@@ -8,10 +8,11 @@ from dataclasses import replace
 import msgspec
 from live.cases import case, with_steps
 from live.comparison import Live, Pinned, figure, over, pinned, told
+from slowed_network import after
 
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario
-from shoal.deploy.simulate.slowing import Slowing, after
+from shoal.deploy.simulate.slowing import Slowing
 from shoal.protocol.spec import AUTO_STAGES
 
 BEFORE_S = 300.0

@@ -18,11 +18,10 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.deploy.planning.layouts import Request, layout
 from shoal.deploy.simulate import strategies
-from shoal.deploy.simulate.modelled import Churn
+from shoal.deploy.simulate.modelled import Churn, absent_at_first
 from shoal.deploy.simulate.scenario import STEPS_MAX, Scenario, find_scenario
 from shoal.deploy.simulate.strategies import Options
 from shoal.deploy.simulate.strategy import KNOWN
-from shoal.deploy.simulate.traces import absent_at_first
 from shoal.protocol.errors import ShoalError
 
 SEARCH_S = 0.3

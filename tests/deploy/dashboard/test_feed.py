@@ -5,8 +5,8 @@ import pytest
 
 import record_lines
 from record_lines import validation
-from shoal.deploy.dashboard.census import GONE_AFTER_S
-from shoal.deploy.dashboard.feed import NEW_S, TEXT_CHARS_MAX
+from shoal.deploy.dashboard.census import GONE_AFTER_S, TEXT_CHARS_MAX
+from shoal.deploy.dashboard.feed import NEW_S
 from shoal.deploy.dashboard.view import STALE_S
 from shoal.deploy.record.lines import encode_line
 from shoal.deploy.record.reading import record_of

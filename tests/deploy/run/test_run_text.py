@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from shoal.deploy import cli
 from shoal.deploy.run.run_file import dump_spec, with_changes
-from shoal.deploy.run.run_text import find_corpus, load_own_corpus, look_at_text, text_in_words
+from shoal.deploy.run.run_text import find_corpus, load_own_corpus, text_in_words
 from shoal.deploy.state import places
 from shoal.peer.data import documents
 from shoal.peer.data.tokenizer import FileTokenizer
@@ -90,7 +90,6 @@ def test_a_volunteer_names_all_of_several_sources_in_their_order(stories: Path, 
     hosted, corpus = load_own_corpus(RunSpec(model=ModelSpec(context=16), data=DataSpec(sources=sources)))
     assert len(hosted.data.digests) == len(corpus.sources) == 3
     words = text_in_words(hosted, corpus)[-1]
-    assert look_at_text(hosted)[-1] == words
     assert words.startswith("data passes in 400 steps: ")
     assert [part.split()[-1] for part in words.split(", ")] == ["stories.jsonl", "chats.jsonl", "python-library"]
     elsewhere = msgspec.structs.replace(hosted, data=hosted.data.found_at(("/host/a", "/host/b", "python-library")))
@@ -112,7 +111,7 @@ def test_the_host_hears_of_each_source_what_is_learnt_and_what_is_left_out(tmp_p
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
     stories.write_text(stories.read_text() + "nonsense\n")
     sources = (SourceSpec(source=str(stories), field="story"), SourceSpec(source=str(chats), format="chat"))
-    said = look_at_text(RunSpec(model=ModelSpec(context=32), data=DataSpec(sources=sources)))
+    said = text_in_words(*load_own_corpus(RunSpec(model=ModelSpec(context=32), data=DataSpec(sources=sources))))
     assert said[:-1] == (
         "stories.jsonl: 300 texts, 12,669 bytes, of which 97.6% are learnt",
         "left out of stories.jsonl: 1 row: not JSON (line 301)",
@@ -129,9 +128,8 @@ def test_names_of_files_that_are_not_utf_8_are_read_and_shown(tmp_path: Path) ->
     Path(os.fsdecode(bytes(folder) + b"/caf\xe9.txt")).write_bytes(b"the fish\n" * 90 + b"caf\xe9\n")
     Path(os.fsdecode(bytes(folder) + b"/caf\xe9.bin")).write_bytes(bytes(90))
     for tokens_max in (0, 10_000):  # as it is, and packed
-        said = look_at_text(
-            RunSpec(model=ModelSpec(context=16), data=DataSpec(source=str(folder), tokens_max=tokens_max))
-        )
+        spec = RunSpec(model=ModelSpec(context=16), data=DataSpec(source=str(folder), tokens_max=tokens_max))
+        said = text_in_words(*load_own_corpus(spec))
         assert said[1:3] == (
             r"left out of data: 1 file: binary data, not text (caf\xe9.bin)",
             r"left out of data: 1 line: not UTF-8 text (caf\xe9.txt line 91)",

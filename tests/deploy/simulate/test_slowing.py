@@ -5,11 +5,12 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from slowed_network import after
 
 from shoal.coordinator.cost.placement import Placement
 from shoal.deploy.simulate.modelled import ModelledRun, RunLimits, run_modelled
 from shoal.deploy.simulate.result import SimResult
-from shoal.deploy.simulate.slowing import Slowing, after
+from shoal.deploy.simulate.slowing import Slowing
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology, make_topology

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.deploy.simulate.modelled import Churn
+from shoal.deploy.simulate.modelled import Churn, absent_at_first
 from shoal.deploy.simulate.scenario import SHIPPED
-from shoal.deploy.simulate.traces import TraceEvent, absent_at_first, load_trace, replay
+from shoal.deploy.simulate.traces import TraceEvent, load_trace, replay
 from shoal.protocol.errors import LocalError
 
 
