@@ -140,8 +140,6 @@ class ReplanPolicy:
 
     def searched(self, event: Searched) -> bool:
         """Record the end of a search. Returns: whether its result is still wanted."""
-        if not event.is_possible:
-            self._schedule.give_up()
         return self._schedule.returned(event.job, event.layout, is_bug=event.is_bug)
 
     # --- decisions ---

@@ -116,11 +116,6 @@ class SearchSchedule:
         """Allow the last search again, because its layout failed."""
         self._last = None
 
-    def give_up(self) -> None:
-        """Disable searches, which are not possible here."""
-        self._enabled = False
-        self._running = None
-
     def has_searched(self, plan: Plan, swarm: Swarm) -> bool:
         """True if the last search was for this plan's places and this swarm."""
         return self._last is not None and (self._last.places, self._last.swarm) == (places_of(plan), swarm)

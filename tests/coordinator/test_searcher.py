@@ -42,10 +42,6 @@ class Scripted(GreedyAllocator):
         ((LAYOUT, "found"), Searched(job=JOB, layout=LAYOUT, reason="found")),
         ((None, "stays"), Searched(job=JOB, reason="stays")),
         (LocalError("a sentence"), Searched(job=JOB, reason="no search: a sentence")),
-        (
-            ImportError("no numba"),
-            Searched(job=JOB, reason="layouts are made without a search: no numba", is_possible=False),
-        ),
     ],
 )
 def test_whatever_happens_the_core_hears_of_it(outcome, expected):
