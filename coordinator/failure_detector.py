@@ -23,13 +23,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shoal.coordinator.coordination_events import Ask, Command, Note
+from shoal.coordinator.leader_monitor import PING_HEARTBEATS
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import Ping, PingRequest
 from shoal.protocol.plan import Plan
 
-PING_HEARTBEATS = 0.25
 AGAIN_HEARTBEATS = 0.06
 """Delay between a first refusal and the second ping."""
 RETURN_S = 3.0

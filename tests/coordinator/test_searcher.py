@@ -13,7 +13,6 @@ from shoal.coordinator.searcher import Searcher, inline
 from shoal.protocol.errors import LocalError
 
 JOB = SearchJob(
-    number=1,
     snapshot=Snapshot(peers=(), layer_costs=(1.0,), num_stages=1),
     previous=None,
     swarm=(),
