@@ -19,7 +19,6 @@ The round trip is added for answers to pings, because the last ping cannot have 
 from dataclasses import dataclass, field
 
 DEVIATIONS = 4.0
-WORST_FACTOR = 1.5
 
 
 @dataclass(slots=True)
@@ -73,7 +72,7 @@ class Arrivals:
     @property
     def patience_s(self) -> float:
         """The longest silence that is not suspicious."""
-        measured_s = max(self.usual_s, WORST_FACTOR * self.worst_s)
+        measured_s = max(self.usual_s, 1.5 * self.worst_s)
         return min(max(self.floor_s, measured_s), self.memory_s / 2)
 
     @property
