@@ -19,7 +19,6 @@ The round trip is added for answers to pings, because the last ping cannot have 
 from dataclasses import dataclass, field
 
 DEVIATIONS = 4.0
-WORST_FACTOR = 1.5
 
 
 @dataclass(slots=True)
@@ -38,11 +37,12 @@ class Arrivals:
     mean_s: float = 0.0
     deviation_s: float = 0.0
     worst_s: float = 0.0
-    _sign_s: float = field(init=False)
+    sign_s: float = field(init=False)
+    """The last sign of life, rhythmic or not."""
 
     def __post_init__(self) -> None:
         self.mean_s = self.mean_s or self.interval_s
-        self._sign_s = self.last_s
+        self.sign_s = self.last_s
 
     def arrived(self, now_s: float) -> None:
         """Learn from the gap that ends with this arrival."""
@@ -55,24 +55,24 @@ class Arrivals:
         self.mean_s += (gap_s - self.mean_s) / 8
         worst_s = min(silent_s, 2 * patience_s)
         self.worst_s = max(worst_s, self.worst_s * 0.5 ** (silent_s / self.memory_s))
-        self.last_s = self._sign_s = now_s
+        self.last_s = self.sign_s = now_s
 
     def signed(self, now_s: float) -> None:
         """Record a sign of life that is not part of the rhythm."""
-        self._sign_s = max(self._sign_s, now_s)
+        self.sign_s = max(self.sign_s, now_s)
 
     def excuse(self, now_s: float) -> None:
         """Restart the wait without learning from the gap, because our own machine stood still."""
-        self.last_s = self._sign_s = now_s
+        self.last_s = self.sign_s = now_s
 
     def age(self, silent_s: float, now_s: float) -> None:
         """Set the length of the current silence to `silent_s`."""
-        self.last_s = self._sign_s = now_s - silent_s
+        self.last_s = self.sign_s = now_s - silent_s
 
     @property
     def patience_s(self) -> float:
         """The longest silence that is not suspicious."""
-        measured_s = max(self.usual_s, WORST_FACTOR * self.worst_s)
+        measured_s = max(self.usual_s, 1.5 * self.worst_s)
         return min(max(self.floor_s, measured_s), self.memory_s / 2)
 
     @property
@@ -81,13 +81,9 @@ class Arrivals:
         return self.mean_s + DEVIATIONS * self.deviation_s
 
     @property
-    def sign_s(self) -> float:
-        return self._sign_s
-
-    @property
     def suspect_at_s(self) -> float:
         """The time at which the current silence becomes suspicious."""
-        return self._sign_s + self.patience_s
+        return self.sign_s + self.patience_s
 
 
 @dataclass(slots=True)

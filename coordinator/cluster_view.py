@@ -40,8 +40,9 @@ from shoal.protocol.wire_format import Formats
 SAFE_PEERS = 64
 """Above this size the coordinator looks for the newest safe snapshot less often, because it reads every peer's list of
 snapshots."""
-FORESEEN_PEERS_MAX = 256
-"""Above this size no throughput is predicted: collecting the links between the peers takes too long."""
+NETWORK_PEERS_MAX = 256
+"""Only searches collect the links of a larger swarm, because nothing else can wait for that. No throughput is predicted
+then, the shares of a repaired plan follow speeds only, and state for another division is always downloaded ahead."""
 FORESEE_HEARTBEATS = 10.0
 FORESEE_PEERS = 64
 """Interval between predictions for the live layout; above `FORESEE_PEERS` it grows in proportion to the swarm."""
@@ -415,7 +416,7 @@ class ClusterView:
         """Return the members of these stages as they are now; None: too many for a prediction in time."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
-        if len(peers) > FORESEEN_PEERS_MAX:
+        if len(peers) > NETWORK_PEERS_MAX:
             return None
         found = self.survey.snapshot(peers, None, Disks(parts={}), knows_network=True)
         return replace(found, unreachable=self.unreachable(peers, now_s))

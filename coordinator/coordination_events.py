@@ -98,12 +98,11 @@ class Leaving(msgspec.Struct, frozen=True):
 
 
 class Searched(msgspec.Struct, frozen=True):
-    """A `Search` has ended. `is_possible`: another search may succeed; `is_bug`: it raised an exception."""
+    """A `Search` has ended. `is_bug`: it raised an exception."""
 
     job: SearchJob
     reason: str
     layout: Layout | None = None
-    is_possible: bool = True
     is_bug: bool = False
 
 

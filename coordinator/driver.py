@@ -172,7 +172,7 @@ class Coordination:
         has_lost_all: Callable[[], bool] = lambda: False,
         run_blocking: RunBlocking = inline,
     ) -> None:
-        self._endpoint, self._directory, self._clock = endpoint, directory, clock
+        self._endpoint, self._clock = endpoint, clock
         self._spec = spec
         self._heartbeat, self._callbacks = heartbeat, callbacks
         identity, run, seals, members = endpoint.identity, endpoint.run, endpoint.seals, endpoint.members

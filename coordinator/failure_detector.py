@@ -23,13 +23,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shoal.coordinator.coordination_events import Ask, Command, Note
+from shoal.coordinator.leader_monitor import PING_HEARTBEATS
 from shoal.coordinator.roster import Roster
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import LINKS_PER_HEARTBEAT_MAX
 from shoal.protocol.messages import Ping, PingRequest
 from shoal.protocol.plan import Plan
 
-PING_HEARTBEATS = 0.25
 AGAIN_HEARTBEATS = 0.06
 """Delay between a first refusal and the second ping."""
 RETURN_S = 3.0
@@ -37,10 +37,8 @@ RETURN_S = 3.0
 peer's network daemon on a busy machine (0.5 to 0.9 s on an idle one). A roll-back costs more than this."""
 UNANSWERED_PATIENCE = 0.5
 """Share of a member's timeout for which our own pings must stay unanswered before two reports count: it may be busy."""
-REPORTERS = 2
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for members that are pinged after a first refusal."""
-HELPERS = 2
 HELP_HEARTBEATS = 0.5
 """Others are asked to ping a member that has not answered us for this long."""
 VOUCHED_HEARTBEATS = 10.0
@@ -186,7 +184,7 @@ class FailureDetector:
             if (
                 unanswered
                 and not roster.is_gone(peer, now_s)
-                and len(inquiry.reporters) >= REPORTERS
+                and len(inquiry.reporters) >= 2
                 and now_s >= inquiry.since_s + UNANSWERED_PATIENCE * roster.patience_s(peer)
                 and roster.sign_s(peer) <= inquiry.since_s
             ):
@@ -214,7 +212,7 @@ class FailureDetector:
             if roster.was_heard(other) and not roster.is_gone(other, now_s)
         ]
         able.sort(key=lambda other: (other not in inquiry.vouchers, not _are_neighbours(plan, other, peer)))
-        return able[:HELPERS]
+        return able[:2]
 
     def _end_unless_refused(self, peer: PeerID) -> None:
         """End the check of a member after its timeout. If it may return with its state, keep the check, because only

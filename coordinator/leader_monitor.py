@@ -10,6 +10,7 @@ successive refusals need no timeout.
 """
 
 from shoal.coordinator.adaptive_timeout import Arrivals, RoundTrip
+from shoal.coordinator.roster import MEMORY_HEARTBEATS
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import HeartbeatReply, PlanHead
 from shoal.protocol.plan import Plan
@@ -28,7 +29,6 @@ ALARM_HEARTBEATS = 2.0
 GONE_ON_HEARTBEATS = 3.0
 """A coordinator that obeys another plan names it in each reply; a peer that can follow gets the missing links well
 within this time."""
-MEMORY_HEARTBEATS = 60.0
 HINT_HEARTBEATS = 5.0
 """How long we believe that a peer coordinates a plan above ours, and report to it: it should answer with that plan."""
 DOUBT_HEARTBEATS = 60.0

@@ -2,14 +2,12 @@
 
 from collections import OrderedDict
 
+from shoal.coordinator.plan_notes import REASON_CHARS_MAX
 from shoal.protocol.identity import PeerID
 
-REASON_CHARS_MAX = 160
 TOLD_S = 600.0
 """A refusal is shown for this long; after that the same refusal is news again."""
 KEPT_MAX = 64
-TOLD_MAX = 3
-"""Lines of refusals in a status."""
 
 
 class Refusals:
@@ -32,5 +30,5 @@ class Refusals:
         return sentence
 
     def tell(self, now_s: float) -> tuple[str, ...]:
-        """The sentences of the last minutes, newest last."""
-        return tuple(text for at_s, text in self._noted.values() if now_s < at_s + TOLD_S)[-TOLD_MAX:]
+        """The sentences of the last minutes, at most three for a status, newest last."""
+        return tuple(text for at_s, text in self._noted.values() if now_s < at_s + TOLD_S)[-3:]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from shoal.coordinator.allocate.dividing import Change, following_change, lacking_bytes
 from shoal.coordinator.allocate.greedy import FIRST_PLAN
 from shoal.coordinator.allocate.interface import Allocator, MeasuredPeer, NoLayout, Searching, Snapshot
-from shoal.coordinator.cluster_view import RETURN_HEARTBEATS, ClusterView
+from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS, ClusterView
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.diagnosis import name_of
 from shoal.coordinator.era import Disks, HolderWatch, behind, group_name, holders, next_beginning
@@ -52,9 +52,6 @@ CERTIFY_HEARTBEATS = 2.0
 """Minimum time after the previous plan for a plan that only certifies a version."""
 TOLD_HEARTBEATS = 4.0
 """Time until every peer has reported the contents of its disk, including copies requested just before."""
-NETWORK_PEERS_MAX = 256
-"""Only searches collect the links of a larger swarm, because an urgent plan cannot wait for that. The shares of a
-repaired plan then follow speeds only, and state for another division is always downloaded ahead."""
 
 Next = Layout | SearchJob | None
 """A layout to propose, a search to run, or neither."""
@@ -140,8 +137,6 @@ class ReplanPolicy:
 
     def searched(self, event: Searched) -> bool:
         """Record the end of a search. Returns: whether its result is still wanted."""
-        if not event.is_possible:
-            self._schedule.give_up()
         return self._schedule.returned(event.job, event.layout, is_bug=event.is_bug)
 
     # --- decisions ---

@@ -61,7 +61,6 @@ Swarm = tuple[object, ...]
 class SearchJob:
     """One search. `previous` is None for a first plan."""
 
-    number: int
     snapshot: Snapshot
     previous: Plan | None
     swarm: Swarm
@@ -86,7 +85,6 @@ class SearchSchedule:
     def __init__(self, heartbeat_s: float, *, enabled: bool) -> None:
         self._heartbeat_s = heartbeat_s
         self._enabled = enabled
-        self._num_jobs = 0
         self._running: SearchJob | None = None
         self._found: tuple[SearchJob, Layout] | None = None
         self._last: _Searched | None = None
@@ -115,11 +113,6 @@ class SearchSchedule:
     def forget(self) -> None:
         """Allow the last search again, because its layout failed."""
         self._last = None
-
-    def give_up(self) -> None:
-        """Disable searches, which are not possible here."""
-        self._enabled = False
-        self._running = None
 
     def has_searched(self, plan: Plan, swarm: Swarm) -> bool:
         """True if the last search was for this plan's places and this swarm."""
@@ -192,8 +185,7 @@ class SearchSchedule:
             if last and same and (last.is_bug or (not is_off and not has_drifted(last.snapshot, snapshot))):
                 return None
             self._due_s, self._rested_s = now_s + REST_HEARTBEATS * apart, now_s + LOST_REST_HEARTBEATS * apart
-        self._num_jobs += 1
-        self._running = SearchJob(number=self._num_jobs, snapshot=snapshot, previous=plan, swarm=swarm, seed=seed)
+        self._running = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed)
         return self._running
 
     def returned(self, job: SearchJob, layout: Layout | None, *, is_bug: bool = False) -> bool:

@@ -44,8 +44,6 @@ class Searcher:
         assert isinstance(allocator, Searching), "only a searching allocator is asked to"
         try:
             await self._run_blocking(lambda: found.append(allocator.search(job.snapshot, job.previous, seed=job.seed)))
-        except ImportError as error:
-            return Searched(job=job, reason=f"layouts are made without a search: {error}", is_possible=False)
         except LocalError as error:
             return Searched(job=job, reason=f"no search: {error}")
         except Exception as error:

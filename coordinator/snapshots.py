@@ -17,7 +17,6 @@ from shoal.protocol.messages import Heartbeat
 
 _NOTICE_HEARTBEATS = 2.5
 """Notice for each version: each peer's next heartbeat learns of it, with room for a late one."""
-_PACE_SAMPLES = 16
 _FIRST_S = 30.0
 """Seconds until the first snapshot. Before it, a layer with a single holder has no copy."""
 
@@ -35,7 +34,7 @@ class SnapshotSchedule:
         self._heartbeat_s = heartbeat_s
         self._lead_steps = lead_steps
         self._save_at = 0
-        self._pace: deque[tuple[float, int]] = deque(maxlen=_PACE_SAMPLES)
+        self._pace: deque[tuple[float, int]] = deque(maxlen=16)
         self._look_at_s = -math.inf
 
     def begin(self) -> None:

@@ -7,7 +7,7 @@ import msgspec
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Mandate, PlanShape, SignedPlan, open_link, open_mandate
-from shoal.protocol.seals import SEALS, Seals
+from shoal.protocol.seals import Seals
 
 PLANS_OPENED_MAX = 16
 """Plans that are remembered, so that a plan that arrives with twenty heartbeats is verified once."""
@@ -16,7 +16,7 @@ PLANS_OPENED_MAX = 16
 class VerifiedPlans:
     """The opened plans and mandates of one run."""
 
-    def __init__(self, run: str, *, owner: PeerID, shape: PlanShape, seals: Seals = SEALS) -> None:
+    def __init__(self, run: str, *, owner: PeerID, shape: PlanShape, seals: Seals) -> None:
         self._seals = seals
         self._run, self._owner, self._shape = run, owner, shape
         self._opened: OrderedDict[bytes, SignedPlan] = OrderedDict()

@@ -3,7 +3,6 @@
 import logging
 import threading
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,6 @@ class NumbaTwin:
         return self._module
 
     def _load(self) -> None:
-        if find_spec("numba") is None:
-            return
         try:
             module = import_module(self._name)
             module.prove()

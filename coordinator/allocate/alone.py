@@ -14,7 +14,7 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.experts.failure_records import HORIZON_S
 
 TRIED = 16
-"""The number of unplaced devices that are tried as second holders: each costs an evaluation."""
+"""The number of unplaced devices that are tried: each costs an evaluation or one for each stage."""
 
 
 def loss_alone(snapshot: Snapshot, peer: MeasuredPeer) -> float:

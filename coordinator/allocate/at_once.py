@@ -11,15 +11,15 @@ from itertools import islice
 
 import numpy as np
 
+from shoal.coordinator.allocate.alone import with_device
 from shoal.coordinator.allocate.interface import NoLayout
+from shoal.coordinator.allocate.repair import GAIN_MIN
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.coordinator.cost.workload import Workload
 from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.topology import Floats, Topology
 
-_GAIN_MIN = 1e-3
-"""A device that shortens a step by less stays out: it costs a copy of the state, and it may leave."""
 _HELD = (2.0, 8.0, 24.0)
 _CHAINS = 8
 _EVALUATIONS = 16_000
@@ -43,7 +43,7 @@ def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | No
             for placement in islice(joins(topology, workload, best, device, may_add_stage=num_stages is None), left):
                 left -= 1
                 tried = objective.cost(placement)
-                if tried.seconds < cost.seconds * (1.0 - _GAIN_MIN):
+                if tried.seconds < cost.seconds * (1.0 - GAIN_MIN):
                     found, cost = placement, tried
             best = found
     return best, cost
@@ -56,8 +56,8 @@ def joins(
     speed and memory; where only a member joins, the present bounds are tried, too. Some placements may be infeasible.
     """
     stages = placement.stages
-    for k, stage in enumerate(stages):
-        joined = (*stages[:k], tuple(sorted((*stage, device))), *stages[k + 1 :])
+    for k in range(len(stages)):
+        joined = with_device(stages, k, device)
         for bounds in dict.fromkeys((*_cuts(topology, workload, joined), placement.bounds)):
             yield Placement(stages=joined, bounds=bounds)
     if may_add_stage and len(stages) < min(workload.num_layers, STAGES_MAX):

@@ -1,6 +1,5 @@
 """The DT-FM objective as an `Evaluator`, and its planner: equal stages, exact order, and no spares."""
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -172,17 +171,14 @@ def plan_dtfm(
     num_stages: int,
     seed: int,
     work: int,
-    start: Sequence[Placement] = (),
 ) -> tuple[Placement, Cost]:
     """Find the cheapest layout on the DT-FM objective within `work` units. Stages are in the best order, and layers are
     dealt evenly.
 
-    Args: start: placements of all devices on equal stages; the result costs no more than any of them.
     Raises: LocalError: more stages than devices.
     """
     evaluator = DtfmEvaluator(topology, workload, num_stages)
-    begin = [_assigned(topology, placement) for placement in start]
-    found = evolve(evaluator, seed=seed, work=work, start=begin, keep=_POPULATION)
+    found = evolve(evaluator, seed=seed, work=work, keep=_POPULATION)
     placement = even(evaluator.stages(found.assignment), workload.num_layers)
     return placement, DtfmObjective(topology, workload).cost(placement)
 
@@ -192,8 +188,3 @@ def even(stages: tuple[tuple[int, ...], ...], num_layers: int) -> Placement:
     K = len(stages)
     layers = max(num_layers, K)
     return Placement(stages=stages, bounds=tuple(layers * k // K for k in range(K + 1)))
-
-
-def _assigned(topology: Topology, placement: Placement) -> Assignment:
-    stage_of = placement.stage_of()
-    return np.array([stage_of[device] for device in range(topology.num_devices)], dtype=np.int64)

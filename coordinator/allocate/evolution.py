@@ -84,8 +84,6 @@ class Found:
     assignment: Assignment
     cost: float
     work: int
-    history: tuple[tuple[int, float], ...]
-    """(work spent, cost) at each improvement of the best."""
 
 
 @dataclass(slots=True)
@@ -96,18 +94,17 @@ class _Population:
     size: int
     members: list[tuple[float, bytes, Assignment]] = field(default_factory=list)
 
-    def add(self, cost: float, assignment: Assignment) -> bool:
-        """Add an individual. Returns: True if it is now the best."""
+    def add(self, cost: float, assignment: Assignment) -> None:
+        """Add an individual."""
         name = key(assignment, self.evaluator.classes, self.evaluator.num_stages)
         twin = next((index for index, member in enumerate(self.members) if member[1] == name), None)
         if twin is not None:
             if self.members[twin][0] <= cost:
-                return False
+                return
             del self.members[twin]
         self.members.append((cost, name, assignment))
         self.members.sort(key=lambda member: member[:2])
         del self.members[self.size :]
-        return self.members[0][2] is assignment
 
     def parent(self, rng: random.Random) -> Assignment:
         return self.members[min(rng.randrange(len(self.members)) for _ in range(2))][2]
@@ -134,7 +131,6 @@ def evolve(
     share = evaluator.share if share is None else share
     child_work = _CHILD_WORK + _CHILD_WORK_PER_DEVICE * evaluator.num_devices
     population = _Population(evaluator, keep)
-    history: list[tuple[int, float]] = []
     spent = 0
 
     def take(assignment: Assignment, heat: float) -> None:
@@ -142,8 +138,7 @@ def evolve(
         budget = min(share, work - spent)
         found = evaluator.improve(assignment, seed=rng.getrandbits(63), work=budget, heat=heat)
         spent += found.work + child_work
-        if population.add(found.cost, found.assignment):
-            history.append((spent, found.cost))
+        population.add(found.cost, found.assignment)
 
     def newcomer() -> Assignment:
         nonlocal spent
@@ -154,8 +149,7 @@ def evolve(
         return min(drawn, key=evaluator.cost) if len(drawn) > 1 else drawn[0]
 
     for assignment in start:
-        if population.add(evaluator.cost(assignment), assignment):
-            history.append((spent, population.members[0][0]))
+        population.add(evaluator.cost(assignment), assignment)
     for assignment in start:
         if spent < work:
             take(assignment, 0.0)
@@ -167,7 +161,7 @@ def evolve(
         else:
             take(_child(population, rng), _WARM_HEAT)
     cost, _, best = population.members[0]
-    return Found(assignment=best, cost=cost, work=spent, history=tuple(history))
+    return Found(assignment=best, cost=cost, work=spent)
 
 
 def _child(population: _Population, rng: random.Random) -> Assignment:

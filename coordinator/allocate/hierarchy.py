@@ -16,7 +16,6 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 UNITS = 128
 """The number of units on the coarsest level, few enough for a good result within a second."""
-FINER = 8
 FLAT_MAX = 2048
 """Up to this number the last level is the devices themselves: a move among n members of a stage costs n^2."""
 _NEIGHBOURHOODS = 48
@@ -44,7 +43,7 @@ def levels(topology: Topology, workload: Workload) -> list[Level]:
     units = UNITS
     while 2 * units < n and units <= FLAT_MAX:
         views.append(_coarse(topology, near, units))
-        units *= FINER
+        units *= 8
     if n <= FLAT_MAX:
         views.append(Level(topology=topology, weight=np.ones(n, dtype=np.int64), unit_of=np.arange(n)))
     return views

@@ -8,12 +8,10 @@ the others. A stage with spare time catches up after such a wait.
 import math
 from dataclasses import replace
 
-from shoal.coordinator.allocate.alone import with_device
+from shoal.coordinator.allocate.alone import TRIED, with_device
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 
-TRIED = 16
-"""The number of unplaced devices that are tried: each costs an evaluation for each stage."""
 ROUNDING = 1e-6
 """Costs with a smaller relative difference count as equal."""
 

@@ -114,7 +114,7 @@ class Searching(Allocator, Protocol):
     """An allocator that answers a change at once with hardly any moves, and searches for a better layout afterwards."""
 
     def prepare(self) -> None:
-        """Do slow preparations of the first search now, such as a minute of compiling. Raises: ImportError."""
+        """Do slow preparations of the first search now, such as a minute of compiling."""
         ...
 
     def search(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> tuple[Layout | None, str]:
@@ -123,7 +123,7 @@ class Searching(Allocator, Protocol):
 
         Args: snapshot: with workload and network; its peers are exactly the members of `previous`, if there is one.
         Returns: (layout, why); the layout is None if none is worth its moves.
-        Raises: ImportError: the search's packages are not installed. LocalError: the snapshot is impossible.
+        Raises: LocalError: the snapshot is impossible.
         """
         ...
 

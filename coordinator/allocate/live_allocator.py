@@ -16,7 +16,6 @@ that pays. A search (`planner.py`) then looks for a better layout, with or witho
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
@@ -91,23 +90,21 @@ SPARES_TRIED = 8
 
 
 class EvolutionaryAllocator:
-    """Implements `Searching`. Without numba there is no search, and the greedy rules make the layouts."""
+    """Implements `Searching`."""
 
     def __init__(self) -> None:
         self._greedy = GreedyAllocator()
-        self._can_search = find_spec("numba") is not None
 
     def allocate(self, snapshot: Snapshot, previous: Plan | None, *, seed: int) -> Layout:
         if snapshot.network is None or snapshot.workload is None:
-            aside = _aside(snapshot, previous, None, with_newcomers=self._can_search)
-            return self._arrange(snapshot, previous, seed, aside, None)
+            return self._arrange(snapshot, previous, seed, _aside(snapshot, previous, None), None)
         topology = topology_of(snapshot)
         if previous is None and snapshot.num_stages is None:
             placement, _ = plan_at_once(topology, snapshot.workload)
             stages, spares = _stages_of(snapshot, topology, snapshot.workload, placement)
             return Layout(stages=stages, spares=spares, reason=first_reason(len(snapshot.peers), len(stages)))
         place = _Place(topology, snapshot.workload)
-        aside = _aside(snapshot, previous, place, with_newcomers=self._can_search)
+        aside = _aside(snapshot, previous, place)
         known = {*aside, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
         few = sum(peer.peer not in known for peer in snapshot.peers) <= NEWCOMERS_MAX
         choose = place.choose if previous and few else None
@@ -188,21 +185,17 @@ class _Place:
         return ThroughputObjective(self._topology, self._workload).cost(Placement(stages=stages, bounds=bounds)).seconds
 
 
-def _aside(
-    snapshot: Snapshot, previous: Plan | None, place: _Place | None, *, with_newcomers: bool
-) -> tuple[PeerID, ...]:
-    """Return the spares that stay spares. As many peers take part as were lost since the previous plan, or as
-    single-holder stages profit from a second holder: those that help most, and none that lengthens the step by more
-    than `REPLACED_COST`. A peer that lost its place because it cannot reach others counts as a spare.
-
-    Args: with_newcomers: newcomers are spares, too; else all of them take part.
+def _aside(snapshot: Snapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
+    """Return the spares and newcomers that take no part. As many take part as members were lost since the previous
+    plan, or as single-holder stages profit from a second holder: those that help most, and none that lengthens the step
+    by more than `REPLACED_COST`. A peer that lost its place because it cannot reach others counts as a spare.
     """
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous, by_id)
     known = {*previous.spares, *(peer for stage in previous.stages for peer in stage.peers)}
-    newcomers = [p.peer for p in snapshot.peers if p.peer not in known and not p.draining] if with_newcomers else []
+    newcomers = [p.peer for p in snapshot.peers if p.peer not in known and not p.draining]
     holding = {peer.peer for slot in slots for peer in slot.holders}
     leaving = [
         peer.peer
@@ -214,7 +207,7 @@ def _aside(
     num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
     tried = [by_id[peer] for peer in free[:SPARES_TRIED]]
-    num_lacking = _num_lacking(snapshot, slots, tried, place) if with_newcomers else 0
+    num_lacking = _num_lacking(snapshot, slots, tried, place)
     num_needed = max(num_lost, num_lacking)
     if place is not None and num_needed > 0 and free:
         best: dict[PeerID, float] = {}

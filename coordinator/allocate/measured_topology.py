@@ -20,6 +20,8 @@
 Memory is a claim: no other peer can measure it.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, Snapshot
@@ -58,10 +60,10 @@ def topology_of(snapshot: Snapshot) -> Topology:
     known = np.where(inside, np.nan, network.bytes_per_s)
     claims = np.array([peer.upload_bytes_per_s for peer in peers])
     claims[claims < CLAIM_MIN] = np.nan
-    best = _of_card(_best(known), card)
+    best = _of_card(_of_rows(np.nanmax, known), card)
     together = _of_card(np.array([peer.card_bytes_per_s for peer in peers]), card)
     up = np.fmax(_or(best, _of_card(claims, card)), np.fmin(together, CARD_MAX * best))
-    down = np.maximum(_or(_of_card(_best(known.T), card), np.full(n, np.nan)), up)
+    down = np.maximum(_or(_of_card(_of_rows(np.nanmax, known.T), card), np.full(n, np.nan)), up)
     ends = np.minimum(up[:, None], down[None, :])
     between = np.minimum(ends, _between(known, up, down, latency))
     slower_out, slower_in = _slower(known / between), _slower((known / between).T)
@@ -104,7 +106,7 @@ def _latencies(measured: Floats) -> Floats:
     # With a peer right beside i the two bounds meet. Without one the truth is more often near the upper.
     bounded = np.isfinite(upper)
     estimate = np.where(bounded, 0.25 * lower + 0.75 * np.where(bounded, upper, 0.0), np.nan)
-    near = _or(_medians(measured), np.full(n, DEFAULT_LATENCY_S))
+    near = _or(_of_rows(np.nanmedian, measured), np.full(n, DEFAULT_LATENCY_S))
     estimate = np.where(np.isnan(estimate), np.maximum(near[:, None], near[None, :]), estimate)
     return np.where(np.isnan(known), estimate, known)
 
@@ -163,22 +165,13 @@ def _of_card(rates: Floats, card: Ints) -> Floats:
     return best[card]
 
 
-def _best(matrix: Floats) -> Floats:
-    """Return [N], the largest known value of each row; NaN if none."""
-    best = np.full(len(matrix), np.nan)
+def _of_rows(of_known: Callable[..., Floats], matrix: Floats) -> Floats:
+    """Return [N], `of_known` (such as nanmax) of each row; NaN for a row without a known value."""
+    found = np.full(len(matrix), np.nan)
     known = ~np.isnan(matrix).all(axis=1)
     if known.any():
-        best[known] = np.nanmax(matrix[known], axis=1)
-    return best
-
-
-def _medians(matrix: Floats) -> Floats:
-    """Return [N], the median of the known values of each row; NaN if none."""
-    medians = np.full(len(matrix), np.nan)
-    known = ~np.isnan(matrix).all(axis=1)
-    if known.any():
-        medians[known] = np.nanmedian(matrix[known], axis=1)
-    return medians
+        found[known] = of_known(matrix[known], axis=1)
+    return found
 
 
 def _or(values: Floats, claims: Floats) -> Floats:

@@ -10,11 +10,11 @@ import numpy as np
 
 from shoal.coordinator.allocate.at_once import one_a_stage
 from shoal.coordinator.allocate.evolution import POPULATION, evolve
-from shoal.coordinator.allocate.genome import LEFT_OUT, Assignment
+from shoal.coordinator.allocate.genome import Assignment
 from shoal.coordinator.allocate.hierarchy import Level, coarsen, levels, refine
 from shoal.coordinator.allocate.interface import NoLayout
 from shoal.coordinator.allocate.repair import take_in
-from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator
+from shoal.coordinator.allocate.throughput_search import IMPOSSIBLE, ThroughputEvaluator, assignment_of
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
 from shoal.coordinator.cost.placement import Cost, Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -183,9 +183,9 @@ class _Search:
             evaluator = self._evaluator(level, num_stages)
             begin = [] if start is None else [refine(start, self._levels[index - 1], level)]
             if self._current is not None:
-                begin.append(coarsen(_assignment(self._topology.num_devices, self._current), level))
+                begin.append(coarsen(assignment_of(self._topology.num_devices, self._current), level))
             if (chain := self._chain(num_stages)) is not None:
-                begin.append(coarsen(_assignment(self._topology.num_devices, chain), level))
+                begin.append(coarsen(assignment_of(self._topology.num_devices, chain), level))
             begin = [evaluator.repair(each, seed=self._seed) for each in begin]
             budget = (work - spent) // (len(self._levels) - index)
             keep, share = (POPULATION, None) if start is None else (len(begin), budget)
@@ -225,10 +225,3 @@ class _Search:
             current=self._current if flat else None,
             horizon_s=self._horizon_s,
         )
-
-
-def _assignment(num_devices: int, placement: Placement) -> Assignment:
-    assignment = np.full(num_devices, LEFT_OUT, dtype=np.int64)
-    for k, stage in enumerate(placement.stages):
-        assignment[list(stage)] = k
-    return assignment

@@ -16,7 +16,8 @@ from shoal.protocol.topology import Topology
 
 _TRIES = 5
 """The limit on evaluations for joining spares; each takes 2 ms with 64 devices."""
-_GAIN_MIN = 1e-3
+GAIN_MIN = 1e-3
+"""A device that shortens a step by less stays out: it costs a copy of the state, and it may leave."""
 
 
 def take_in(topology: Topology, workload: Workload, objective: Objective, current: Placement) -> tuple[Placement, Cost]:
@@ -34,7 +35,7 @@ def take_in(topology: Topology, workload: Workload, objective: Objective, curren
     cost = objective.cost(best)
     for placement in islice(mending.with_a_spare(), _TRIES):
         tried = objective.cost(placement)
-        if tried.seconds < cost.seconds * (1.0 - _GAIN_MIN):
+        if tried.seconds < cost.seconds * (1.0 - GAIN_MIN):
             best, cost = placement, tried
             mending.stages = [list(stage) for stage in best.stages]
     if not np.isfinite(cost.seconds):

@@ -134,10 +134,7 @@ class ThroughputEvaluator:
     # --- placements ---
 
     def assignment_of(self, placement: Placement) -> Assignment:
-        assignment = np.full(self.num_devices, LEFT_OUT, dtype=np.int64)
-        for k, stage in enumerate(placement.stages):
-            assignment[list(stage)] = k
-        return assignment
+        return assignment_of(self.num_devices, placement)
 
     def placement_of(self, assignment: Assignment) -> Placement:
         _, bounds = self._cut(assignment)
@@ -272,6 +269,14 @@ class ThroughputEvaluator:
             costs=np.array(costs, dtype=np.float64),
         )
         return problem
+
+
+def assignment_of(num_devices: int, placement: Placement) -> Assignment:
+    """Return the stage of each device."""
+    assignment = np.full(num_devices, LEFT_OUT, dtype=np.int64)
+    for k, stage in enumerate(placement.stages):
+        assignment[list(stage)] = k
+    return assignment
 
 
 def _homes(topology: Topology, workload: Workload, current: Placement | None) -> tuple[Ints, Floats, Floats]:

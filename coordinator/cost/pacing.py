@@ -23,7 +23,6 @@ class Stage:
     """One stage with n members, each array [n]."""
 
     members: Ints
-    parameters: float
     job_s: Floats
     """The forward and backward of a microbatch."""
     path_rate: Floats

@@ -265,7 +265,6 @@ class ThroughputObjective:
                 reduce_path_s += float((tied_bytes / path).max())
         return Stage(
             members=members,
-            parameters=parameters,
             job_s=w.job_flop(first, last) / t.flop_per_s[members],
             path_rate=path_rate,
             away=away,

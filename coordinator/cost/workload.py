@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.coordinator.cost.layer_costs import layer_costs
-from shoal.coordinator.cost.memory import BF16, StageMemory, decoder_parameters
+from shoal.coordinator.cost.memory import BF16, FP32, StageMemory, decoder_parameters
 from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
 from shoal.protocol.tensors import expert_elements, num_elements, state_elements
 from shoal.protocol.wire_format import Formats, WireFormat, tensor_bytes
 
-FP32_BYTES = 4.0
 _MANY = 2**20
 """Elements of a tensor so large that the padding of its last tile does not count."""
 BACKWARD_PER_FORWARD = 2.0
@@ -42,7 +41,7 @@ class PlacedExperts:
 class ReducedGradients:
     """A stage's reduced gradients, as they travel to peers outside the stage."""
 
-    bytes_per_parameter: float = FP32_BYTES
+    bytes_per_parameter: float = FP32
     """Bytes on the wire for each parameter, to a peer that follows a stage's steps without being its member."""
     tied_parameters: float = 0.0
     """Parameters of the matrix that the first and the last stage of a tied model share. In each commit every member of
@@ -232,7 +231,7 @@ class FormatBytes:
 
 def _reduced(spec: RunSpec) -> ReducedGradients:
     return ReducedGradients(
-        bytes_per_parameter=2.0 if spec.wire.gradients == "bf16" else FP32_BYTES,
+        bytes_per_parameter=BF16 if spec.wire.gradients == "bf16" else FP32,
         tied_parameters=float(sum(num_elements(spec.model, EMBED))) if spec.trains_tied else 0.0,
     )
 

@@ -59,12 +59,7 @@ class UniformCost:
 
     def counts(self, masks: Sequence[int]) -> list[int]:
         """Return [N + 1]: entry k is the number of sets of k failed nodes with a loss."""
-        lost = 0
-        for mask in set(masks):
-            family = self._sets.get(mask)
-            if family is None:
-                family = self._sets[mask] = supersets(mask, self.num_nodes)
-            lost |= family
+        lost = _losing(masks, self.num_nodes, self._sets)
         return [(lost & level).bit_count() for level in levels(self.num_nodes)]
 
     def is_met(self, masks: Sequence[int]) -> bool:
@@ -86,12 +81,7 @@ class ExactCost:
         self._weights = set_weights(self.chance)
 
     def __call__(self, masks: Sequence[int]) -> float:
-        lost = 0
-        for mask in set(masks):
-            family = self._sets.get(mask)
-            if family is None:
-                family = self._sets[mask] = supersets(mask, len(self.chance))
-            lost |= family
+        lost = _losing(masks, len(self.chance), self._sets)
         return math.log(weigh(lost, self._weights) + 1e-300) + BROKEN * _broken(masks, self.promised)
 
 
@@ -120,6 +110,17 @@ class SummedCost:
         if mask.bit_count() < self.promised:
             return 2.0  # larger than any probability
         return math.prod(self.chance[node] for node in nodes_of(mask))
+
+
+def _losing(masks: Sequence[int], num_nodes: int, known: dict[int, int]) -> int:
+    """Return the family of failure sets with a loss. Args: known: mask -> the sets that contain it, filled."""
+    lost = 0
+    for mask in set(masks):
+        family = known.get(mask)
+        if family is None:
+            family = known[mask] = supersets(mask, num_nodes)
+        lost |= family
+    return lost
 
 
 def _broken(masks: Sequence[int], promised: int) -> int:

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from shoal.coordinator.experts.recovery import ExpertPlacement
 
-SWEEPS_MAX = 200
-
 
 def token_shares(
     placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float], *, tolerance: float = 1e-4
@@ -32,7 +30,7 @@ def token_shares(
     for part in parts:
         for node, amount in part.items():
             work[node] += amount
-    for _ in range(SWEEPS_MAX):
+    for _ in range(200):
         moved = 0.0
         for expert, load in enumerate(loads):
             if load > 0.0 and len(holders[expert]) > 1:

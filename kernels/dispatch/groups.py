@@ -25,11 +25,6 @@ class Groups:
     offset_E: Tensor
     """[E + 1]: rows [offset_E[e], offset_E[e + 1]) are expert e's; the last is P."""
 
-    @property
-    def counts_E(self) -> Tensor:
-        """int64 [E], the rows of each expert."""
-        return self.offset_E.diff()
-
 
 def group(chosen_NK: Tensor, num_experts: int) -> Groups:
     """Sort the choices by expert, without waiting for the device.

@@ -9,25 +9,24 @@ from typing import Any, Final, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from shoal.kernels.optimizer import advance, muon, reference
+from shoal.kernels.optimizer import muon, reference
 from shoal.kernels.optimizer.reference import clip
-from shoal.kernels.optimizer.rules import Advance, Ahead, Matrices, NextWeights, Predict, Step
+from shoal.kernels.optimizer.rules import Matrices, NextWeights, Predict, Step
 from shoal.kernels.triton_twins import triton_twins
 
-__all__ = ["OPTIMIZERS", "Advance", "Ahead", "Matrices", "NextWeights", "Optimizer", "Predict", "Step", "clip"]
+__all__ = ["OPTIMIZERS", "Matrices", "NextWeights", "Optimizer", "Predict", "Step", "clip"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """A step, its prediction, and both in one pass; the device of the tensors decides which twin computes."""
+    """A step and its prediction; the device of the tensors decides which twin computes."""
 
     step: Step
     weights: NextWeights
     """The step's weights up to rounding, for use on this peer only."""
     predict: Predict
-    advance: Advance
     moment2_of: Literal["all", "rest", "none"]
     """The elements with a second moment; "rest": those after the hidden matrices."""
 
@@ -79,7 +78,6 @@ def _optimizer(name: str, rules: ModuleType, moment2_of: Literal["all", "rest", 
         step=_by_device(f"{name}_step", getattr(rules, f"{name}_step")),
         weights=_next_weights(name, rules),
         predict=_by_device(f"{name}_predict", getattr(rules, f"{name}_predict")),
-        advance=_by_device(f"{name}_advance", getattr(advance, f"{name}_advance")),
         moment2_of=moment2_of,
     )
 

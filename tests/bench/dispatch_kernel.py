@@ -66,7 +66,7 @@ def compare(
     )
     for load in LOADS:
         groups = group(choices(load, N, K, E).to(device), E)
-        busiest = int(groups.counts_E.max())
+        busiest = int(groups.offset_E.diff().max())
         for name, grouped, dense in products(groups, D, F, E, device, dtype):
             grouped_ms, dense_ms = milliseconds(grouped, repeats), milliseconds(dense, repeats)
             print(

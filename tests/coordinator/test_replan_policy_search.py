@@ -201,19 +201,6 @@ def test_nothing_is_searched_before_the_first_commit(policy, hear, make_plan):
         assert not isinstance(found, SearchJob)
 
 
-def test_without_numba_the_coordinator_goes_on(policy, hear, live):
-    begin(policy, live)
-    jobs = []
-    for second in range(200):
-        hear(now_s=float(second))
-        job, reason = policy.next_plan(live.plan, float(second), sequence=2)
-        assert reason == ""
-        if job is not None:
-            jobs.append(job)
-            policy.searched(Searched(job=job, reason="", is_possible=False))
-    assert len(jobs) == 1
-
-
 @pytest.mark.parametrize("reports", [1, ODD_REPORTS], ids=["it is not known yet how slow", "it is known"])
 def test_a_search_waits_until_it_is_known_how_slow_a_link_has_become(policy, hear, make_heartbeat, live, reports):
     begin(policy, live)

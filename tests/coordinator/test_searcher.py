@@ -13,7 +13,6 @@ from shoal.coordinator.searcher import Searcher, inline
 from shoal.protocol.errors import LocalError
 
 JOB = SearchJob(
-    number=1,
     snapshot=Snapshot(peers=(), layer_costs=(1.0,), num_stages=1),
     previous=None,
     swarm=(),
@@ -42,10 +41,6 @@ class Scripted(GreedyAllocator):
         ((LAYOUT, "found"), Searched(job=JOB, layout=LAYOUT, reason="found")),
         ((None, "stays"), Searched(job=JOB, reason="stays")),
         (LocalError("a sentence"), Searched(job=JOB, reason="no search: a sentence")),
-        (
-            ImportError("no numba"),
-            Searched(job=JOB, reason="layouts are made without a search: no numba", is_possible=False),
-        ),
     ],
 )
 def test_whatever_happens_the_core_hears_of_it(outcome, expected):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from shoal.coordinator.allocate import live_allocator
 from shoal.coordinator.allocate.at_once import plan_at_once
-from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import SPEED_MAX, MeasuredPeer, NoLayout, Snapshot
 from shoal.coordinator.allocate.live_allocator import EvolutionaryAllocator
 from shoal.coordinator.allocate.measured_topology import topology_of
@@ -284,18 +283,6 @@ def test_a_newcomer_that_slows_the_others_down_joins_a_lone_holder_only_if_that_
     assert ALLOCATOR.allocate(snapshot, previous, seed=2).spares == ("k",)
     layout = ALLOCATOR.allocate(replace(snapshot, going_back_s=1e6), previous, seed=2)
     assert groups(layout)[1] == {"e", "k"}
-
-
-def test_without_a_search_a_newcomer_goes_where_its_network_makes_it_useful(monkeypatch):
-    monkeypatch.setattr(live_allocator, "find_spec", lambda _: None)
-    previous = plan_of([["a", "b", "c"], ["e", "f", "g", "h"], ["i", "j", "k"]])
-    snapshot = snapshot_of("abcdefghijk", previous=previous)
-    snapshot.network.bytes_per_s[3, 4:] /= 10.0
-    snapshot.network.bytes_per_s[4:, 3] /= 10.0
-    layout = EvolutionaryAllocator().allocate(snapshot, previous, seed=2)
-    by_speed = GreedyAllocator().allocate(snapshot, previous, seed=2)
-    assert "d" in groups(by_speed)[2], "where speed is least, in another city"
-    assert "d" in groups(layout)[0]
 
 
 def test_a_newcomer_goes_first_where_somebody_is_alone():
