@@ -22,7 +22,6 @@ QUICKER: Final = 1.3
 """How much quicker bfloat16 must be: it rounds, and a brief timing may not hold."""
 _RUNS: Final = 3
 _TOKENS: Final = 256
-_WIDTH: Final = 768
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:
@@ -69,7 +68,7 @@ def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) 
 
 def _sample(model: ModelSpec) -> ModelSpec:
     """Return a dense layer like the model's, wide enough to load the device and narrow enough for a second's test."""
-    heads = max(1, min(model.dim, _WIDTH) // model.head_dim)
+    heads = max(1, min(model.dim, 768) // model.head_dim)
     ffn_dim = min(model.ffn_dim, 3 * heads * model.head_dim)
     return ModelSpec(
         dim=heads * model.head_dim,

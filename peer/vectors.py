@@ -18,7 +18,6 @@ from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.ports import Payload
 from shoal.protocol.wire_format import WireFormat
 
-_BACKGROUND_PARTS: Final = 4
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONTRIBUTION_MAX: Final = 2.0**40
 """Largest number that a member may contribute to a sum of gradients. float32 holds the sum of 2^48 squares of it, so
@@ -50,7 +49,7 @@ class Vectors:
         """True if a gradient's bytes on the wire are converted, not a view of it."""
         self.chunk = chunk_bytes // 4
         """Elements."""
-        self.background_chunk = max(1, self.chunk // _BACKGROUND_PARTS)
+        self.background_chunk = max(1, self.chunk // 4)
         """Elements of a background frame, a quarter of a chunk. A frame that has begun delays an activation for the
         same peer, and 1 MiB takes 1.7 s at 5 Mbit/s. Smaller frames would cost more: each takes a third of a
         millisecond of both ends (`../protocol/live/MEASURED.md`)."""

@@ -25,12 +25,8 @@ from shoal.protocol.live.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S: Final = 5.0
-_CONNECT_S: Final = 3.0
-_FULL_S: Final = 0.1
-"""How long nothing is accepted after the process ran out of files."""
 _BETWEEN_S: Final = 1.0
 """Interval between two times that a stream's sender is dialled back."""
-_BACKLOG: Final = 64
 _TCP: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/\d+$")
 
 
@@ -128,7 +124,7 @@ class LaneDoor:
                 connected, (host, *_) = await loop.sock_accept(listener)
             except OSError as error:  # out of files, or the caller has gone again
                 logger.debug("no lane was accepted: %r", error)
-                await asyncio.sleep(_FULL_S)
+                await asyncio.sleep(0.1)  # the process ran out of files
                 continue
             self.spawn(self._welcome(connected, host), "welcome a lane")
 
@@ -202,7 +198,7 @@ async def _connect(host: str, port: int) -> socket.socket:
     own = socket.socket(family, socket.SOCK_STREAM)
     own.setblocking(False)
     try:
-        async with asyncio.timeout(_CONNECT_S):
+        async with asyncio.timeout(3.0):
             await asyncio.get_running_loop().sock_connect(own, (host, port))
     except BaseException:
         own.close()
@@ -217,7 +213,7 @@ def _listener(version: str, host: str, port: int) -> socket.socket:
             own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         own.setblocking(False)
         own.bind((host, port))
-        own.listen(_BACKLOG)
+        own.listen(64)
     except BaseException:
         own.close()
         raise

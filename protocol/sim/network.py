@@ -15,10 +15,6 @@ import numpy as np
 from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import Topology
 
-_MILLI = 1e-3
-_GIGA = 1e9
-_BITS_PER_BYTE = 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
@@ -131,7 +127,7 @@ class Network:
                     raise LocalError(
                         f"link {source} -> {destination} has latency {latency} s, bandwidth {bandwidth} bit/s"
                     )
-                rate = bandwidth / _BITS_PER_BYTE
+                rate = bandwidth / 8
                 row.append(LinkSpec(latency_s=latency, rate_bytes_per_s=rate, jitter_s=jitter_s, loss=loss))
             links.append(row)
         return cls(links)
@@ -148,8 +144,8 @@ class Network:
             raise LocalError(f"{path} cannot be read: {error.strerror}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise LocalError(f"{path} is not a network: {error}") from error
-        latency_s = file.latency_s or _scaled(file.latency_ms, _MILLI)
-        bandwidth_bits_per_s = file.bandwidth_bits_per_s or _scaled(file.bandwidth_gbps, _GIGA)
+        latency_s = file.latency_s or _scaled(file.latency_ms, 1e-3)
+        bandwidth_bits_per_s = file.bandwidth_bits_per_s or _scaled(file.bandwidth_gbps, 1e9)
         if latency_s is None or bandwidth_bits_per_s is None:
             raise LocalError(f"{path} is not a network: it lacks latency_s or bandwidth_bits_per_s")
         try:
