@@ -192,7 +192,7 @@ class Joining:
         version, era = plan.restore_version, plan.restore_era
         relay = Relay(era, version, self._group.mates, vectors=self._runtime.vectors)
         self._pass_on(relay)
-        try:
+        with relay:
             state = await self._fetcher(missing).fetch(
                 holders,
                 version=version,
@@ -202,10 +202,6 @@ class Joining:
                 relay=relay,
                 carriers=holders[1:],
             )
-        except BaseException:
-            relay.done(void=True)
-            raise
-        relay.done()
         return state.layers
 
     def _to_ask(self, plan: Plan) -> list[PeerID]:
