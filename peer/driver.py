@@ -20,7 +20,7 @@ from shoal.peer.base_layers import BaseLayers
 from shoal.peer.carried import CarriedState
 from shoal.peer.copies import Copies
 from shoal.peer.departure import Departure
-from shoal.peer.experts.seats import ExpertSeats
+from shoal.peer.experts.seats import DRAIN_S, ExpertSeats
 from shoal.peer.experts.server import ExpertServer
 from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.group.witnesses import Witnessed
@@ -53,7 +53,6 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_S = 30.0
 _SHORT_S = 20.0
 """Delay until a replica out of memory tries again. By then the next plan has replaced it, if another peer can."""
 _DOUBT_S = 30.0
@@ -325,7 +324,7 @@ class PeerDriver:
             self._spec, self._compute, self._arithmetic, memory_bytes=self._claims.memory_bytes
         )
 
-    async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
+    async def drain(self, timeout_s: float = DRAIN_S) -> bool:
         """Finish our work and see it committed; first save what no other peer holds (`departure.py`). Returns: True if
         all of that was done. Takes a little longer than `timeout_s` where a disk is slow."""
         self._draining = True
@@ -528,7 +527,7 @@ class PeerDriver:
             is_counted_out = not plan.has(me) and not self._is_leaving
             if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
-                await replica.drain(_DRAIN_S, unless=lambda: self._drains_in_vain(plan, replica.stage))
+                await replica.drain(DRAIN_S, unless=lambda: self._drains_in_vain(plan, replica.stage))
             # Else the group has gone on without us, or we missed a plan and cannot know whether it has.
             await self._drop_replica()
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):

@@ -39,8 +39,6 @@ REPORTED_MAX: Final = 64
 REPORTS_PER_BEAT: Final = 4
 """Links in a heartbeat, in turn. A report is about 80 bytes, so a thousand peers send 320 kB a heartbeat."""
 _KEPT_MAX = 256
-_CALLS = 16
-_SAMPLES = 8
 _SAMPLE_BYTES = 256 * 1024
 """Frames are added up to this size: the time of a small one says little."""
 SLOWED = 0.5
@@ -78,8 +76,8 @@ class _Link:
     )
 
     def __init__(self) -> None:
-        self.round_trips: deque[float] = deque(maxlen=_CALLS)
-        self.samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
+        self.round_trips: deque[float] = deque(maxlen=16)
+        self.samples: deque[tuple[float, float]] = deque(maxlen=8)
         self.chunks: deque[float] = deque(maxlen=32)
         self.pending = 0.0, 0.0  # (bytes, seconds) since the last sample
         self.is_shared = False  # another link was sending at the same time since the last sample

@@ -7,13 +7,18 @@ import numpy as np
 
 from shoal.protocol.errors import LocalError
 from shoal.protocol.limits import SCENARIO_DEVICES_MAX
-from shoal.protocol.topology import Floats, Topology, check_everybody_is_reached, close_paths, make_topology
-
-_BITS_PER_BYTE = 8.0
-_GIGA = 1e9
-_MEGA = 1e6
-_TERA = 1e12
-_MILLI = 1e-3
+from shoal.protocol.topology import (
+    BITS_PER_BYTE,
+    GIGA,
+    MEGA,
+    MILLI,
+    TERA,
+    Floats,
+    Topology,
+    check_everybody_is_reached,
+    close_paths,
+    make_topology,
+)
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -139,11 +144,11 @@ def topology_of(network: NetworkSection) -> Topology:
     card_of = np.array([r.devices_per_card for r in regions])[region]
     # The first device of each machine names its card.
     card = np.arange(len(region)) - number % card_of
-    last_mile_s = each([r.last_mile_ms * _MILLI for r in regions])
+    last_mile_s = each([r.last_mile_ms * MILLI for r in regions])
     latency_s = latency_RR[np.ix_(region, region)] + last_mile_s[:, None] + last_mile_s[None, :]
     bytes_per_s = rate_RR[np.ix_(region, region)].copy()
     same = card[:, None] == card[None, :]
-    latency_s = np.where(same, each([r.machine_ms * _MILLI for r in regions])[:, None], latency_s)
+    latency_s = np.where(same, each([r.machine_ms * MILLI for r in regions])[:, None], latency_s)
     bytes_per_s = np.where(same, each([_bytes_per_s(r.machine_mbps) for r in regions])[:, None], bytes_per_s)
     names = tuple(f"{regions[r].name}-{n}" for r, n in zip(region, number, strict=True))
     behind_nat = np.array([r.behind_nat for r in regions])[region]
@@ -151,8 +156,8 @@ def topology_of(network: NetworkSection) -> Topology:
     topology = make_topology(
         latency_s,
         bytes_per_s,
-        flop_per_s=each([r.tflops * _TERA for r in regions]),
-        memory_bytes=each([r.memory_gb * _GIGA for r in regions]),
+        flop_per_s=each([r.tflops * TERA for r in regions]),
+        memory_bytes=each([r.memory_gb * GIGA for r in regions]),
         up_bytes_per_s=each([_bytes_per_s(r.up_mbps) for r in regions]),
         down_bytes_per_s=each([_bytes_per_s(r.down_mbps) for r in regions]),
         card=card,
@@ -183,12 +188,12 @@ def _between_regions(network: NetworkSection) -> tuple[Floats, Floats]:
                 found = (elsewhere.latency_ms, elsewhere.mbps)
             if found is None:
                 raise LocalError(f"there is no path between {here.at!r} and {there.at!r}, and no [network.elsewhere]")
-            latency_s[i, j], bytes_per_s[i, j] = found[0] * _MILLI, _bytes_per_s(found[1])
+            latency_s[i, j], bytes_per_s[i, j] = found[0] * MILLI, _bytes_per_s(found[1])
     return latency_s, bytes_per_s
 
 
 def _bytes_per_s(mbps: float) -> float:
-    return mbps * _MEGA / _BITS_PER_BYTE
+    return mbps * MEGA / BITS_PER_BYTE
 
 
 def _require_link(latency_ms: float, mbps: float) -> None:

@@ -45,7 +45,6 @@ twice, and where a layer is a few ranges everybody waits for its uplink."""
 _OTHERS_S_MIN = 0.5
 _OTHERS_S_FIRST = 2.0
 """The same before anything has come from that holder."""
-_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +350,7 @@ class StateFetcher:
                     if wanted is None:
                         return
                     if under_way[peer] or loop.time() < begun_s + self._leaves_to_others_s(peer):
-                        await asyncio.sleep(_LOOK_S)
+                        await asyncio.sleep(0.1)
                         continue
                 if wanted in lent:
                     del lent[wanted]

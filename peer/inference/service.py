@@ -57,7 +57,6 @@ ANSWER_S: Final = 45.0
 """Seconds that an entry waits for the stages."""
 _VERSION_S: Final = 15.0
 """Seconds that a request waits for a version that this stage has not committed yet."""
-_LOOK_S: Final = 0.05
 _DIVIDED: Final = "the layers have just been repartitioned"
 
 
@@ -249,7 +248,7 @@ class InferenceService:
                     return await self._keep(replica, runtime)
             if now_s >= until_s:
                 raise self._no(f"a peer of stage {meta.stage} has no weights of version {wanted} yet")
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(0.05)
 
     async def _keep(self, replica: Replica, runtime: StageRuntime) -> tuple[int, FixedStage]:
         """Keep the committed version. It runs in a job, so that no step comes between."""

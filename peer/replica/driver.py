@@ -23,7 +23,6 @@ from torch import Tensor
 from shoal.peer.experts.call import JobInParts
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.light import LightMember
-from shoal.peer.model.flop import BACKWARD_PER_FORWARD
 from shoal.peer.pipeline.cargo import Hold
 from shoal.peer.pipeline.handing_back import HandingBack
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -68,6 +67,7 @@ from shoal.protocol.messages import Activation, Gradient, Hello
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ that have not proved their identity are few per address, few in total, and last 
 import asyncio
 import contextlib
 import logging
-import re
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -19,6 +18,7 @@ from shoal.protocol.limits import LANES_MAX, LANES_OF_ALL_MAX, WAITING_LANES_OF_
 from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.lane import Lane
 from shoal.protocol.live.link import Link
+from shoal.protocol.live.listen import TCP
 from shoal.protocol.live.secure_channel import Handshake
 from shoal.protocol.live.throttle import Throttle
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 _HANDSHAKE_S: Final = 5.0
 _BETWEEN_S: Final = 1.0
 """Interval between two times that a stream's sender is dialled back."""
-_TCP: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/\d+$")
 
 
 class LaneDoor:
@@ -47,7 +46,7 @@ class LaneDoor:
 
     def listen(self, listen: Sequence[str]) -> None:
         """Listen at the daemon's addresses, on a port that the system chooses. Args: listen: multiaddrs over TCP."""
-        places = dict.fromkeys((match[1], match[2]) for match in map(_TCP.match, listen) if match is not None)
+        places = dict.fromkeys((match[1], match[2]) for match in map(TCP.match, listen) if match is not None)
         try:
             for version, host in places:
                 self._listeners.append(_listener(version, host, self.port))
