@@ -34,8 +34,6 @@ ABANDONED_SNAPSHOTS: Final = 10
 """A layer group is removed after this many snapshots here without it: other peers hold it now. Every peer keeps `KEPT`
 versions, so no roll-back needs one that is so old."""
 _COMPLAIN_S = 60.0
-_WANTED_MAX = 16
-"""Requested versions that are still to come; more than one only where coordinators or leavers overlap."""
 
 
 class Archive:
@@ -111,7 +109,7 @@ class Archive:
         """Write a snapshot of this version too, beside the regular ones."""
         self._wanted.pop(version, None)
         self._wanted[version] = None
-        while len(self._wanted) > _WANTED_MAX:
+        while len(self._wanted) > 16:  # more than one only where coordinators or leavers overlap
             del self._wanted[next(iter(self._wanted))]
 
     def has(self, keys: Iterable[str], *, era: int, version: int) -> bool:

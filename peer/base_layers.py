@@ -214,7 +214,7 @@ class BaseLayers:
         relay = Relay(INITIAL, 0, mates, vectors=vectors)
         if mates:
             self._pass_on(relay)
-        try:
+        with relay:
             state = await fetcher.fetch(
                 holders,
                 version=0,
@@ -223,10 +223,6 @@ class BaseLayers:
                 relay=relay,
                 carriers=holders[1:],
             )
-        except BaseException:
-            relay.done(void=True)
-            raise
-        relay.done()
         return state.layers
 
     async def _keep(self, key: str, stored: Tensor) -> None:

@@ -25,7 +25,6 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.05
 _LOOK_S = 0.25
 WRITERS = 2
 """Members of a group that each write a snapshot and have a copy made outside: one of them may die over it."""
@@ -147,7 +146,7 @@ class Copies:
             given = [peer for peer in asked if self._server.has_given(peer, state.version)]
             if self._clock.now_s() >= until_s:
                 break
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(0.05)
         return given
 
     async def _offer(

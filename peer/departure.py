@@ -43,8 +43,6 @@ _ANSWER_S: Final = 4.0
 _PLAN_HEARTBEATS: Final = 2.0
 """Heartbeats until a plan could name a successor: ours on its way to the coordinator, and the votes."""
 _POLL_S: Final = 0.02
-_STEPS_AHEAD_MAX: Final = 64
-"""A version to save that is further ahead than this is an error of its sender."""
 
 
 class Departure:
@@ -240,7 +238,7 @@ class Departure:
             raise Refused(me, "keeps nothing on disk")
         tenures = [tenure for tenure in self._tenures() if tenure.is_ready and not tenure.core.group.is_light]
         newest = max((tenure.version for tenure in tenures), default=message.version)
-        if not 0 < message.version <= newest + _STEPS_AHEAD_MAX:
+        if not 0 < message.version <= newest + 64:  # further ahead is an error of its sender
             raise RemoteError(source, f"asks for version {message.version} to be saved, at version {newest}")
         self._count_save(source, message.version, plan)
         self._archive.want(message.version)

@@ -20,7 +20,7 @@ from shoal.peer.base_layers import BaseLayers
 from shoal.peer.carried import CarriedState
 from shoal.peer.copies import Copies
 from shoal.peer.departure import Departure
-from shoal.peer.experts.seats import ExpertSeats
+from shoal.peer.experts.seats import DRAIN_S, ExpertSeats
 from shoal.peer.experts.server import ExpertServer
 from shoal.peer.fetching_ahead import FetchingAhead
 from shoal.peer.group.witnesses import Witnessed
@@ -53,16 +53,8 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_S = 30.0
-_FAREWELL_S = 2.0
-_SILENCE_HEARTBEATS = 3.0
-_TO_PROBE_MAX = 16
-"""Over oceans a probe takes a second, and the coordinator asks for some with each heartbeat."""
 _SHORT_S = 20.0
 """Delay until a replica out of memory tries again. By then the next plan has replaced it, if another peer can."""
-_QUIET_LOOKS = 20
-_QUIET_LOOK_S = 0.05
-"""A probe waits for a moment without traffic: it looks `_QUIET_LOOKS` times, `_QUIET_LOOK_S` apart."""
 _DOUBT_S = 30.0
 _AGAIN_S = 0.5
 """Delay until a probe far below earlier ones is repeated, if the coordinator found the run too slow in `_DOUBT_S`."""
@@ -175,7 +167,7 @@ class PeerDriver:
             on_state=self._heard,
             on_reborn=self._reborn,
             on_silence=self._on_silence,
-            silence_s=_SILENCE_HEARTBEATS * spec.swarm.heartbeat_s,
+            silence_s=3.0 * spec.swarm.heartbeat_s,
             knows=lambda peer: self._recent.has(peer, now_s=clock.now_s()),
         )
         self._carried = CarriedState()
@@ -332,7 +324,7 @@ class PeerDriver:
             self._spec, self._compute, self._arithmetic, memory_bytes=self._claims.memory_bytes
         )
 
-    async def drain(self, timeout_s: float = _DRAIN_S) -> bool:
+    async def drain(self, timeout_s: float = DRAIN_S) -> bool:
         """Finish our work and see it committed; first save what no other peer holds (`departure.py`). Returns: True if
         all of that was done. Takes a little longer than `timeout_s` where a disk is slow."""
         self._draining = True
@@ -341,7 +333,7 @@ class PeerDriver:
         self.pausing.resume()  # a drain finishes what is in flight, which a pause would hold up
         self._say_hello()
         drained = await self._departure.run(timeout_s)
-        await self._neighbours.flush(_FAREWELL_S)  # group members wait for the last word of a peer that leaves
+        await self._neighbours.flush(2.0)  # group members wait for the last word of a peer that leaves
         return drained
 
     async def close(self) -> None:
@@ -535,7 +527,7 @@ class PeerDriver:
             is_counted_out = not plan.has(me) and not self._is_leaving
             if before is not None and plan.previous == before.digest and not is_counted_out:
                 replica.depart(plan)
-                await replica.drain(_DRAIN_S, unless=lambda: self._drains_in_vain(plan, replica.stage))
+                await replica.drain(DRAIN_S, unless=lambda: self._drains_in_vain(plan, replica.stage))
             # Else the group has gone on without us, or we missed a plan and cannot know whether it has.
             await self._drop_replica()
         elif replica is not None and (renewing or (before is not None and plan.since_of(me) > before.plan.sequence)):
@@ -668,7 +660,7 @@ class PeerDriver:
     def measure_links(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
         """Measure our links to `peers`, as the coordinator asks. The peers `beside` us share our network card."""
         self._beside = beside
-        self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:_TO_PROBE_MAX]
+        self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:16]  # over oceans a probe takes a second
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe_links(), name="measure links")
 
@@ -721,10 +713,11 @@ class PeerDriver:
             self._is_card_known = self._is_card_known or found > 0.0
 
     async def _is_quiet(self) -> bool:
-        for _ in range(_QUIET_LOOKS):
+        """Wait for a moment without traffic, a second at most."""
+        for _ in range(20):
             if self._meter.is_quiet:
                 return True
-            await asyncio.sleep(_QUIET_LOOK_S)
+            await asyncio.sleep(0.05)
         return False
 
     # --- told by the tenures ---

@@ -42,9 +42,6 @@ _REFUSALS_MAX = 2
 """A holder that has stepped on and refuses a gradient this often has not kept it."""
 _IN_VAIN_MAX = 1
 """If more layers in a row come too late to be replayed, further ones would only take bandwidth from the steps."""
-_FINISH_TRIES = 4
-_STEP_FLOP = 20.0
-"""FLOP of a step per parameter, as `Shard` counts."""
 _ROOM_TIMES = 2.0
 _PART_OF_STEP = 0.8
 """Gradients of the replayed layers may take at most this part of a step's time: with more we fall behind."""
@@ -55,8 +52,6 @@ _LAG_STEPS = 2
 """If layers are this far behind, and their gradients come too slowly, there are too many."""
 _SLOW_PART = 0.25
 """A holder that sends a layer at less than this part of our line's rate is too slow or too busy: try another one."""
-_RANGES_AT_ONCE = 2
-"""Number of ranges asked for at once, so that the line does not idle between two."""
 
 
 @dataclass(slots=True)
@@ -346,7 +341,7 @@ class FetchingAhead:
         stepped = await self._compute.run(
             "step",
             lambda: self._arithmetic.step_layer(key, at.layer, gradient_N, at.version),
-            flop=_STEP_FLOP * gradient_N.numel(),
+            flop=20.0 * gradient_N.numel(),  # as `Shard` counts
         )
         ready.has[key] = _Replayed(at.version + 1, stepped.value)
         source.in_vain = 0
@@ -370,7 +365,7 @@ class FetchingAhead:
                 await fetch_range(peer, wanted, into_N, endpoint=self._endpoint, inbox=self._inbox, vectors=vectors)
                 came(stop - start)
 
-        working = [asyncio.create_task(work()) for _ in range(_RANGES_AT_ONCE)]
+        working = [asyncio.create_task(work()) for _ in range(2)]  # so that the line does not idle between two
         try:
             await asyncio.gather(*working)
         finally:
@@ -393,7 +388,7 @@ class FetchingAhead:
 
     async def _finish(self, ready: _Preparing, source: _Source, version: int) -> None:
         tries = 0
-        while tries < _FINISH_TRIES:
+        while tries < 4:
             here = source.here(ready.has)
             if not here or ready.has[here[0]].version >= version:
                 return

@@ -34,10 +34,6 @@ async def _nothing(era: int, version: int, members: Collection[PeerID]) -> Mappi
 
 
 _RETRY_S = 1.0
-_RETRY_FIRST_S = 0.1
-"""A member may hear of a layout before the holders of its layers do; these then answer that they offer nothing yet."""
-_RETRY_MATES_S = 0.25
-"""Holders may still be signing their state, which takes a round trip."""
 
 
 class Joining:
@@ -160,7 +156,7 @@ class Joining:
         known = {key: ahead[key] for key in missing if key in ahead}
         if missing:
             logger.info("%d layers to get, %d of them fetched ahead", len(missing), len(known))
-        wait_s = _RETRY_FIRST_S
+        wait_s = 0.1  # the holders of our layers may hear of the layout later than we
         while True:
             holders = self._to_ask(plan)
             try:
@@ -196,7 +192,7 @@ class Joining:
         version, era = plan.restore_version, plan.restore_era
         relay = Relay(era, version, self._group.mates, vectors=self._runtime.vectors)
         self._pass_on(relay)
-        try:
+        with relay:
             state = await self._fetcher(missing).fetch(
                 holders,
                 version=version,
@@ -206,10 +202,6 @@ class Joining:
                 relay=relay,
                 carriers=holders[1:],
             )
-        except BaseException:
-            relay.done(void=True)
-            raise
-        relay.done()
         return state.layers
 
     def _to_ask(self, plan: Plan) -> list[PeerID]:
@@ -238,7 +230,7 @@ class Joining:
                     pass
             except (Unreachable, Refused, RemoteError) as error:
                 logger.info("no state yet: %s", error)
-                await asyncio.sleep(_RETRY_MATES_S)
+                await asyncio.sleep(0.25)  # holders may still be signing their state, which takes a round trip
                 continue
             return
 

@@ -19,8 +19,6 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 FOLDER: Final = "light"
-_ALL: Final = 2**31
-"""Versions that stay when another is written: layers may be a step apart."""
 
 
 class KeptLayers:
@@ -74,7 +72,7 @@ class KeptLayers:
                 layers=of_version,
                 spec=self._spec,
                 era=era,
-                keep=_ALL,
+                keep=2**31,  # all versions stay: layers may be a step apart
             )
 
     def _take(self, disk: Disk, era: int, keys: Collection[str], taken: dict[str, tuple[int, LayerState]]) -> None:

@@ -30,7 +30,6 @@ KNOWN: Final[Mapping[str, str]] = {
 """Optimizer -> digest of the layer after its steps."""
 _KEY: Final = "layers.0"
 _MODEL: Final = ModelSpec(vocab_size=256, dim=32, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=64, context=32)
-_STEPS: Final = 3
 _CPU: Final = torch.device("cpu")
 
 
@@ -56,7 +55,7 @@ def answer(optimizer: str, device: torch.device) -> str:
         moment1_N=layer.moment1_N.to(device),
         moment2_N=layer.moment2_N.to(device),
     )
-    for step in range(_STEPS):
+    for step in range(3):
         gradient_N = _numbers(numel, 1 + step, smallest=70).to(device)
         layer = step_layer(spec, _KEY, layer, gradient_N, step) or layer
     return layer.digest()

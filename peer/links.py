@@ -39,15 +39,8 @@ REPORTED_MAX: Final = 64
 REPORTS_PER_BEAT: Final = 4
 """Links in a heartbeat, in turn. A report is about 80 bytes, so a thousand peers send 320 kB a heartbeat."""
 _KEPT_MAX = 256
-_CALLS = 16
-_SAMPLES = 8
 _SAMPLE_BYTES = 256 * 1024
 """Frames are added up to this size: the time of a small one says little."""
-_LITTLE_BYTES = 1024
-_CHUNKS = 32
-_GAP_S = 2.0
-"""Chunks further apart than this were not sent one right after the other."""
-_PROBES = 3
 SLOWED = 0.5
 STEADY = 1.5
 _LOOK_S, _LOOK_S_MAX = 4.0, 20.0
@@ -83,13 +76,13 @@ class _Link:
     )
 
     def __init__(self) -> None:
-        self.round_trips: deque[float] = deque(maxlen=_CALLS)
-        self.samples: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
-        self.chunks: deque[float] = deque(maxlen=_CHUNKS)
+        self.round_trips: deque[float] = deque(maxlen=16)
+        self.samples: deque[tuple[float, float]] = deque(maxlen=8)
+        self.chunks: deque[float] = deque(maxlen=32)
         self.pending = 0.0, 0.0  # (bytes, seconds) since the last sample
         self.is_shared = False  # another link was sending at the same time since the last sample
         self.mark = 0  # `LinkMeter._num_mixed` when this link was last looked at
-        self.probes: deque[float] = deque(maxlen=_PROBES)
+        self.probes: deque[float] = deque(maxlen=3)
         self.chunk_at_s: float | None = None
         self.num_sending = 0
         self.num_failed = 0  # failed tries in a row
@@ -309,7 +302,8 @@ class LinkMeter:
             link.chunk_at_s = None
             return
         now_s = self._clock.now_s()
-        if link.chunk_at_s is not None and now_s - link.chunk_at_s <= _GAP_S:
+        # Chunks further apart were not sent one right after the other.
+        if link.chunk_at_s is not None and now_s - link.chunk_at_s <= 2.0:
             link.chunks.append(_rate(nbytes, now_s - link.chunk_at_s))
         link.chunk_at_s = now_s
 
@@ -381,7 +375,7 @@ class MeteredTransport:
         self, peer: PeerID, meta: bytes, payload: Payload, *, priority: Priority, again: bytes | None = None
     ) -> None:
         left, nbytes = False, _size(payload)
-        if nbytes < _LITTLE_BYTES:
+        if nbytes < 1024:
             await self._transport.send(peer, meta, payload, priority=priority, again=again)
             self._meter.sent_little(peer, nbytes)
             return

@@ -13,8 +13,6 @@ from shoal.protocol.messages import Done
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.5
-
 
 class Outbox:
     """One queue and one sender task per peer. A message replaces an unsent one under the same key, at the end of the
@@ -84,7 +82,7 @@ class Outbox:
                     if self._queues.get(peer) is queue:  # else the peer was forgotten meanwhile, with its messages
                         if key not in queue:  # else a later message under the same key has come
                             self._queues[peer] = {key: message} | queue
-                        await asyncio.sleep(_RETRY_S)
+                        await asyncio.sleep(0.5)
                 except (Refused, RemoteError) as error:
                     logger.debug("%s was declined: %s", type(message).__name__, error)
                 else:

@@ -16,7 +16,6 @@ KEPT_S: Final = 7 * 24 * 3600.0
 """Time for an owner to notice."""
 ERAS_KEPT: Final = 2
 """Older eras with snapshots here at the same time: with the current one three times the room of one."""
-_NOTED_MAX: Final = 64
 
 
 class PastEras:
@@ -46,7 +45,7 @@ class PastEras:
         ended = {era: wall_s for era in eras if era < max(eras) and era not in self._ended_s}
         if not ended:
             return
-        self._ended_s = dict(sorted((self._ended_s | ended).items())[-_NOTED_MAX:])
+        self._ended_s = dict(sorted((self._ended_s | ended).items())[-64:])
         text = "".join(f"{era} {ended_s:.0f}\n" for era, ended_s in self._ended_s.items())
         replace_file(self._disk, self._path, text.encode())
 

@@ -20,9 +20,6 @@ logger = logging.getLogger(__name__)
 
 QUICKER: Final = 1.3
 """How much quicker bfloat16 must be: it rounds, and a brief timing may not hold."""
-_RUNS: Final = 3
-_TOKENS: Final = 256
-_WIDTH: Final = 768
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:
@@ -59,7 +56,7 @@ def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) 
     """Return the shortest times in float32 and in bfloat16. They take turns, so that other load hits both."""
     jobs = [_there_and_back(model, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     best_s = [math.inf, math.inf]
-    for _ in range(_RUNS):
+    for _ in range(3):
         for kind, job in enumerate(jobs):
             began_s = clock()
             job()
@@ -69,7 +66,7 @@ def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) 
 
 def _sample(model: ModelSpec) -> ModelSpec:
     """Return a dense layer like the model's, wide enough to load the device and narrow enough for a second's test."""
-    heads = max(1, min(model.dim, _WIDTH) // model.head_dim)
+    heads = max(1, min(model.dim, 768) // model.head_dim)
     ffn_dim = min(model.ffn_dim, 3 * heads * model.head_dim)
     return ModelSpec(
         dim=heads * model.head_dim,
@@ -77,7 +74,7 @@ def _sample(model: ModelSpec) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=heads,
         ffn_dim=ffn_dim,
-        context=min(model.context, _TOKENS),
+        context=min(model.context, 256),
     )
 
 

@@ -20,9 +20,6 @@ from shoal.protocol.messages import Advert, LinkReport, Ping, ProbeChunk, Probed
 from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
-_REPEATS = 5
-_PINGS = 3
-_ECHO_TIMEOUT_S = 20.0
 _REACH_S = 4.0
 """Timeout of a ping. It is half the time that a first plan waits, so unreachable peers are known before that plan."""
 _QUICK_S = 0.05
@@ -43,7 +40,6 @@ _TRAIN_TOGETHER = 8
 """Minimum number of frames to each of several peers: a card takes turns between links, frame by frame."""
 _MARK, _UNANSWERED = -1, -2
 """Nonces of frames that get no answer. A number of ours could pass for the answer to the other end's own probe."""
-_MARKS_KEPT_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +71,7 @@ async def probe_device(
     forward = arithmetic.probe_job()
     flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
     seconds = []
-    for _ in range(1 + _REPEATS):
+    for _ in range(6):  # the first one warms up
         timed = await compute.run("probe", forward, flop=flop)
         seconds.append(timed.ended_s - timed.started_s)
     return DeviceProbe(
@@ -112,7 +108,7 @@ class LinkProbe:
         """Send a few pings, then frames with an echo: an eighth of `payload_bytes`; if that was quick, all of them; if
         that was quick too, several such frames in a row. Raises: Unreachable, Refused, RemoteError."""
         round_trips = []
-        for _ in range(_PINGS):
+        for _ in range(3):
             sent_s = self._clock.now_s()
             await self._endpoint.ask(peer, Ping(), Ping)
             round_trips.append(self._clock.now_s() - sent_s)
@@ -141,7 +137,7 @@ class LinkProbe:
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
         begun_s = self._clock.now_s()
         try:
-            async with asyncio.timeout(_ECHO_TIMEOUT_S):
+            async with asyncio.timeout(20.0):
                 for left in reversed(range(times)):
                     meta = ProbeChunk(nonce=_UNANSWERED if left else nonce, echo=left == 0)
                     await self._endpoint.send(peer, meta, payload, priority=Priority.BULK)
@@ -232,7 +228,7 @@ class LinkProbe:
         if meta.nonce == _MARK:
             self._marks_s[source] = self._clock.now_s()
             self._marks_s.move_to_end(source)
-            if len(self._marks_s) > _MARKS_KEPT_MAX:
+            if len(self._marks_s) > 1024:
                 self._marks_s.popitem(last=False)
         elif meta.echo:
             now_s = self._clock.now_s()

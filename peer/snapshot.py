@@ -298,27 +298,6 @@ def read_snapshot(disk: Disk, path: PurePosixPath) -> Snapshot:
     )
 
 
-def read_newest(disk: Disk, folder: PurePosixPath, run: str = "", *, on_damage: OnDamage = log_damage) -> Snapshot:
-    """Read and check the newest undamaged snapshot in `folder` (of one run, or of all).
-
-    Args: on_damage: gets each damaged snapshot that was passed over.
-    Raises: LocalError: there is none; it names the newest of the damaged ones.
-    """
-    damaged: list[DamagedSnapshot] = []
-    for stored in reversed(list_snapshots(disk, folder, run, on_damage=damaged.append)):
-        try:
-            snapshot = read_snapshot(disk, stored.path)
-        except DamagedSnapshot as damage:
-            damaged.append(damage)
-        else:
-            for passed_over in damaged:
-                on_damage(passed_over)
-            return snapshot
-    if damaged:
-        raise LocalError(f"there is no undamaged snapshot in {disk.where(folder)}: {max(damaged, key=_age_of_damage)}")
-    raise LocalError(f"there is no snapshot in {disk.where(folder)}")
-
-
 def read_layers(disk: Disk, path: PurePosixPath, keys: Iterable[str]) -> dict[str, LayerState]:
     """Read and check only some layers of the snapshot in the folder `path`, in the order asked.
     Raises: DamagedSnapshot: see `read_snapshot`. LocalError: the snapshot does not hold one of them."""
@@ -394,10 +373,6 @@ def _age(name: str, run: str = "") -> tuple[int, int] | None:
     if found is None or run not in ("", found.run):
         return None
     return (found.era, found.version)
-
-
-def _age_of_damage(damage: DamagedSnapshot) -> tuple[int, int]:
-    return _age(damage.path.name) or (0, 0)
 
 
 def _manifest_digest(data: bytes) -> str:

@@ -90,8 +90,6 @@ from shoal.protocol.timer import Timer
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_REPAIR_TRIES = 10
-_NEVER: Final = 2**62
 _CHUNKS_AT_ONCE: Final = 8
 """Chunks added before the first of them is sent: a thread switch for each would cost as much as adding it."""
 
@@ -651,7 +649,7 @@ class Tenure(ABC):
         return min(self._s.server.pinned_from(), absent, self._lacks_from())
 
     def _lacks_from(self) -> int:
-        return _NEVER if self._light is None else self._light.needs_from()
+        return 2**62 if self._light is None else self._light.needs_from()
 
     def _make_tied(self) -> TiedGradient | None:
         """Return what combines the gradients of a matrix that both ends of the pipeline hold; None: we hold none."""
@@ -686,7 +684,7 @@ class Tenure(ABC):
         return [*near, *(peer for peer in named if peer != group.me and peer not in near)]
 
     async def _ask_repair(self, message: Repair) -> None:
-        for _ in range(_REPAIR_TRIES):
+        for _ in range(10):
             for peer in self.core.plan.stages[0].peers:
                 try:
                     await self._s.endpoint.ask(peer, message, Done)

@@ -18,8 +18,7 @@ from shoal.protocol.limits import BULK_CHUNK_BYTES
 from shoal.protocol.ports import Payload
 from shoal.protocol.wire_format import WireFormat
 
-_BACKGROUND_PARTS: Final = 4
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONTRIBUTION_MAX: Final = 2.0**40
 """Largest number that a member may contribute to a sum of gradients. float32 holds the sum of 2^48 squares of it, so
 that no member can make a mean that optimizers reject."""
@@ -43,14 +42,14 @@ class Vectors:
         self.sums = tuple(sums)
         self.mean_form: WireFormat = "bf16" if self.sums == ("bf16",) else "fp32"
         """Format of a reduced gradient that is rounded already: it must arrive without loss."""
-        self._mean_dtype = _DTYPES[self.mean_form]
+        self._mean_dtype = DTYPES[self.mean_form]
         self.mean_bytes = self._mean_dtype.itemsize
         """Bytes per number in `mean_form`."""
         self.narrows = self.sums != ("fp32",)
         """True if a gradient's bytes on the wire are converted, not a view of it."""
         self.chunk = chunk_bytes // 4
         """Elements."""
-        self.background_chunk = max(1, self.chunk // _BACKGROUND_PARTS)
+        self.background_chunk = max(1, self.chunk // 4)
         """Elements of a background frame, a quarter of a chunk. A frame that has begun delays an activation for the
         same peer, and 1 MiB takes 1.7 s at 5 Mbit/s. Smaller frames would cost more: each takes a third of a
         millisecond of both ends (`../protocol/live/MEASURED.md`)."""
@@ -85,15 +84,15 @@ class Vectors:
     def piece_payload(self, values_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload:
         """Encode a float32 piece of a round: bf16 rounds to nearest, formats of few bits stochastically. Args: key:
         unique to this piece, so that it has the same bytes every time."""
-        if form in _DTYPES:
-            return _payload(values_C, _DTYPES[form])
+        if form in DTYPES:
+            return _payload(values_C, DTYPES[form])
         payload_B = codec.encode(values_C.detach(), codec.FORMATS[form], key=key)
         return memoryview(payload_B.numpy().data)
 
     def piece_of(self, payload: Payload, form: WireFormat, size: int) -> Tensor:
         """Decode a piece of a round, of `tensor_bytes(form, size)` bytes. Returns: float32 [size]."""
-        if form in _DTYPES:
-            return torch.frombuffer(payload, dtype=_DTYPES[form]).to(torch.float32)
+        if form in DTYPES:
+            return torch.frombuffer(payload, dtype=DTYPES[form]).to(torch.float32)
         payload_B = torch.frombuffer(payload, dtype=torch.uint8)
         return codec.decode(payload_B, size, codec.FORMATS[form])
 
@@ -107,9 +106,9 @@ class Vectors:
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
         """Round in place to what others will read of it. Returns: its bytes, in formats of few bits, where
         `piece_payload` would round it a second time; else None: rounding to bf16 twice changes nothing."""
-        if form in _DTYPES:
+        if form in DTYPES:
             if form != "fp32":
-                mean_C.copy_(mean_C.to(_DTYPES[form]))
+                mean_C.copy_(mean_C.to(DTYPES[form]))
             return None
         payload = self.piece_payload(mean_C, form, key)
         mean_C.copy_(self.piece_of(payload, form, mean_C.numel()))

@@ -12,12 +12,9 @@ from typing import Final
 from shoal.protocol.layers import EMBED, HEAD, all_layer_keys
 from shoal.protocol.spec import BaseFormat, ModelSpec
 from shoal.protocol.tensors import ROUTER, layer_tensors
+from shoal.protocol.wire_format import tensor_bytes
 
 ALIGNMENT: Final = 16
-_PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
-TILE: Final = 64
-"""Elements that share one scale in "int8" and "nf4"."""
-_TILE_BYTES: Final = {"int8": 66, "nf4": 34}
 
 
 def stored_tensors(
@@ -28,16 +25,9 @@ def stored_tensors(
     first = 0
     for name, shape in (matrices | vectors).items():
         form = _form_of(base, key, shape, is_router=name.endswith(ROUTER))
-        end = first + form_bytes(form, math.prod(shape))
+        end = first + tensor_bytes(form, math.prod(shape))
         yield name, shape, form, first, end
         first = end + -end % ALIGNMENT
-
-
-def form_bytes(form: BaseFormat, numel: int) -> int:
-    """Return the size in bytes of a tensor of `numel` elements."""
-    if form in _PLAIN_BYTES:
-        return _PLAIN_BYTES[form] * numel
-    return _TILE_BYTES[form] * -(-numel // TILE)
 
 
 @lru_cache(maxsize=4096)

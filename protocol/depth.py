@@ -15,7 +15,7 @@ _FIXED = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _EXT = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _LENGTH = {1: ">B", 2: ">H", 4: ">I"}
-_TUPLE_EXT = 0x40
+TUPLE_EXT = 0x40
 
 
 class TooDeep(ValueError):
@@ -75,7 +75,7 @@ def check_depth(data: bytes | bytearray | memoryview) -> None:
             at += 1
             if at + size > region_end:
                 raise TooDeep("a value is cut short")
-            if code == _TUPLE_EXT:
+            if code == TUPLE_EXT:
                 open_items.append([-1, at + size])  # a region: any number of values until its end
             else:
                 at += size

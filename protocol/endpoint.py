@@ -43,8 +43,6 @@ M = TypeVar("M", bound=msgspec.Struct)
 _ENCODER = msgspec.msgpack.Encoder()
 _MESSAGES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Message)
 _FRAMES: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.FrameMeta)
-_RECORDS_KEPT = 4096
-"""Cached directory records of all runs in this process."""
 _RECORDS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages.Record)
 _SHOW = "show your certificate"
 _NOT_NEW = (
@@ -321,7 +319,7 @@ def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: 
     return envelope.sender, record
 
 
-@lru_cache(maxsize=_RECORDS_KEPT)
+@lru_cache(maxsize=4096)  # of all runs in this process
 def _opened_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[Envelope, Any]:
     """Decode a record, cached: most records are unchanged at the next reading."""
     envelope = seals.unseal(data, "record", run=run, source=source, relayed=True)

@@ -20,6 +20,7 @@ import base58
 import msgspec
 from blake3 import blake3
 
+from shoal.protocol.envelope import SIGNATURE_BYTES
 from shoal.protocol.errors import InviteError
 from shoal.protocol.identity import Identity, PeerID, peer_id_of, public_key_of
 from shoal.protocol.limits import ADDRESS_CHARS_MAX, ADDRESSES_MAX, PROTOCOL_VERSION
@@ -41,7 +42,6 @@ _PLACE = re.compile(r"^/(ip[46]|dns[46a]?[a-z]*)/([^/]+)/tcp/\d+")
 _KEYLESS, _KEYED = 0, 1
 _TERMS = struct.Struct(">IHB")
 """The key's terms: expiry, number of seats, and whether its members may train."""
-_SIGNATURE_BYTES = 64
 EXPIRES_S_MAX = (1 << 32) - 1
 SEATS_MAX = (1 << 16) - 1
 
@@ -228,7 +228,7 @@ def _decode(body: bytes) -> Invite:
 def _decode_key(rest: bytes, run: str, owner: PeerID) -> tuple[InviteKey, bytes]:
     seed, rest = rest[:_KEY_BYTES], rest[_KEY_BYTES:]
     expires_s, seats, may_train = _TERMS.unpack_from(rest)
-    end = _TERMS.size + _SIGNATURE_BYTES
+    end = _TERMS.size + SIGNATURE_BYTES
     if len(rest) < end or may_train > 1:
         raise ValueError("invalid terms of the key")
     delegation = Delegation(Identity(seed).public_key, expires_s, seats, bool(may_train), rest[_TERMS.size : end])

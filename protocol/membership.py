@@ -27,8 +27,6 @@ from shoal.protocol.identity import Identity, PeerID, peer_id_of, public_key_of
 from shoal.protocol.limits import CERTIFICATE_BYTES_MAX, PEERS_MAX
 from shoal.protocol.statement import sign_statement, statement_holds
 
-INVITE_NAME_BYTES = 4
-_GUESTS_MAX = 64
 RENEWED_FOR_S = 30 * 24 * 3600
 """Life of a renewed certificate: a member may be away about this long without needing a new invite."""
 
@@ -85,7 +83,7 @@ _CERTIFICATES = msgspec.msgpack.Decoder(Certificate)
 
 
 def invite_name(key: bytes) -> str:
-    return blake3(key).hexdigest(length=INVITE_NAME_BYTES)
+    return blake3(key).hexdigest(length=4)
 
 
 def delegate(
@@ -182,7 +180,7 @@ class Members:
         self.planned: Set[PeerID] | None = None
         """Members of recently obeyed plans, even with expired certificates. None: this peer knows no plan, so it cannot
         tell and accepts expired certificates."""
-        self.guests: deque[PeerID] = deque(maxlen=_GUESTS_MAX)
+        self.guests: deque[PeerID] = deque(maxlen=64)
         """Commands on this machine, which have a member's permissions."""
         self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""
         self.excluded = Excluded()

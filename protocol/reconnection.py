@@ -37,7 +37,6 @@ EVERY_S: Final = 1.0
 EVERY_S_MAX: Final = 30.0
 _SHARE: Final = 0.05
 """Later intervals are this share of the absence: 3 s after a minute."""
-_JITTER: Final = 0.2
 DIALS_MAX: Final = 16
 PATIENCES_S: Final = (2, 2, 4)
 """Timeouts of successive dials, repeated. A dial that exceeds libp2p's own five seconds blocks further dials of the
@@ -279,7 +278,7 @@ class Reconnection:
         absence.tries += 1
         least_s = SECOND_EVERY_S if absence.is_second else EVERY_S
         every_s = min(max(least_s, _SHARE * (now_s - absence.since_s)), EVERY_S_MAX)
-        jitter = 1.0 + _JITTER * (2.0 * self.rng.random() - 1.0)
+        jitter = 1.0 + 0.2 * (2.0 * self.rng.random() - 1.0)
         pause_s = AFTER_A_MOVE_S if absence.is_our_move and outcome is not None else 0.0
         absence.dial_at_s = max(now_s + pause_s, began_s + every_s * jitter)
         return absence.last

@@ -22,11 +22,11 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-_BITS_PER_BYTE = 8.0
-_GIGA = 1e9
-_MEGA = 1e6
-_TERA = 1e12
-_MILLI = 1e-3
+BITS_PER_BYTE = 8.0
+GIGA = 1e9
+MEGA = 1e6
+TERA = 1e12
+MILLI = 1e-3
 DEFAULT_FLOP_PER_S = 45e12
 """Default device speed: a V100 in fp16, as in the DT-FM paper's measurements."""
 DEFAULT_MEMORY_BYTES = 16e9
@@ -178,8 +178,8 @@ def _notes(found: Any, file: "NetworkFile") -> tuple[str, ...]:
         notes.append(f"not read: {_listed(others)}")
     devices = file.devices or [DeviceEntry()] * len(file.latency_s or file.latency_ms or ())
     for what, default, given in (
-        ("speed", f"{DEFAULT_FLOP_PER_S / _TERA:g} TFLOP/s", [entry.tflops is not None for entry in devices]),
-        ("memory", f"{DEFAULT_MEMORY_BYTES / _GIGA:g} GB", [entry.memory_gb is not None for entry in devices]),
+        ("speed", f"{DEFAULT_FLOP_PER_S / TERA:g} TFLOP/s", [entry.tflops is not None for entry in devices]),
+        ("memory", f"{DEFAULT_MEMORY_BYTES / GIGA:g} GB", [entry.memory_gb is not None for entry in devices]),
     ):
         if not all(given):
             left = given.count(False)
@@ -248,9 +248,9 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
 
     def topology(self) -> Topology:
         """Raises: LocalError."""
-        latency, latency_unit = (self.latency_s, 1.0) if self.latency_s is not None else (self.latency_ms, _MILLI)
+        latency, latency_unit = (self.latency_s, 1.0) if self.latency_s is not None else (self.latency_ms, MILLI)
         rate, rate_unit = (
-            (self.bandwidth_bits_per_s, 1.0) if self.bandwidth_bits_per_s is not None else (self.bandwidth_gbps, _GIGA)
+            (self.bandwidth_bits_per_s, 1.0) if self.bandwidth_bits_per_s is not None else (self.bandwidth_gbps, GIGA)
         )
         if latency is None or rate is None:
             raise LocalError("it lacks latency_ms or bandwidth_gbps")
@@ -258,7 +258,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
             raise LocalError(f"its {len(latency)} devices are more than {SCENARIO_DEVICES_MAX}")
         with np.errstate(over="ignore"):  # infinite values are refused later, with a sentence
             latency_s = _matrix("latency", latency) * latency_unit
-            bytes_per_s = _matrix("bandwidth", rate) * (rate_unit / _BITS_PER_BYTE)
+            bytes_per_s = _matrix("bandwidth", rate) * (rate_unit / BITS_PER_BYTE)
         n = len(latency_s)
         entries = self.devices if self.devices is not None else [DeviceEntry()] * n
         regions = self.device_regions if self.device_regions is not None else [""] * n
@@ -271,10 +271,10 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
         topology = make_topology(
             latency_s,
             bytes_per_s,
-            flop_per_s=[DEFAULT_FLOP_PER_S if e.tflops is None else e.tflops * _TERA for e in entries],
-            memory_bytes=[DEFAULT_MEMORY_BYTES if e.memory_gb is None else e.memory_gb * _GIGA for e in entries],
-            up_bytes_per_s=[entry.up_mbps * _MEGA / _BITS_PER_BYTE for entry in entries],
-            down_bytes_per_s=[entry.down_mbps * _MEGA / _BITS_PER_BYTE for entry in entries],
+            flop_per_s=[DEFAULT_FLOP_PER_S if e.tflops is None else e.tflops * TERA for e in entries],
+            memory_bytes=[DEFAULT_MEMORY_BYTES if e.memory_gb is None else e.memory_gb * GIGA for e in entries],
+            up_bytes_per_s=[entry.up_mbps * MEGA / BITS_PER_BYTE for entry in entries],
+            down_bytes_per_s=[entry.down_mbps * MEGA / BITS_PER_BYTE for entry in entries],
             card=card,
             names=names,
             regions=tuple(regions),

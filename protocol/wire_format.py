@@ -39,8 +39,9 @@ AUTO_SUMS: Final[tuple[WireFormat, ...]] = ("int8", "hadamard4")
 """Formats of reductions for plans to choose from under "auto", widest first (costs: `kernels/codec/MEASURED.md`)."""
 
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
-_TILE: Final = 64
-_TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4": 34, "hadamard3": 26}
+TILE: Final = 64
+"""Elements that share one scale."""
+_TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4": 34, "hadamard3": 26, "nf4": 34}
 
 
 def is_in_few_bits(form: WireFormat) -> bool:
@@ -48,11 +49,11 @@ def is_in_few_bits(form: WireFormat) -> bool:
     return form in _TILE_BYTES
 
 
-def tensor_bytes(form: WireFormat, numel: int) -> int:
-    """Return the size in bytes of a tensor of `numel` elements."""
+def tensor_bytes(form: WireFormat | Literal["nf4"], numel: int) -> int:
+    """Return the size in bytes of a tensor of `numel` elements. "nf4" is for stored weights alone."""
     if form in _PLAIN_BYTES:
         return _PLAIN_BYTES[form] * numel
-    return _TILE_BYTES[form] * -(-numel // _TILE)
+    return _TILE_BYTES[form] * -(-numel // TILE)
 
 
 def _said(forms: Sequence[WireFormat], where: str) -> str:

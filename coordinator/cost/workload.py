@@ -8,14 +8,17 @@ from shoal.coordinator.cost.memory import BF16, FP32, StageMemory, decoder_param
 from shoal.protocol.layers import EMBED, HEAD
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
-from shoal.protocol.tensors import expert_elements, num_elements, state_elements
+from shoal.protocol.tensors import (
+    ADAPTED_BACKWARD_PER_FORWARD,
+    BACKWARD_PER_FORWARD,
+    expert_elements,
+    num_elements,
+    state_elements,
+)
 from shoal.protocol.wire_format import Formats, WireFormat, tensor_bytes
 
 _MANY = 2**20
 """Elements of a tensor so large that the padding of its last tile does not count."""
-BACKWARD_PER_FORWARD = 2.0
-ADAPTED_BACKWARD_PER_FORWARD = 1.0
-"""The base has no weight gradients, only gradients of its inputs; those of the adapters are small."""
 STATE_BYTES_PER_PARAMETER = 12.0
 """Bytes downloaded for each parameter of a new layer: the parameter and two moments, each fp32."""
 

@@ -13,14 +13,13 @@ import msgspec
 from shoal.deploy.words import digits
 from shoal.protocol.errors import LocalError
 from shoal.protocol.spec import RunSpec, TrainingSpec
+from shoal.protocol.toml.defaults import TOKENS_PER_PARAMETER
 from shoal.protocol.topology import Topology
 
 WATTS_ASSUMED: Final = 350.0
 """The default watts of a device: a card of 250 to 300 W at work, and its share of the machine."""
 PRICE_KWH_ASSUMED: Final = 0.30
 """Roughly household electricity in Europe, in euros."""
-TOKENS_PER_PARAMETER: Final = 20.0
-"""The default goal of training from scratch: compute-optimal (Hoffmann et al. 2022, arXiv 2203.15556)."""
 DAYS_A_MONTH: Final = 30.0
 _SECONDS_A_DAY: Final = 86_400.0
 _SUFFIXES: Final = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}

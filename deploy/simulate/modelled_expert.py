@@ -10,7 +10,7 @@ from shoal.deploy.simulate.extents import Extent, phantom
 from shoal.deploy.simulate.modelled_shard import ModelledShard
 from shoal.peer.experts.runs import OpenRuns, Run
 from shoal.peer.experts.wire import TokenWire
-from shoal.peer.model.flop import BACKWARD_PER_FORWARD, expert_flop
+from shoal.peer.model.flop import expert_flop
 from shoal.peer.model.layout import expert_keys
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.state import StageState
@@ -18,6 +18,7 @@ from shoal.peer.vectors import Vectors
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
 
 class ModelledTokenWire(TokenWire):

@@ -6,9 +6,6 @@ import msgspec
 
 from shoal.protocol.errors import DataError
 
-PLACES_NAMED: Final = 3
-_REASONS_MAX: Final = 16
-"""A chat template may word each of its refusals differently."""
 _OTHER: Final = "for other reasons"
 
 Unit = Literal["row", "line", "file"]
@@ -45,11 +42,12 @@ class Account(msgspec.Struct):
     def leave_out(self, unit: Unit, reason: str, place: str) -> None:
         entry = self._entry(unit, reason)
         entry.count += 1
-        if len(entry.places) < PLACES_NAMED:
+        if len(entry.places) < 3:
             entry.places.append(place)
 
     def _entry(self, unit: Unit, reason: str) -> LeftOut:
-        if len(self.left_out) >= _REASONS_MAX and not self._has(unit, reason):
+        # A chat template may word each of its refusals differently.
+        if len(self.left_out) >= 16 and not self._has(unit, reason):
             reason = _OTHER
         for entry in self.left_out:
             if (entry.unit, entry.reason) == (unit, reason):

@@ -23,6 +23,7 @@ import msgspec
 from blake3 import blake3
 
 from shoal.peer.data.account import Unusable
+from shoal.peer.data.rows import first_line
 from shoal.protocol.errors import DataError
 
 TEMPLATE_BYTES_MAX: Final = 4 << 20
@@ -101,7 +102,7 @@ class ChatTemplate:
         try:
             self._template = _environment(self._mark).from_string(source)
         except Exception as error:  # jinja2's own errors, or what it raises on absurd programs
-            raise DataError(f"{name} is not a chat template: {_first_line(error)}") from error
+            raise DataError(f"{name} is not a chat template: {first_line(error)}") from error
         self._marks = "endgeneration" in source
 
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
@@ -148,7 +149,7 @@ class ChatTemplate:
         except Unusable:
             raise
         except Exception as error:  # a template is a program and may raise anything
-            raise Unusable(f"{self._name} cannot write this: {_first_line(error)}") from error
+            raise Unusable(f"{self._name} cannot write this: {first_line(error)}") from error
         return "".join(self._written), tuple(self._answers)
 
     def question(self, asked: str) -> str:
@@ -282,7 +283,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(_read(path), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path} is not a tokenizer config: {_first_line(error)}") from error
+        raise DataError(f"{path} is not a tokenizer config: {first_line(error)}") from error
 
 
 def _token(value: object) -> str | None:
@@ -301,7 +302,3 @@ def _read(path: Path) -> bytes:
     if len(data) > TEMPLATE_BYTES_MAX:
         raise DataError(f"{path} is too large for a file with a chat template")
     return data
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -60,10 +60,6 @@ class Corpus:
         return (self, *self.others)
 
     @property
-    def tokens_in_training(self) -> int:
-        return sum(source.num_training for source in self.sources)
-
-    @property
     def learnt(self) -> float:
         """Return the share of this source's tokens that are learnt."""
         num = self.text_N.numel()
@@ -151,7 +147,7 @@ def _load_one(
     elif spec.format == "chat":
         return _read_chats(spec, context, tokenizer, cache, on_progress, where)
     else:
-        corpus = _read_packed(spec, tokenizer, cache, on_progress, where)
+        corpus = _read_packed(spec, tokenizer, cache, on_progress)
     shortest = min(corpus.num_training, corpus.text_N.numel() - corpus.num_training)
     if shortest < context + 1:
         unit = "bytes" if spec.tokenizer == BYTES else "tokens"
@@ -164,7 +160,7 @@ def _load_one(
 
 
 def _read_packed(
-    spec: DataSpec, tokenizer_path: Path | None, cache: Path | None, on_progress: OnProgress | None, where: str
+    spec: DataSpec, tokenizer_path: Path | None, cache: Path | None, on_progress: OnProgress | None
 ) -> Corpus:
     tokenizer = load_tokenizer(spec, path=tokenizer_path)
     packed = pack(spec, tokenizer, cache=cache, on_progress=on_progress)

@@ -37,7 +37,6 @@ _STARTS: Final = "documents.bin"
 """The file with the first token of each document, int64 [D]."""
 _COUNTED: Final = "counted.bin"
 """The file of learnt tokens, uint8 [N], 1 if a token is learnt. Only for chats: of a text all tokens are."""
-_BATCH_CHARACTERS: Final = 1 << 20
 _HASH_BYTES: Final = 8
 
 
@@ -285,7 +284,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     for document in documents:
         batch.append(document)
         size += len(document.text)
-        if size >= _BATCH_CHARACTERS:
+        if size >= 1 << 20:
             yield batch
             batch, size = [], 0
     if batch:

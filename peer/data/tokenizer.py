@@ -4,7 +4,7 @@ Decoding an encoded text gives the text back, and no part of a text becomes a sp
 """
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -173,7 +173,7 @@ def read_tokenizer(path: Path) -> bytes:
     return data
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, on_text: Callable[[], None] | None = None) -> bytes:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a byte-level BPE vocabulary, which encodes any text without loss. Returns: the content of a tokenizer.json.
 
     Raises: DataError: the library is not installed. ValueError: `vocab_size` is less than all bytes and the end of

@@ -55,8 +55,6 @@ class ExpertDispatch:
         self._places: dict[PeerID, dict[int, int]] = {}
         """Holder -> expert -> incarnation, of all places in its Hello, open or not."""
         self._tasks = Tasks(surroundings.listeners.on_failure)
-        self.num_passed_by = 0
-        """The number of tokens that bypassed an expert without a holder."""
 
     def install(self) -> None:
         self._s.endpoint.on_frame(ExpertOutput, self._on_output, stage=self._stage)
@@ -296,7 +294,6 @@ class ExpertDispatch:
 
     def _pass_by(self, passage: Passage, call: ExpertCall, experts: Iterable[int]) -> None:
         for expert in experts:
-            self.num_passed_by += call.counts[expert]
             logger.warning(
                 "no peer holds expert %d of stage %d: %d tokens of %s bypass it",
                 expert,

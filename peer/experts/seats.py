@@ -19,7 +19,7 @@ from shoal.protocol.plan import Plan, SignedPlan
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_S: Final = 30.0
+DRAIN_S: Final = 30.0
 
 
 class ExpertSeats:
@@ -155,7 +155,7 @@ class ExpertSeats:
                         tenure.peer_state(peer, hello)
 
     async def _leave(self, group: int, tenure: ExpertTenure) -> None:
-        await tenure.drain(_DRAIN_S, unless=lambda: self._tenures.get(group) is not tenure)
+        await tenure.drain(DRAIN_S, unless=lambda: self._tenures.get(group) is not tenure)
         if self._tenures.get(group) is tenure and tenure.is_draining:
             await self._drop(group)
         self._again = True  # a plan may have given it back to us meanwhile

@@ -7,18 +7,16 @@ P rows, sorted by expert   D width
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Final
 
 import torch
 from torch import Tensor
 
+from shoal.peer.vectors import DTYPES
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertTokens
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
-
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TokenWire:
@@ -26,7 +24,7 @@ class TokenWire:
 
     def __init__(self, spec: RunSpec) -> None:
         self._width = spec.model.dim
-        self._dtype = _DTYPES[spec.wire.tokens]
+        self._dtype = DTYPES[spec.wire.tokens]
         self._training = spec.training
         self._num_experts = spec.model.num_experts
         self.tokens = spec.training.microbatch_size * spec.model.context

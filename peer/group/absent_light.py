@@ -13,7 +13,6 @@ AWAY_S: Final = 600.0
 """A learner must be back within this time: weights loaded, and its layers at the group's version."""
 STEPS_MAX: Final = 4
 """Number of steps of gradients that are kept, in float32; the same as for peers that prepare for another layout."""
-_NEVER: Final = 2**62
 
 
 class AbsentLight:
@@ -33,5 +32,5 @@ class AbsentLight:
             self._gone[peer] = version - 2, now_s
         self._light = light
         self._gone = {peer: at for peer, at in self._gone.items() if now_s < at[1] + AWAY_S and peer not in whole}
-        wanted_from = min((step for step, _ in self._gone.values()), default=_NEVER)
+        wanted_from = min((step for step, _ in self._gone.values()), default=2**62)
         return max(wanted_from, version - STEPS_MAX)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -26,9 +26,6 @@ from shoal.protocol.ports import Compute, Payload
 from shoal.protocol.wire_format import tensor_bytes
 
 logger = logging.getLogger(__name__)
-
-_FETCH_TIMEOUT_S: Final = 60.0
-"""Longest wait for the next piece."""
 
 
 Answer = Literal["taken", "on its way", "nothing"]
@@ -174,7 +171,7 @@ class CatchingUp:
         while not fetch.is_whole:
             before = fetch.num_taken
             try:
-                async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                async with asyncio.timeout(60.0):  # until the next piece
                     await fetch.over.wait()
             except TimeoutError:
                 fetch.is_lost = fetch.num_taken == before

@@ -17,7 +17,6 @@ _RANKS: Final = 1000
 _TENURES: Final = 1000
 _PLANS_AHEAD_MAX: Final = 16
 """A leader may know this many more plans than we do. A number from further ahead would shut out every other round."""
-_BANDWIDTH_MAX: Final = 1e18
 
 
 def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) -> int:
@@ -46,7 +45,7 @@ class Rounds:
             0 < len(peers) == len(start.members)
             and len(start.light) < len(peers)
             and peers.issuperset(start.light)
-            and all(0.0 < member.bandwidth < _BANDWIDTH_MAX for member in start.members)
+            and all(0.0 < member.bandwidth < 1e18 for member in start.members)
             and start.attempt < ahead
             and start.form in self.forms
         )

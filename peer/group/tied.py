@@ -51,12 +51,8 @@ _ANSWER_S: Final = 2.0
 """Timeout of a question. Between tries we check whether the plan has dropped the peer."""
 _WAIT_S: Final = 5.0
 """A member of the other end says so if its round has not ended within this time; another member may be further."""
-_PEEK_S: Final = 1.0
-"""How long a member that is asked whether it has the sum waits for it before it says no."""
 _SILENT_S: Final = 5.0
 """A member of the other end that has been silent for this long is assumed to get the sum from its group."""
-_PIECE_S: Final = 60.0
-"""A fetch without a new piece for this long begins again with another member."""
 
 
 @dataclass(slots=True)
@@ -348,7 +344,7 @@ class TiedGradient:
                     break
                 fetch.more.clear()
                 try:
-                    async with asyncio.timeout(_PIECE_S):
+                    async with asyncio.timeout(60.0):  # begin again with another member if no piece comes
                         await fetch.more.wait()
                 except TimeoutError:
                     fetch.is_lost = True
@@ -386,7 +382,7 @@ class TiedGradient:
     async def _on_request(self, source: PeerID, message: TiedRequest) -> TiedOffer:
         step = message.step
         if message.peek:
-            await self._wait_for(lambda: not self._needs(step), _PEEK_S)
+            await self._wait_for(lambda: not self._needs(step), 1.0)  # before it says no
             return TiedOffer(is_whole=not self._needs(step))
         other = self._other_end()
         if other is None or source not in other[1]:

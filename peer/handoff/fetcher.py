@@ -34,15 +34,8 @@ from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
-_REQUESTS_A_HOLDER = 2
-_REQUESTS_OF_MATES = 8
-_CARRIERS_MAX = 32
-_RETRY_CARRIER_S = 2.0
-"""Delay before a carrier that fetches for itself is asked again."""
 _LESS = 0.7
 """If a direct range slows down to this fraction beside carried ones, all paths share one line: carrying stops."""
-_RETRY_MATE_S = 0.5
-"""Delay before a mate that does not have a range yet is asked again."""
 
 
 _OTHERS_TIMES_MAX = 8
@@ -52,9 +45,6 @@ twice, and where a layer is a few ranges everybody waits for its uplink."""
 _OTHERS_S_MIN = 0.5
 _OTHERS_S_FIRST = 2.0
 """The same before anything has come from that holder."""
-_KEEP_S = 10.0
-"""How often a paused fetch asks its holders to keep their pins, which lapse unasked."""
-_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +175,7 @@ class StateFetcher:
         self._expected = expected or {}
         self._relay, self._mates = relay, set(relay.mates) if relay is not None else set()
         self._begun = dict(begun or {})
-        self._carriers = [peer for peer in carriers if peer not in self._mates][:_CARRIERS_MAX]
+        self._carriers = [peer for peer in carriers if peer not in self._mates][:32]
         digests = self._digests = self._choose(await self._offers(holders))
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
         has = dict(known or {})
@@ -360,7 +350,7 @@ class StateFetcher:
                     if wanted is None:
                         return
                     if under_way[peer] or loop.time() < begun_s + self._leaves_to_others_s(peer):
-                        await asyncio.sleep(_LOOK_S)
+                        await asyncio.sleep(0.1)
                         continue
                 if wanted in lent:
                     del lent[wanted]
@@ -405,7 +395,7 @@ class StateFetcher:
                 self._passed[wanted.key] = True
                 try:
                     if not await borrow(wanted.owner, wanted):
-                        await asyncio.sleep(_RETRY_MATE_S)
+                        await asyncio.sleep(0.5)  # it does not have a range for us yet
                 except (Unreachable, RemoteError) as error:
                     logger.info("a group peer does not share its ranges: %s", error)
                     self._mates.discard(wanted.owner)
@@ -416,14 +406,14 @@ class StateFetcher:
                     if await borrow(peer, wanted, self._sources[wanted.key][0]):
                         self._is_carried = True
                     else:
-                        await asyncio.sleep(_RETRY_CARRIER_S)
+                        await asyncio.sleep(2.0)  # it fetches for itself now
                 except (Unreachable, RemoteError) as error:
                     logger.info("a peer carries nothing: %s", error)
                     return
 
         peers = dict.fromkeys(peer for wanted in left for peer in self._sources[wanted.key])
-        working = [asyncio.create_task(work(peer)) for peer in peers for _ in range(_REQUESTS_A_HOLDER)]
-        helping = [asyncio.create_task(ask_mates()) for _ in range(_REQUESTS_OF_MATES if self._mates else 0)]
+        working = [asyncio.create_task(work(peer)) for peer in peers for _ in range(2)]
+        helping = [asyncio.create_task(ask_mates()) for _ in range(8 if self._mates else 0)]
         helping += [asyncio.create_task(ask_carrier(peer)) for peer in self._carriers]
         worked = asyncio.gather(*working)
         here = asyncio.create_task(nothing_left.wait())
@@ -442,7 +432,7 @@ class StateFetcher:
     async def _held_up(self, peer: PeerID) -> None:
         """Wait until the fetch may go on, or until the holder's pin needs a request."""
         try:
-            async with asyncio.timeout(_KEEP_S):
+            async with asyncio.timeout(10.0):  # ask the holder to keep its pin, which lapses unasked
                 await self._goes_on.wait()
         except TimeoutError:
             await self._ask_all([peer], self._version)

@@ -22,7 +22,10 @@ from shoal.protocol.messages import StateChunkRequest
 
 
 class Relay:
-    """The received ranges of one fetch. Args: mates: the other peers that fetch some of the same layers."""
+    """The received ranges of one fetch, which lasts as long as the relay's `with` block.
+
+    Args: mates: the other peers that fetch some of the same layers.
+    """
 
     def __init__(self, stored_era: int, version: int, mates: Collection[PeerID], *, vectors: Vectors) -> None:
         self.mates = frozenset(mates)
@@ -51,6 +54,12 @@ class Relay:
         """Record that a range is here."""
         self._here[key].add((tensor, start))
         self._tell()
+
+    def __enter__(self) -> "Relay":
+        return self
+
+    def __exit__(self, _: object, failure: BaseException | None, __: object) -> None:
+        self.done(void=failure is not None)
 
     def done(self, *, void: bool = False) -> None:
         """End the fetch. Args: void: it failed, so nobody gets anything of it any more."""

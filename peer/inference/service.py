@@ -57,9 +57,6 @@ ANSWER_S: Final = 45.0
 """Seconds that an entry waits for the stages."""
 _VERSION_S: Final = 15.0
 """Seconds that a request waits for a version that this stage has not committed yet."""
-_LOOK_S: Final = 0.05
-_ERA_S: Final = 1.0
-"""The interval at which a waiting entry checks whether the layers are still divided in the same way."""
 _DIVIDED: Final = "the layers have just been repartitioned"
 
 
@@ -140,7 +137,7 @@ class InferenceService:
             era = self._endpoint.era
             await self._send(meta, request.tokens + request.targets + request.begins)
             until_s = self._clock.now_s() + ANSWER_S
-            while not (await asyncio.wait([answer], timeout=_ERA_S))[0]:
+            while not (await asyncio.wait([answer], timeout=1.0))[0]:  # are the layers still divided in the same way?
                 if self._endpoint.era != era:
                     raise self._no(_DIVIDED)  # an answer under way belongs to the previous era and would be ignored
                 if self._clock.now_s() >= until_s:
@@ -251,7 +248,7 @@ class InferenceService:
                     return await self._keep(replica, runtime)
             if now_s >= until_s:
                 raise self._no(f"a peer of stage {meta.stage} has no weights of version {wanted} yet")
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(0.05)
 
     async def _keep(self, replica: Replica, runtime: StageRuntime) -> tuple[int, FixedStage]:
         """Keep the committed version. It runs in a job, so that no step comes between."""

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from shoal.peer.model.layout import EMBED, HEAD, layer_index
 from shoal.protocol.spec import ModelSpec, RunSpec
-from shoal.protocol.tensors import basis_elements, expert_elements, num_elements, tokens_seen, trunk_elements
-
-BACKWARD_PER_FORWARD: Final = 2.0
-"""A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
-ADAPTED_BACKWARD_PER_FORWARD: Final = 1.0
-"""The ratio if only adapters train; their own products, a few hundredths, are not counted."""
+from shoal.protocol.tensors import (
+    ADAPTED_BACKWARD_PER_FORWARD,
+    BACKWARD_PER_FORWARD,
+    basis_elements,
+    expert_elements,
+    num_elements,
+    tokens_seen,
+    trunk_elements,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

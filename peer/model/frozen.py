@@ -28,8 +28,6 @@ _PLAIN: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _INT8: Final = codec.FORMATS["int8"]
 _CHUNK: Final = 1 << 22
 """Numbers of an int8 matrix decoded to float32 at a time; a whole number of tiles."""
-_LEAST_SQUARE: Final = 1e-24
-"""The least squared norm of a row, so that a row of zeros divides by no zero."""
 
 
 def adapter_of(spec: RunSpec) -> AdapterSpec:
@@ -182,7 +180,7 @@ def adapted_row_norms(norm_R: Tensor, wa_RK: Tensor, a_KC: Tensor, b_RK: Tensor,
     """
     wa_RK, a_KC, b_RK = wa_RK.float(), a_KC.float(), b_RK.float()
     between_R, beyond_R = (wa_RK * b_RK).sum(1), (b_RK @ (a_KC @ a_KC.T) * b_RK).sum(1)
-    return (norm_R.square() + 2 * scale * between_R + scale**2 * beyond_R).clamp_min(_LEAST_SQUARE).sqrt()
+    return (norm_R.square() + 2 * scale * between_R + scale**2 * beyond_R).clamp_min(1e-24).sqrt()  # no division by 0
 
 
 class AdaptedLayer(dict[str, Tensor]):

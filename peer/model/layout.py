@@ -105,12 +105,6 @@ def unit_slices(model: ModelSpec, key: str) -> Mapping[str, slice]:
     return {unit: slice(first, last) for unit, (first, last) in zip(units, pairwise(ends), strict=True)}
 
 
-def expert_slices(model: ModelSpec, key: str) -> tuple[slice, ...]:
-    """Return each expert's slice of the flat buffer of the decoder layer `key`; none if it has no experts."""
-    parts = unit_slices(model, key)
-    return tuple(parts[expert_key(key, expert)] for expert in range(len(parts) - 1))
-
-
 @lru_cache(maxsize=16384)
 def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
     """Return the layout of a layer or unit. Raises: ValueError: the model has no such layer."""

@@ -20,8 +20,6 @@ from shoal.protocol.messages import Done
 logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
-_RETRIES: Final = 20
-"""Retries to one sender. A sender that cannot be reached for so long notices our absence itself, or is gone."""
 
 
 class HandingBack:
@@ -73,7 +71,7 @@ class HandingBack:
         if target is None:
             await self._tell_lead(message)
             return
-        for _ in range(_RETRIES):
+        for _ in range(20):  # then the sender notices our absence itself, or is gone
             try:
                 await self._endpoint.ask(target, message, Done)
             except Unreachable as error:

@@ -29,13 +29,13 @@ from shoal.kernels import codec
 from shoal.peer.data.labels import IGNORED, Labels
 from shoal.peer.model.subspace import Subspace
 from shoal.peer.pipeline.microbatch import Microbatch
+from shoal.peer.vectors import DTYPES
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BEGINS: Final = 1 << 30
 """The bit of a label that marks the beginning of a document; the bits below hold the target."""
 _NOTHING: Final = _BEGINS - 1
@@ -161,15 +161,15 @@ class ActivationWire:
         return self._subspace(device).gradient_restored(grad_BTW) if self._spec.model.subspace else grad_BTW
 
     def _write(self, x_BTW: Tensor, into: bytearray, form: WireFormat, *, key: tuple[int, int] | None = None) -> None:
-        if form in _DTYPES:
-            torch.frombuffer(into, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTW).copy_(x_BTW)
+        if form in DTYPES:
+            torch.frombuffer(into, dtype=DTYPES[form], count=self._numel).view(self._shape_BTW).copy_(x_BTW)
         else:
             payload_B = codec.encode(x_BTW.to(torch.float32), codec.FORMATS[form], key=key)
             torch.frombuffer(into, dtype=torch.uint8, count=payload_B.numel()).copy_(payload_B)
 
     def _read(self, payload: Payload, nbytes: int, form: WireFormat, device: torch.device) -> Tensor:
-        if form in _DTYPES:
-            x_BTW = torch.frombuffer(payload, dtype=_DTYPES[form], count=self._numel).view(self._shape_BTW)
+        if form in DTYPES:
+            x_BTW = torch.frombuffer(payload, dtype=DTYPES[form], count=self._numel).view(self._shape_BTW)
             return x_BTW.to(device, torch.float32, copy=True)
         payload_B = torch.frombuffer(payload, dtype=torch.uint8, count=nbytes).to(device)
         return codec.decode(payload_B, self._numel, codec.FORMATS[form]).view(self._shape_BTW)

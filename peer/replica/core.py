@@ -56,7 +56,7 @@ from shoal.peer.replica.member import MemberCore
 from shoal.peer.replica.router import in_turn
 from shoal.peer.replica.schedule import Schedule
 from shoal.peer.replica.supply import Supply
-from shoal.peer.replica.views import PipelineView, SupplyView
+from shoal.peer.replica.views import PipelineView
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Hello
@@ -76,8 +76,7 @@ class ReplicaCore(MemberCore):
         self._pipeline = pipeline
         self.pipeline: PipelineView = pipeline
         self._supply = supply
-        self.supply: SupplyView | None = supply
-        """Read-only; None: not stage 0."""
+        """None: not stage 0."""
         self._supply_due_s = supply.next_timer_s() if supply is not None else math.inf
         self._upstream: frozenset[PeerID] = frozenset()
         self._draining_upstream: set[PeerID] = set()

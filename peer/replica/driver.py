@@ -23,7 +23,6 @@ from torch import Tensor
 from shoal.peer.experts.call import JobInParts
 from shoal.peer.experts.dispatch import ExpertDispatch
 from shoal.peer.light import LightMember
-from shoal.peer.model.flop import BACKWARD_PER_FORWARD
 from shoal.peer.pipeline.cargo import Hold
 from shoal.peer.pipeline.handing_back import HandingBack
 from shoal.peer.pipeline.microbatch import Microbatch
@@ -68,13 +67,12 @@ from shoal.protocol.messages import Activation, Gradient, Hello
 from shoal.protocol.plan import Plan
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.spec import RunSpec
+from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_TIMELINE_MAX: Final = 4096
-_STEP_AGAIN_S: Final = 1.0
 _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
 """A broken stream often comes back, and the peer that waits for this gradient holds a place in its window for it."""
 
@@ -93,7 +91,7 @@ class Replica(Tenure):
         core = replica_core(surroundings, plan, stage, incarnation=incarnation)
         super().__init__(surroundings, core, self.runtime, incarnation=incarnation)
         self.experts = ExpertDispatch(surroundings, plan, stage, incarnation=incarnation) if plan.experts else None
-        self.timeline: deque[TimelineEntry] = deque(maxlen=_TIMELINE_MAX)
+        self.timeline: deque[TimelineEntry] = deque(maxlen=4096)
         self._forward_times = ForwardTimes()
         self.hold = Hold(self.runtime, lacks=core.group.lacks, is_last=core.pipeline.is_last, experts=self.experts)
         self._wire = ActivationWire(surroundings.spec)
@@ -221,7 +219,7 @@ class Replica(Tenure):
                 if not is_out_of_memory(error):
                     raise
             self._run_short()
-            await asyncio.sleep(_STEP_AGAIN_S)
+            await asyncio.sleep(1.0)
 
     def _run_short(self) -> None:
         """Pause for lack of memory: our microbatches go to others, and the next plan gives us less."""

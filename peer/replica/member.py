@@ -52,8 +52,6 @@ from shoal.protocol.messages import Hello
 from shoal.protocol.plan import Plan
 
 _OF_THE_GROUP: Final = frozenset(get_args(CommitEvent))
-_ANY: Final = 2**62
-"""Later than every incarnation."""
 
 
 class MemberCore(ABC):
@@ -211,6 +209,6 @@ class ExpertCore(MemberCore):
         place = next((place for place in hello.experts if place.group == self._group.stage), None)
         if place is None:
             # Hellos arrive in order, so the peer's part in this group is over.
-            return MemberElsewhere(peer, incarnation=_ANY)
+            return MemberElsewhere(peer, incarnation=2**62)  # later than every incarnation
         has_moved = self._plan.has(peer)
         return MemberState(peer, place.ready, place.is_open, place.incarnation, place.draining, has_moved)

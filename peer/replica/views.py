@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.flow import Control, Window
+from shoal.peer.replica.flow import Window
 from shoal.peer.replica.job import Job
 from shoal.protocol.identity import PeerID
 
@@ -60,8 +60,6 @@ class GroupView(Protocol):
 
     def is_gone(self, peer: PeerID) -> bool: ...
 
-    def has_round(self, step: int) -> bool: ...
-
     def lacks(self, step: int, index: int) -> bool: ...
 
     def share_of(self, peer: PeerID) -> float: ...
@@ -81,7 +79,6 @@ class PipelineView(Protocol):
     stage: int
     version: int
     window: Window | None
-    control: Control | None
 
     @property
     def is_first(self) -> bool: ...
@@ -95,9 +92,6 @@ class PipelineView(Protocol):
     @property
     def num_waiting(self) -> int: ...
 
-    @property
-    def room(self) -> int: ...
-
     def holds(self, microbatch: Microbatch) -> bool: ...
 
     def takes_from(self, source: PeerID) -> bool: ...
@@ -107,13 +101,3 @@ class PipelineView(Protocol):
     def goes_on(self, job: Job) -> bool: ...
 
     def whereabouts(self, now_s: float) -> str: ...
-
-
-class SupplyView(Protocol):
-    """The supply of microbatches at stage 0; `Supply` documents it."""
-
-    @property
-    def open_claims(self) -> tuple[PeerID, ...]: ...
-
-    @property
-    def halts(self) -> tuple[PeerID, ...]: ...

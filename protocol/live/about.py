@@ -30,9 +30,6 @@ from shoal.protocol.live.daemon import Daemon
 logger = logging.getLogger(__name__)
 
 ABOUT_NAME = "/shoal/about"
-_REQUEST_BYTES_MAX = 256
-_CALLS_BACK_AT_ONCE = 4
-_CALL_BACK_TIMEOUT_S = 3.0
 _SOMEBODY_ELSE = "peer id mismatch"
 """go-libp2p's message when a handshake shows another key than the address names."""
 _TCP = re.compile(r"^/ip[46]/([^/]+)/tcp/\d+$")
@@ -98,7 +95,7 @@ class AboutAnswerer:
         return msgspec.json.encode(about)
 
     async def _call_back(self, port: int, caller: PeerID) -> bool | None:
-        if not 1024 <= port <= 65535 or self._calling_back >= _CALLS_BACK_AT_ONCE:
+        if not 1024 <= port <= 65535 or self._calling_back >= 4:
             return None
         self._calling_back += 1
         try:
@@ -116,7 +113,7 @@ def mark_of(run: str, asker: PeerID) -> str:
 def _asked(request: bytes) -> AboutRequest:
     """Decode a request; an unreadable one counts as empty."""
     try:
-        return msgspec.json.decode(request, type=AboutRequest) if len(request) <= _REQUEST_BYTES_MAX else AboutRequest()
+        return msgspec.json.decode(request, type=AboutRequest) if len(request) <= 256 else AboutRequest()
     except (msgspec.DecodeError, UnicodeDecodeError):
         return AboutRequest()
 
@@ -135,7 +132,7 @@ def _host_of(addresses: Sequence[str]) -> str | None:
 
 async def _answers(host: str, port: int) -> bool:
     try:
-        async with asyncio.timeout(_CALL_BACK_TIMEOUT_S):
+        async with asyncio.timeout(3.0):
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError):
         return False

@@ -10,9 +10,10 @@ nothing for some seconds is given up: the carrier may be gone without a word, an
 import asyncio
 from typing import Any, Final
 
+from shoal.protocol.envelope import SIGNATURE_BYTES
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.live.secure_channel import KEY_BYTES, SIGNATURE_BYTES, Channel, Handshake, Purpose
+from shoal.protocol.live.secure_channel import KEY_BYTES, Channel, Handshake, Purpose
 from shoal.protocol.ports import Payload
 
 _SAYS_S: Final = 1.0

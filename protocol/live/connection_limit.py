@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import ipaddress
 import logging
-import re
 import socket
 import struct
 from collections import Counter
@@ -36,10 +35,10 @@ from shoal.protocol.limits import (
     SHUT_OUT_S,
 )
 from shoal.protocol.live.allowance import Allowance
+from shoal.protocol.live.listen import TCP
 
 logger = logging.getLogger(__name__)
 
-_TCP: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
 _ATTACH: Final = 51
 """SO_ATTACH_REUSEPORT_CBPF, Linux 4.5; Python has no name for it."""
 _NET: Final = -0x100000 & 0xFFFFFFFF
@@ -67,7 +66,7 @@ class ConnectionLimit:
     """Guard one running daemon, from `open` to `close`. If the kernel cannot help, it logs that and does nothing."""
 
     def __init__(self, listen: Sequence[str]) -> None:
-        self._places = [match for match in map(_TCP.match, listen) if match is not None and int(match[3]) > 0]
+        self._places = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
         self._sockets: list[tuple[int, socket.socket]] = []
         self._looking: asyncio.Task[None] | None = None
         self._shut_out: dict[Network, float] = {}

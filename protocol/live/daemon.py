@@ -45,9 +45,6 @@ _STOP_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 15.0
 _SETUP_TIMEOUT_S = 10.0
 """The daemon answers each setup in milliseconds. If all of them together take longer than this, it is replaced."""
-_LAST_BREATH_S = 1.0
-_NAME_PATIENCE_S = 2.0
-"""The name of a peer that was just killed may still be taken: the kernel closes its files after its end."""
 _WITH_US = ("--pdeathsig", "KILL")
 _RELAY_LIMITS = {"relayDataLimit": 128 * 1024, "relayTimeLimit": "2m"}
 """libp2p's own defaults for each connection. p2pd would relay 4 GiB for anybody, outside a volunteer's limits."""
@@ -247,7 +244,8 @@ class Daemon:
             return
         name = f"\0shoal/{self._identity.peer_id}"
         self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        deadline_s = time.monotonic() + _NAME_PATIENCE_S
+        # The kernel closes a killed peer's files after its end, and its name is taken until then.
+        deadline_s = time.monotonic() + 2.0
         while True:
             try:
                 self._name.bind(name)
@@ -361,7 +359,7 @@ class Daemon:
             while True:
                 await asyncio.wait({exited, silent}, timeout=_PULSE_S, return_when=asyncio.FIRST_COMPLETED)
                 if silent.done():  # usually because the daemon died; its exit status comes a moment later
-                    await asyncio.wait({exited}, timeout=_LAST_BREATH_S)
+                    await asyncio.wait({exited}, timeout=1.0)
                 if exited.done():
                     return f"ended with status {exited.result()}"
                 if silent.done():

@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 _GET_TIMEOUT_S = 10.0
 """hivemind never ends a search that met a record it cannot merge."""
-_CLOSE_TIMEOUT_S = 5.0
-_STORED_KEYS_MAX = 20_000
-_TIME_PROBES_MAX = 3
 _JOIN_AGAIN_S = 20.0
 
 
@@ -158,7 +155,7 @@ class LiveDirectory:
             cache_locally=False,  # every get asks for the latest anyway
             cache_nearest=0,  # it would store whole dictionaries under another expiry
         )
-        node.protocol.storage = RecordStore(self._rules, keys_max=_STORED_KEYS_MAX)
+        node.protocol.storage = RecordStore(self._rules, keys_max=20_000)
         node.protocol.cache = NothingCached()
         if former is not None:
             former.is_alive = False
@@ -186,7 +183,7 @@ class LiveDirectory:
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
         """Log an error if our clock is wrong: records then expire too early or too late."""
         differences = []
-        for peer in peers[:_TIME_PROBES_MAX]:
+        for peer in peers[:3]:
             difference = await _clock_difference_s(node.protocol, peer)
             if difference is not None:
                 differences.append((abs(difference), difference, peer.to_base58()))
@@ -203,7 +200,7 @@ class LiveDirectory:
 
     async def _shut_down(self, node: Any) -> None:
         try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(5.0):
                 await node.shutdown()
         except Exception as error:  # the daemon may die in between
             logger.debug("the directory's handlers could not be removed: %r", error)

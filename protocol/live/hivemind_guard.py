@@ -25,14 +25,13 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 
-from shoal.protocol.depth import TooDeep, check_depth
+from shoal.protocol.depth import TUPLE_EXT, TooDeep, check_depth
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import RECORD_BYTES_MAX, RECORD_EXPIRES_S_MAX
 from shoal.protocol.live.record_store import KeyRules
 from shoal.protocol.membership import AccessLevel, Members
 
-_TUPLE_EXT = 0x40
 _DICTIONARY_EXT = 0x50
 _NESTED_LOADS_MAX = 2
 """A record list decodes its extension with a second `loads`; nothing honest needs a third."""
@@ -78,7 +77,7 @@ def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, 
     """Hole: any type that was ever registered is built from a stranger's bytes (0x51 looks names up in torch)."""
 
     def decode_known(cls: Any, type_code: int, data: bytes) -> object:
-        if type_code not in (_TUPLE_EXT, _DICTIONARY_EXT):
+        if type_code not in (TUPLE_EXT, _DICTIONARY_EXT):
             raise TooDeep(f"extension type {type_code} has no place in a record")
         return decode(cls, type_code, data)
 

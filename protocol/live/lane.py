@@ -21,14 +21,14 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final
 
+from shoal.protocol.envelope import SIGNATURE_BYTES
 from shoal.protocol.errors import RemoteError
-from shoal.protocol.live.secure_channel import KEY_BYTES, RECORD_BYTES_MAX, SIGNATURE_BYTES, Channel, Handshake
+from shoal.protocol.live.secure_channel import KEY_BYTES, RECORD_BYTES_MAX, Channel, Handshake
 from shoal.protocol.live.throttle import Intake, Throttle
 
 STREAM_BYTES: Final = 16
 _START: Final = struct.Struct(">Q")
 PIECE_BYTES_MAX: Final = RECORD_BYTES_MAX - _START.size
-_ROOM_BYTES: Final = 64 * 1024
 _UNKNOWN_BYTES_MAX: Final = 1024
 """Number of bytes that are read from an end before it has proved its identity."""
 _NOT_SENT_BYTES: Final = 16 * 1024
@@ -50,7 +50,7 @@ class Lane(asyncio.BufferedProtocol):
         """The connection's name, as in `tcp_queues.py`."""
         self._socket = own
         self._throttle = throttle
-        self._room = memoryview(bytearray(_ROOM_BYTES))
+        self._room = memoryview(bytearray(64 * 1024))
         self._received = bytearray()
         self._came = asyncio.Event()
         self._channel: Channel | None = None

@@ -7,7 +7,6 @@ that have not proved their identity are few per address, few in total, and last 
 import asyncio
 import contextlib
 import logging
-import re
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -19,19 +18,15 @@ from shoal.protocol.limits import LANES_MAX, LANES_OF_ALL_MAX, WAITING_LANES_OF_
 from shoal.protocol.live.doorway import Doorway
 from shoal.protocol.live.lane import Lane
 from shoal.protocol.live.link import Link
+from shoal.protocol.live.listen import TCP
 from shoal.protocol.live.secure_channel import Handshake
 from shoal.protocol.live.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S: Final = 5.0
-_CONNECT_S: Final = 3.0
-_FULL_S: Final = 0.1
-"""How long nothing is accepted after the process ran out of files."""
 _BETWEEN_S: Final = 1.0
 """Interval between two times that a stream's sender is dialled back."""
-_BACKLOG: Final = 64
-_TCP: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/\d+$")
 
 
 class LaneDoor:
@@ -51,7 +46,7 @@ class LaneDoor:
 
     def listen(self, listen: Sequence[str]) -> None:
         """Listen at the daemon's addresses, on a port that the system chooses. Args: listen: multiaddrs over TCP."""
-        places = dict.fromkeys((match[1], match[2]) for match in map(_TCP.match, listen) if match is not None)
+        places = dict.fromkeys((match[1], match[2]) for match in map(TCP.match, listen) if match is not None)
         try:
             for version, host in places:
                 self._listeners.append(_listener(version, host, self.port))
@@ -128,7 +123,7 @@ class LaneDoor:
                 connected, (host, *_) = await loop.sock_accept(listener)
             except OSError as error:  # out of files, or the caller has gone again
                 logger.debug("no lane was accepted: %r", error)
-                await asyncio.sleep(_FULL_S)
+                await asyncio.sleep(0.1)  # the process ran out of files
                 continue
             self.spawn(self._welcome(connected, host), "welcome a lane")
 
@@ -202,7 +197,7 @@ async def _connect(host: str, port: int) -> socket.socket:
     own = socket.socket(family, socket.SOCK_STREAM)
     own.setblocking(False)
     try:
-        async with asyncio.timeout(_CONNECT_S):
+        async with asyncio.timeout(3.0):
             await asyncio.get_running_loop().sock_connect(own, (host, port))
     except BaseException:
         own.close()
@@ -217,7 +212,7 @@ def _listener(version: str, host: str, port: int) -> socket.socket:
             own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         own.setblocking(False)
         own.bind((host, port))
-        own.listen(_BACKLOG)
+        own.listen(64)
     except BaseException:
         own.close()
         raise

@@ -18,9 +18,6 @@ _LOOK_S: Final = 1.0
 _IDLE_S: Final = 30.0
 _PATIENCE_S: Final = 10.0
 """Delay after the first dial that failed on both sides; it doubles after each further failure."""
-_PATIENCE_S_MAX: Final = 320.0
-_DIALS_BACK_S: Final = 3.0
-"""The same if the other end has dialled lanes before."""
 
 
 class LaneSupply:
@@ -70,10 +67,10 @@ class LaneSupply:
                 self._link.ask_for_lanes(count)
             if dials_back:
                 self._patience_s = _PATIENCE_S
-                self._looks_s = self._loop.time() + _DIALS_BACK_S
+                self._looks_s = self._loop.time() + 3.0  # less than `_PATIENCE_S`: the other end has dialled before
             else:
                 self._looks_s = self._loop.time() + self._patience_s
-                self._patience_s = min(_PATIENCE_S_MAX, 2 * self._patience_s)
+                self._patience_s = min(320.0, 2 * self._patience_s)
         finally:
             self._dialling = None
 

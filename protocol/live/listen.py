@@ -9,7 +9,7 @@ import psutil
 
 from shoal.protocol.errors import TransportError
 
-_TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
+TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)$")
 _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -19,7 +19,7 @@ def refuse_ports_in_use(listen: Sequence[str]) -> None:
     Raises: TransportError: a port is taken, or an address is not one to listen on.
     """
     for address in listen:
-        match = _TCP.match(address)
+        match = TCP.match(address)
         if match is None:
             raise TransportError(f"cannot listen on {address!r}: write it as /ip4/ADDRESS/tcp/PORT")
         version, host, port = match[1], match[2], int(match[3])
@@ -43,9 +43,9 @@ def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]
     """
     kept = []
     for address in listen:
-        match = _TCP.match(address)
+        match = TCP.match(address)
         if match is not None and match[3] == "0":
-            ports = {found[3] for found in map(_TCP.match, visible) if found is not None and found[1] == match[1]}
+            ports = {found[3] for found in map(TCP.match, visible) if found is not None and found[1] == match[1]}
             if len(ports) == 1:
                 address = f"/ip{match[1]}/{match[2]}/tcp/{ports.pop()}"
         kept.append(address)
@@ -54,7 +54,7 @@ def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]
 
 def from_this_machine(listen: Sequence[str]) -> tuple[str, ...]:
     """Return the addresses at which this machine reaches a peer that listens on `listen`; none for an unknown port."""
-    found = [match for match in map(_TCP.match, listen) if match is not None and int(match[3]) > 0]
+    found = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
     return tuple(f"/ip{match[1]}/{_OWN.get(match[2], match[2])}/tcp/{match[3]}" for match in found)
 
 

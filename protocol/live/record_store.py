@@ -16,7 +16,6 @@ from shoal.protocol.limits import KEY_BYTES_MAX
 
 _ENTRY_BYTES = 24
 """Bytes around a subkey and a value in a reply: a list of three, two lengths of up to five bytes, the expiry."""
-_GHOSTS_MIN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +113,6 @@ def _wire_bytes(subkey: str, value: bytes) -> int:
 
 
 def _drop_ghosts(storage: Any) -> None:
-    if len(storage.expiration_heap) > _GHOSTS_MIN + 2 * len(storage.data):
+    if len(storage.expiration_heap) > 64 + 2 * len(storage.data):
         storage.expiration_heap = list(storage.key_to_heap.values())
         heapq.heapify(storage.expiration_heap)

@@ -44,10 +44,7 @@ _REACH_S: Final = 5.0
 """A peer that fetches state from an absent peer asks another one after this time; heartbeats have shorter limits."""
 _ANSWER_TIMEOUT_S: Final = 2.0
 _AFTER_THE_REPLY_S: Final = 0.1
-_EXPECTED_S: Final = 1.0
-"""A peer that has said that it will dial us is not dialled for this long."""
 _CLOSES: Final = b"closes"
-_OFFLINE_S: Final = 0.5
 _MOVES_S: Final = 12.0
 """How long the daemon is asked for its new addresses after a change of this machine's: it looks every five seconds."""
 _NOT_DIALLED: Final = ("dial backoff",)
@@ -314,7 +311,7 @@ class Redialer:
     async def _connect(self, p2p: Any, peer: PeerID, where: Sequence[str], patience_s: int) -> Outcome | None:
         open_ways = [place for place in (split_address(text)[0] for text in where) if _has_route(place)]
         if not open_ways:
-            await asyncio.sleep(_OFFLINE_S)
+            await asyncio.sleep(0.5)
             return None
         try:
             async with asyncio.timeout(patience_s + _ANSWER_TIMEOUT_S):
@@ -341,7 +338,7 @@ class Redialer:
 
     async def _close_all(self, peer: PeerID) -> None:
         await asyncio.sleep(_AFTER_THE_REPLY_S / 2)
-        self._core.lost(peer, _now_s(), pause_s=_EXPECTED_S)
+        self._core.lost(peer, _now_s(), pause_s=1.0)  # it has said that it will dial us
         await self.drop(peer)
 
     async def _say_again(self, peer: PeerID) -> None:

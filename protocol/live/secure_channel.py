@@ -36,7 +36,6 @@ from shoal.protocol.ports import Payload
 from shoal.protocol.statement import Topic, sign_statement, statement_holds
 
 KEY_BYTES: Final = 32
-SIGNATURE_BYTES: Final = 64
 RECORD_BYTES_MAX: Final = 64 * 1024
 """The plaintext of one record."""
 _TAG_BYTES: Final = 16

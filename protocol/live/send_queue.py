@@ -24,7 +24,6 @@ from shoal.protocol.reconnection import Outcome
 
 _REPEATS_S = 10.0
 """A peer that is reachable again within this time gets the frames that were on their way to it."""
-_RETRY_S = 0.5
 _MOVES_S = 3.0
 """A stream that has a better route is left after this time in any case: its frames arrive slowly or never."""
 
@@ -221,7 +220,7 @@ class SendQueue:
         self._left.clear()
         self._credit_bytes = 0
         if self._queue:
-            in_s = 0.0 if was_open else _RETRY_S
+            in_s = 0.0 if was_open else 0.5
             self._changed.clear()
             self._writer = asyncio.create_task(self._write(in_s=in_s), name=f"frames once more to {self._peer[-8:]}")
 

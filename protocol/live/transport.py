@@ -52,11 +52,7 @@ _StreamHandler = Callable[[Any, asyncio.StreamReader, asyncio.StreamWriter], Awa
 
 _DIAL_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 10.0
-_FLUSH_TIMEOUT_S = 2.0
-_DIALS_AT_ONCE = 16
 _LONELY_S = 10.0
-_STRAGGLERS_S = 0.5
-"""How long a start waits for the other addresses once one peer has answered."""
 _LANES_ROUND_TRIP_S_MIN = 0.002
 """Streams with a shorter round trip (within a house) have no lanes: one connection fills such a path."""
 _LANES_PATIENCE_ROUND_TRIPS = 4.0
@@ -284,7 +280,7 @@ class LiveTransport:
 
     async def _flush(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+            async with asyncio.timeout(2.0):
                 await asyncio.gather(*(queue.flush() for queue in self._send_queues.values()))
 
     async def _set_up(self, p2p: Any) -> None:
@@ -598,7 +594,7 @@ class LiveTransport:
 
     async def _dial_everyone(self) -> bool:
         """Dial all known peers; dials go on in the background. Return, soon, whether a peer has answered."""
-        gate = asyncio.Semaphore(_DIALS_AT_ONCE)
+        gate = asyncio.Semaphore(16)
 
         async def dial(peer: PeerID) -> bool:
             async with gate:
@@ -610,7 +606,7 @@ class LiveTransport:
             task.add_done_callback(self._dials.discard)
         reached = 0
         while waiting:
-            patience_s = _STRAGGLERS_S if reached else None
+            patience_s = 0.5 if reached else None  # for the other addresses
             done, waiting = await asyncio.wait(waiting, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break

@@ -78,7 +78,6 @@ Schedule = tuple[Fault, ...]
 
 _DOWN = frozenset({FaultKind.CRASH, FaultKind.PAUSE, FaultKind.DEAD_DAEMON, FaultKind.POWER_CUT})
 _OF_ONE_PEER = _DOWN | {FaultKind.SLOW_DEVICE, FaultKind.CLOCK_JUMP, FaultKind.DISK_FULL, FaultKind.DISK_ERRORS}
-_SPIKES = 0.1
 
 Range = tuple[float, float]
 _LASTS_S: Mapping[FaultKind, Range] = {
@@ -267,7 +266,7 @@ def _disturbance(fault: Fault) -> Disturbance:
         case FaultKind.DUPLICATION:
             return Disturbance(duplication=fault.amount)
         case FaultKind.SPIKES:
-            return Disturbance(spikes=_SPIKES, spike_s=fault.amount)
+            return Disturbance(spikes=0.1, spike_s=fault.amount)
         case _:
             raise LocalError(f"{fault}: this is no fault of a path")
 

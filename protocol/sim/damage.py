@@ -14,7 +14,6 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.ports import Payload
 from shoal.protocol.sim.phantom import Phantom
 
-_BITS_FLIPPED_MAX = 8
 _HELLO = b"".join(encode_frame(FrameType.HELLO, 0, b"", b""))
 _FIRST_SEQUENCE = 1
 """The damaged frame is its stream's first after the HELLO."""
@@ -23,7 +22,7 @@ _FIRST_SEQUENCE = 1
 def flip_bits(data: bytearray, rng: random.Random) -> None:
     """Flip 1 to 8 different bits of `data` in place. Empty data stays empty."""
     num_bits = 8 * len(data)
-    for bit in rng.sample(range(num_bits), min(num_bits, rng.randint(1, _BITS_FLIPPED_MAX))):
+    for bit in rng.sample(range(num_bits), min(num_bits, rng.randint(1, 8))):
         data[bit >> 3] ^= 1 << (bit & 7)
 
 

@@ -7,17 +7,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import Topology
-
-_MILLI = 1e-3
-_GIGA = 1e9
-_BITS_PER_BYTE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,63 +94,6 @@ class Network:
     def link(self, source: int, destination: int) -> LinkSpec:
         return self._links[source][destination]
 
-    @classmethod
-    def from_matrices(
-        cls,
-        latency_s: Sequence[Sequence[float]],
-        bandwidth_bits_per_s: Sequence[Sequence[float]],
-        *,
-        jitter_s: float = 0.0,
-        loss: float = 0.0,
-    ) -> "Network":
-        """Make a network from two square matrices, row = from, column = to.
-
-        Raises: LocalError: sizes differ, a latency is negative or infinite, a bandwidth not above 0 or infinite.
-        """
-        _check_square("latency", latency_s)
-        _check_square("bandwidth", bandwidth_bits_per_s)
-        if len(latency_s) != len(bandwidth_bits_per_s):
-            raise LocalError(
-                f"latency is between {len(latency_s)} places, bandwidth between {len(bandwidth_bits_per_s)}"
-            )
-        nowhere = LinkSpec(latency_s=0.0)
-        links = []
-        for source, (latency_row, bandwidth_row) in enumerate(zip(latency_s, bandwidth_bits_per_s, strict=True)):
-            row = []
-            for destination, (latency, bandwidth) in enumerate(zip(latency_row, bandwidth_row, strict=True)):
-                if source == destination:
-                    row.append(nowhere)
-                    continue
-                if not (0.0 <= latency < math.inf and 0.0 < bandwidth < math.inf):
-                    raise LocalError(
-                        f"link {source} -> {destination} has latency {latency} s, bandwidth {bandwidth} bit/s"
-                    )
-                rate = bandwidth / _BITS_PER_BYTE
-                row.append(LinkSpec(latency_s=latency, rate_bytes_per_s=rate, jitter_s=jitter_s, loss=loss))
-            links.append(row)
-        return cls(links)
-
-    @classmethod
-    def load(cls, path: Path, *, jitter_s: float = 0.0, loss: float = 0.0) -> "Network":
-        """Read a JSON object with `latency_s` and `bandwidth_bits_per_s`, or `latency_ms` and `bandwidth_gbps`.
-
-        Raises: LocalError: no such file, not JSON (NaN is not), a matrix is missing or impossible.
-        """
-        try:
-            file = msgspec.json.decode(path.read_bytes(), type=_NetworkFile)
-        except OSError as error:
-            raise LocalError(f"{path} cannot be read: {error.strerror}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise LocalError(f"{path} is not a network: {error}") from error
-        latency_s = file.latency_s or _scaled(file.latency_ms, _MILLI)
-        bandwidth_bits_per_s = file.bandwidth_bits_per_s or _scaled(file.bandwidth_gbps, _GIGA)
-        if latency_s is None or bandwidth_bits_per_s is None:
-            raise LocalError(f"{path} is not a network: it lacks latency_s or bandwidth_bits_per_s")
-        try:
-            return cls.from_matrices(latency_s, bandwidth_bits_per_s, jitter_s=jitter_s, loss=loss)
-        except LocalError as error:
-            raise LocalError(f"{path} is not a network: {error}") from error
-
 
 class UniformNetwork(Network):
     """The same link between any two of any number of places."""
@@ -176,19 +113,6 @@ def uniform(
     return UniformNetwork(
         LinkSpec(latency_s=latency_s, rate_bytes_per_s=rate_bytes_per_s, jitter_s=jitter_s, loss=loss)
     )
-
-
-class _NetworkFile(msgspec.Struct, frozen=True):
-    """A network file; unknown fields (title, source, workload) are for people."""
-
-    latency_s: list[list[float]] | None = None
-    latency_ms: list[list[float]] | None = None
-    bandwidth_bits_per_s: list[list[float]] | None = None
-    bandwidth_gbps: list[list[float]] | None = None
-
-
-def _scaled(matrix: list[list[float]] | None, factor: float) -> list[list[float]] | None:
-    return None if matrix is None else [[value * factor for value in row] for row in matrix]
 
 
 def _check_square(what: str, matrix: Sequence[Sequence[object]]) -> None:

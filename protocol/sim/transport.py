@@ -23,10 +23,6 @@ from shoal.protocol.sim.trace import Kind, Trace
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_TIMEOUT_S = 2.0
-_OPEN_TIMEOUT_S = 10.0
-"""A live transport's timeout for opening a stream."""
-
 
 class SimTransport:
     """Calls and frames between the peers of one world.
@@ -100,7 +96,7 @@ class SimTransport:
         self._is_closing = True
         if self.card.is_alive:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+                async with asyncio.timeout(2.0):
                     await self._links.flush(self.card)
         if not self.card.is_alive:
             return
@@ -277,7 +273,7 @@ class SimTransport:
         if len(meta) > FRAME_META_BYTES_MAX or nbytes > FRAME_PAYLOAD_BYTES_MAX:
             raise ValueError(f"a frame of {len(meta)} + {nbytes} bytes is larger than any peer accepts")
         if not self.card.is_up:
-            await self._wait_for_daemon(peer, _OPEN_TIMEOUT_S)
+            await self._wait_for_daemon(peer, 10.0)  # a live transport's timeout
         target = self._reach(peer)
         if target is None:
             await asyncio.sleep(self._links.stall_s)

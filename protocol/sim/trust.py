@@ -18,7 +18,6 @@ from shoal.protocol.statement import Topic
 
 _NO_SIGNATURE = bytes(SIGNATURE_BYTES)
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
-_PLANS_MAX = 64
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Envelope)
 
@@ -56,7 +55,7 @@ class TrustingSeals:
         plan = self._plans.get(data)
         if plan is None:
             plan = self._plans[data] = open_plan(data, run=run, owner=owner, source=source, shape=shape)
-            if len(self._plans) > _PLANS_MAX:
+            if len(self._plans) > 64:
                 self._plans.popitem(last=False)
         return plan
 

@@ -18,8 +18,6 @@ from shoal.protocol.toml.defaults import (
     warmup_steps_of,
 )
 
-RATE_HIGH: Final = 4.0
-RATE_LOW: Final = 1 / 30
 BATCH_RANGE: Final = 16.0
 PASSES_MAX: Final = 16.0
 """The passes after which repeated text is worth half as much as new text (2305.16264, section 5)."""
@@ -59,12 +57,12 @@ def _rate_advice(spec: RunSpec) -> list[str]:
         adapts=spec.adapter is not None,
     )
     times = optimizer.learning_rate / usual
-    if times > RATE_HIGH:
+    if times > 4.0:
         return [
             f"learning_rate {optimizer.learning_rate:g} is {times:.0f} times what suits this model and batch: the run "
             f"is likely to diverge. Set optimizer.learning_rate = {usual:g}, or leave the line out"
         ]
-    if times < RATE_LOW:
+    if times < 1 / 30:
         return [
             f"learning_rate {optimizer.learning_rate:g} is 1/{1 / times:.0f} of what suits this model and batch: it "
             f"will learn slowly. Set optimizer.learning_rate = {usual:g}, or leave the line out"

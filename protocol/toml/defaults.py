@@ -35,15 +35,12 @@ TOKENS_PER_PARAMETER: Final = 20.0
 """2203.15556 (Chinchilla), table 3, rounded."""
 _WIDE: Final = 2048
 """Models of at least this width have heads of 128."""
-_KV_HEADS_MAX: Final = 8
 _NARROW: Final = 1024
 """Below this width `ffn_dim` is a multiple of 32: rounding to 256 would make a width of 128 half as large again."""
 MICROBATCHES_PER_STAGE: Final = 4
-_MICROBATCHES_MIN: Final = 8
 _WARMUP_SHARE: Final = 0.01
 _WARMUP_STEPS_MAX: Final = 2000
 """The warm-up of DeepSeek LLM, Step Law and Llama."""
-_WARMUP_SHARE_MAX: Final = 0.1
 _TUNING: Final = 1 / 15
 """The share of the rate from scratch for tuning: Llama 2 of 7 B has 3e-4 and 2e-5 (2307.09288, 2.2 and 3.1)."""
 _ADAPTING: Final = 10 / 15
@@ -55,8 +52,6 @@ STAGES_FED: Final = 3
 stages still works: two microbatches a stage keep six of them busy."""
 _SAID_MAX: Final = 2**40
 """The limit on numbers that the rules compute with. A spec allows none as large, and its decoder reports them."""
-_SGD_RATE: Final = 4e-3
-"""No law is known to us for the rate of SGD on language models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +129,7 @@ def heads_of(dim: int) -> int:
 
 def kv_heads_of(num_heads: int) -> int:
     """Return the number of key and value heads: the largest divisor of `num_heads` up to 8."""
-    return max(number for number in range(1, min(num_heads, _KV_HEADS_MAX) + 1) if num_heads % number == 0)
+    return max(number for number in range(1, min(num_heads, 8) + 1) if num_heads % number == 0)
 
 
 def ffn_dim_of(dim: int) -> int:
@@ -170,7 +165,7 @@ def learning_rate_of(
         adapts: it trains adapters beside such weights.
     """
     if optimizer == "sgd":
-        return _SGD_RATE
+        return 4e-3  # no law is known to us for SGD on language models
     rate = 0.3118 * (size.flop_per_token * size.tokens) ** -0.125
     rate *= min(_SHORT, (size.tokens / (tokens_per_step * steps)) ** 0.125)
     rate *= min(1.0, math.sqrt(tokens_per_step / batch_tokens_of(size)))
@@ -181,7 +176,7 @@ def warmup_steps_of(steps: int, *, beta2: float) -> int:
     """Return the steps until the rate's peak: twice the memory of Adam's second moment, 1 % of a long run, and at most
     a tenth of a short one. All runs of 400 to 4,000 steps with a `beta2` of 0.95 get the same."""
     wanted = max(2.0 / (1.0 - beta2), _WARMUP_SHARE * steps)
-    return round(min(wanted, _WARMUP_STEPS_MAX, _WARMUP_SHARE_MAX * steps))
+    return round(min(wanted, _WARMUP_STEPS_MAX, 0.1 * steps))
 
 
 def stages_fed(stages: int | None, *, num_layers: int) -> int:
@@ -209,7 +204,7 @@ def microbatches_of(
     Returns: (microbatches a step, samples of each).
     """
     all_samples = max(1, round(tokens / context))
-    least = max(_MICROBATCHES_MIN, MICROBATCHES_PER_STAGE * stages)
+    least = max(8, MICROBATCHES_PER_STAGE * stages)
     if samples is None:
         fits = max(1, STREAM_CREDIT_BYTES // (4 * dim * context * experts))
         samples = min(fits, max(1, round(all_samples / (number or least))))

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import msgspec
 from blake3 import blake3
+from newest_snapshot import read_newest
 
 from fuzz_choices import Choices
 from fuzz_values import Known, make, make_tables, toml
@@ -26,7 +27,7 @@ from shoal.deploy.simulate.scenario import ScenarioFile, find_scenario
 from shoal.deploy.simulate.tiny_run import tiny_spec
 from shoal.peer.model.layout import all_layer_keys, init_layer
 from shoal.peer.pipeline.state import LayerState
-from shoal.peer.snapshot import _Manifest, read_newest, write_snapshot
+from shoal.peer.snapshot import _Manifest, write_snapshot
 from shoal.peer.snapshot_name import MANIFEST, SnapshotName
 from shoal.protocol import messages
 from shoal.protocol.access import Gate, Verdict

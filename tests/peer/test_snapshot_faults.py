@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 
 import pytest
 import torch
+from newest_snapshot import read_newest
 
 from shoal.peer.model.layout import all_layer_keys, init_layer
 from shoal.peer.pipeline.state import LayerState
@@ -16,7 +17,6 @@ from shoal.peer.snapshot import (
     DamagedSnapshot,
     Snapshot,
     list_snapshots,
-    read_newest,
     read_snapshot,
     write_snapshot,
 )

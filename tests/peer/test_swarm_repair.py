@@ -122,7 +122,7 @@ def test_nothing_is_granted_to_the_open_claim_of_a_mate_that_is_lost(make_swarm,
         replicas = {name: swarm.drivers[name].replica for name in stages[0]}
         lead = next(name for name in stages[0] if replicas[name].core.group.is_lead)
         mate = next(name for name in stages[0] if name != lead)
-        supply = replicas[lead].core.supply
+        supply = replicas[lead].core._supply
         await swarm.until(lambda: swarm.peer(mate).peer_id in supply.open_claims)
         swarm.world.pause(swarm.peer(mate))
         del swarm.drivers[mate]

@@ -267,7 +267,7 @@ def test_the_lead_of_stage_0_supplies_and_believes_holders_alone(make_swarm, tin
     async def scene(swarm):
         leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_lead]
         await is_refused(swarm, "stranger", leads[0], message)
-        assert swarm.drivers[leads[0]].replica.core.supply.halts == ()
+        assert swarm.drivers[leads[0]].replica.core._supply.halts == ()
 
     play(make_swarm, tiny_spec, scene)
 
@@ -279,7 +279,7 @@ def test_nobody_stands_still_or_saves_for_a_neighbour_that_has_said_that_it_stay
         leads = [name for name in STAGES[0] if swarm.drivers[name].replica.core.group.is_lead]
         for source in {*STAGES[0], *STAGES[1]}.difference(leads):
             await is_refused(swarm, source, leads[0], message)
-        assert swarm.drivers[leads[0]].replica.core.supply.halts == ()
+        assert swarm.drivers[leads[0]].replica.core._supply.halts == ()
 
     play(make_swarm, tiny_spec, scene)
 

@@ -333,7 +333,7 @@ def test_at_a_later_stage_the_driver_is_asked_to_have_it_run_again():
 def test_what_a_stranger_has_made_is_granted_all_the_same():
     made = joined(replica(plan([ME])))
     assert feed(made, ProgressArrived(OTHER, progress(indices=b"\x03"))) == []
-    assert made.supply is not None
+    assert made._supply is not None
     assert made._supply.book.admissible == M
 
 

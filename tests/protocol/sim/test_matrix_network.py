@@ -1,13 +1,18 @@
 import numpy as np
 
-from shoal.protocol.sim.network import MatrixNetwork, Network
+from shoal.protocol.sim.network import LinkSpec, MatrixNetwork, Network
 from shoal.protocol.topology import make_topology
 
 
 def test_it_is_the_network_that_its_matrices_make() -> None:
     rng = np.random.default_rng(0)
     latency_s, rate = rng.uniform(0.01, 0.1, (5, 5)), rng.uniform(1e6, 1e7, (5, 5))
-    dense = Network.from_matrices(latency_s.tolist(), (8.0 * rate).tolist())
+    dense = Network(
+        [
+            [LinkSpec(latency_s=float(s), rate_bytes_per_s=float(r)) for s, r in zip(*rows, strict=True)]
+            for rows in zip(latency_s, rate, strict=True)
+        ]
+    )
     compact = MatrixNetwork(make_topology(latency_s, rate))
     for i in range(5):
         for j in range(5):

@@ -1,7 +1,5 @@
 import asyncio
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +10,21 @@ from shoal.protocol.sim.network import CardSpec, LinkSpec, Network, uniform
 from shoal.protocol.sim.world import World
 
 LATENCY_S = [[0.0, 0.01, 0.02], [0.03, 0.0, 0.04], [0.05, 0.06, 0.0]]
-BANDWIDTH = [[1.0, 8e6, 16e6], [8e6, 1.0, 8e6], [8e6, 8e6, 1.0]]
+RATE_BYTES_PER_S = [[1.0, 1e6, 2e6], [1e6, 1.0, 1e6], [1e6, 1e6, 1.0]]
+NOWHERE = LinkSpec(latency_s=0.0)
+
+
+def three_places() -> Network:
+    return Network(
+        [
+            [LinkSpec(latency_s=latency_s, rate_bytes_per_s=rate) for latency_s, rate in zip(*rows, strict=True)]
+            for rows in zip(LATENCY_S, RATE_BYTES_PER_S, strict=True)
+        ]
+    )
 
 
 def test_a_matrix_gives_each_directed_pair_its_link(listen: Any) -> None:
-    network = Network.from_matrices(LATENCY_S, BANDWIDTH)
+    network = three_places()
     assert network.link(0, 2) == LinkSpec(latency_s=0.02, rate_bytes_per_s=2e6)
     assert network.link(2, 0) == LinkSpec(latency_s=0.05, rate_bytes_per_s=1e6)
     assert network.typical_latency_s == 0.03
@@ -35,7 +43,7 @@ def test_a_matrix_gives_each_directed_pair_its_link(listen: Any) -> None:
 
 def test_a_peer_may_choose_its_place() -> None:
     async def main() -> None:
-        world = World(0, Network.from_matrices(LATENCY_S, BANDWIDTH))
+        world = World(0, three_places())
         a = world.add_peer("a", place=1)
         assert [world.add_peer(name).transport.card.place for name in "bc"] == [0, 2]
         with pytest.raises(LocalError, match="taken by 'b'"):
@@ -48,71 +56,13 @@ def test_a_peer_may_choose_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "latency_factor", "bandwidth_factor"),
-    [(("latency_s", "bandwidth_bits_per_s"), 1.0, 1.0), (("latency_ms", "bandwidth_gbps"), 1e3, 1e-9)],
+    ("rows", "complaint"),
+    [([[NOWHERE, NOWHERE], [NOWHERE]], "2 rows, but row 1 has 1 columns"), ([], "empty")],
 )
-def test_both_spellings_of_the_file_load_to_the_same_network(
-    names: tuple[str, str], latency_factor: float, bandwidth_factor: float, tmp_path: Path
-) -> None:
-    file = {
-        "title": "for people",
-        names[0]: [[value * latency_factor for value in row] for row in LATENCY_S],
-        names[1]: [[value * bandwidth_factor for value in row] for row in BANDWIDTH],
-    }
-    path = tmp_path / "network.json"
-    path.write_text(json.dumps(file))
-    network = Network.load(path, jitter_s=0.5, loss=0.1)
-    link = network.link(1, 2)
-    assert (link.latency_s, link.rate_bytes_per_s) == pytest.approx((0.04, 1e6))
-    assert (link.jitter_s, link.loss) == (0.5, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("latency_s", "bandwidth", "complaint"),
-    [
-        ([[0.0, math.nan], [0.1, 0.0]], [[1.0, 1.0], [1.0, 1.0]], "0 -> 1 has latency nan"),
-        ([[0.0, 0.1], [-0.1, 0.0]], [[1.0, 1.0], [1.0, 1.0]], "1 -> 0 has latency -0.1"),
-        ([[0.0, 0.1], [math.inf, 0.0]], [[1.0, 1.0], [1.0, 1.0]], "1 -> 0 has latency inf"),
-        ([[0.0, 0.1], [0.1, 0.0]], [[1.0, 0.0], [1.0, 1.0]], "bandwidth 0"),
-        ([[0.0, 0.1], [0.1, 0.0]], [[1.0, -5.0], [1.0, 1.0]], "bandwidth -5"),
-        ([[0.0, 0.1], [0.1, 0.0]], [[1.0, math.nan], [1.0, 1.0]], "bandwidth nan"),
-        ([[0.0, 0.1, 0.1], [0.1, 0.0, 0.1]], [[1.0, 1.0], [1.0, 1.0]], "2 rows, but row 0 has 3 columns"),
-        ([[0.0, 0.1], [0.1]], [[1.0, 1.0], [1.0, 1.0]], "2 rows, but row 1 has 1 columns"),
-        ([[0.0]], [[1.0, 1.0], [1.0, 1.0]], "between 1 places, bandwidth between 2"),
-        ([], [], "empty"),
-    ],
-)
-def test_an_impossible_matrix_is_refused_in_one_line(
-    latency_s: list[list[float]], bandwidth: list[list[float]], complaint: str
-) -> None:
+def test_an_impossible_matrix_is_refused_in_one_line(rows: list[list[LinkSpec]], complaint: str) -> None:
     with pytest.raises(LocalError, match=complaint) as caught:
-        Network.from_matrices(latency_s, bandwidth)
+        Network(rows)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "not json",
-        "[]",
-        '{"latency_s": [[0]]}',
-        '{"latency_s": [["x"]], "bandwidth_bits_per_s": [[1]]}',
-        '{"latency_s": [[0, NaN], [0, 0]], "bandwidth_bits_per_s": [[1, 1], [1, 1]]}',
-        '{"latency_s": [[0, -1], [0, 0]], "bandwidth_bits_per_s": [[1, 1], [1, 1]]}',
-    ],
-)
-def test_a_file_that_is_no_network_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "network.json"
-    path.write_text(text)
-    with pytest.raises(LocalError, match="is not a network") as caught:
-        Network.load(path)
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LocalError, match="cannot be read"):
-        Network.load(tmp_path / "nothing.json")
 
 
 @pytest.mark.parametrize(
